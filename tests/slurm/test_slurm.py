@@ -140,10 +140,10 @@ def final_state(run_dir):
 
 def are_equal_runs(jobs, name, other):
     """Asserts that two runs have equal steps and losses and a bit-identical final state."""
-    mine, whole = jobs.records(name), jobs.records(other)
-    assert jobs.steps(name) == jobs.steps(other) == list(range(1, len(whole) + 1))
+    records, reference = jobs.records(name), jobs.records(other)
+    assert jobs.steps(name) == jobs.steps(other) == list(range(1, len(reference) + 1))
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in mine] == [line[key] for line in whole]
+        assert [line[key] for line in records] == [line[key] for line in reference]
     state, expected = final_state(jobs.run_dir(name)), final_state(jobs.run_dir(other))
     assert state.keys() == expected.keys()
     assert len(state) > 8
@@ -157,8 +157,8 @@ def jobs(cluster, tmp_path_factory):
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
     two = ["nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2"]
     jobs.disturbed = jobs.submit("disturbed", *two)
-    whole = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
-    jobs.whole = jobs.start_command("submit", "recipe=job.yaml", *whole, "--follow")
+    undisturbed = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
+    jobs.whole = jobs.start_command("submit", "recipe=job.yaml", *undisturbed, "--follow")
     submissions = jobs.run_dir("whole") / "slurm/submissions.jsonl"
     cluster.wait_for(submissions.exists, 60, "the submission")
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, "run.max_steps=5000")
@@ -446,8 +446,8 @@ def test_requeued_run_resumes_from_its_own_checkpoint(long_jobs, whole_cluster):
     assert first == 5
     assert second >= 15
     assert long_jobs.steps(name) == list(range(6, 61))
-    mine, whole = long_jobs.records(name), long_jobs.records("whole")
-    assert [line["loss"] for line in mine] == [line["loss"] for line in whole[5:]]
+    records, reference = long_jobs.records(name), long_jobs.records("whole")
+    assert [line["loss"] for line in records] == [line["loss"] for line in reference[5:]]
 
 
 @pytest.mark.long

@@ -31,10 +31,10 @@ def test_train_and_test_sets_are_disjoint_and_correct(arithmetic, tmp_path):
         assert text == (tmp_path / "b" / f"{name}.jsonl").read_text()
         sums[name] = []
         for line in text.splitlines():
-            asked, answered = json.loads(line)["messages"]
-            assert (asked["role"], answered["role"]) == ("user", "assistant")
-            first, second = map(int, re.fullmatch(r"(\d+) \+ (\d+)", asked["content"]).groups())
-            assert answered["content"] == str(first + second)
+            question, reply = json.loads(line)["messages"]
+            assert (question["role"], reply["role"]) == ("user", "assistant")
+            first, second = map(int, re.fullmatch(r"(\d+) \+ (\d+)", question["content"]).groups())
+            assert reply["content"] == str(first + second)
             sums[name].append((first, second))
     assert len(set(sums["train"] + sums["test"])) == len(sums["train"]) + len(sums["test"]) == 810
     assert len(sums["test"]) == arithmetic.TEST
@@ -53,9 +53,9 @@ class EvenAdder:
         tokenizer = hugging_face_byte_tokenizer()
         rows = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):
-            asked = tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
+            question = tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
             assert ids[-1] == 259, "expected left padding and the start of an assistant turn"
-            first, second = map(int, asked.split(" + "))
+            first, second = map(int, question.split(" + "))
             answer = f"{first + second if first % 2 == 0 else 0}".encode()
             rows.append([*ids.tolist(), *answer, *[256] * (4 - len(answer))])
         return torch.tensor(rows)

@@ -132,14 +132,14 @@ def test_status_of_a_folder_of_runs(run, capsys):
 
 @pytest.mark.parametrize("command", ["status", "report"])
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere: there is no such folder"),
         (["."], ".: neither the folder of a run nor one that holds runs"),
         ([], "Missing argument 'RUN_DIR'"),
     ],
 )
-def test_folder_without_runs_is_refused(command, arguments, shown, tmp_path, capsys, monkeypatch):
+def test_folder_without_runs_is_refused(command, arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main.main([command, *arguments]) == 2
-    assert shown in capsys.readouterr().err
+    assert message in capsys.readouterr().err

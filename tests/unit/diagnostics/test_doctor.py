@@ -261,10 +261,10 @@ def results(changes=None, *, nodes=4):
     """
     found = []
     for rank in range(2 * nodes):
-        mine = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "sum": True}
-        mine["shared"] = None if rank % 2 else shared_folder_result(rank // 2, range(nodes))
+        result = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "sum": True}
+        result["shared"] = None if rank % 2 else shared_folder_result(rank // 2, range(nodes))
         change = (changes or {}).get(rank, {})
-        found.append(mine | change | {"rates": RATES | change.get("rates", {})})
+        found.append(result | change | {"rates": RATES | change.get("rates", {})})
     return found
 
 
@@ -391,8 +391,8 @@ def test_unshared_folder_is_reported(monkeypatch, tmp_path):
 
 def test_report_contains_the_rates_of_the_slowest_rank():
     found = results(slow_rank(5, "half_flops", 500e12))
-    for one in found:
-        del one["rates"]["inter_node_bandwidth"]
+    for result in found:
+        del result["rates"]["inter_node_bandwidth"]
     rates = group_checks.slowest_rates(found, source="here")
     assert (rates["half_flops"], rates["intra_node_bandwidth"]) == (500e12, 2.8e11)
     assert rates["inter_node_bandwidth"] is None

@@ -198,8 +198,8 @@ def problems_of(arguments, ranks=None):
 def check(expected, problems):
     expected = [line.replace("CWD", str(Path.cwd())) for line in expected]
     assert len(problems) == len(expected), problems
-    for one, line in zip(expected, problems, strict=True):
-        assert says(one, line), f"\nexpected: {one}\nanswer:   {line}"
+    for pattern, line in zip(expected, problems, strict=True):
+        assert says(pattern, line), f"\nexpected: {pattern}\nmessage:  {line}"
 
 
 @pytest.mark.parametrize("row", parse_rows(FILES), ids=lambda row: row[0])
@@ -238,7 +238,7 @@ def test_files_without_sections_are_refused(folder, text, expected):
     check([f"x.yaml: {expected}"], problems_of(["recipe=x.yaml"]))
 
 
-def test_global_batch_size_must_be_divisible_in_new_runs(folder):
+def test_new_run_needs_a_divisible_batch_size(folder):
     """Only a resumed run may have a smaller last micro-batch."""
     (folder / "runs/small/checkpoints").mkdir(parents=True)
     refused = "x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 (micro-batch) x 3 "
@@ -272,7 +272,7 @@ def test_all_problems_are_reported_in_order(folder):
     ]
 
 
-def test_messages_name_the_file_relative_to_the_current_folder(folder, monkeypatch):
+def test_messages_use_relative_file_names(folder, monkeypatch):
     (folder / "deep").mkdir()
     (folder / "deep" / "x.yaml").write_text(SMALL.replace("64", "63"))
     check(

@@ -169,7 +169,7 @@ def test_slow_phase_of_another_rank_suspends_hang_detection(start):
     assert rank.wait_for_status()["reason"] == "hang"
 
 
-def test_stop_request_after_a_lost_rank_reports_rank_lost(start, neighbour, monkeypatch):
+def test_stop_request_after_rank_loss_reports_the_loss(start, neighbour, monkeypatch):
     """torchrun sends SIGTERM to the other ranks as soon as a rank has died."""
     rank = start()
     rank.register_neighbour(neighbour)

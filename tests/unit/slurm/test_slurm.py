@@ -89,9 +89,9 @@ def test_script_contains_all_options():
     order = ["trap 'warned=1", "module load cuda", "NCCL_DEBUG=", "NCCL_SOCKET_IFNAME=ib0"]
     order += ["export NCCL_IB_HCA=mlx5", "exec /py"]
     assert sorted(order, key=text.index) == order
-    shown = options_of_job_program(text, "7", "9")
-    assert [run for run, _ in shown.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
-    assert (shown.lead, shown.script, shown.chain) == (300, "/spool/script", ["7", "9"])
+    parsed = options_of_job_program(text, "7", "9")
+    assert [run for run, _ in parsed.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
+    assert (parsed.lead, parsed.script, parsed.chain) == (300, "/spool/script", ["7", "9"])
     plain = render(job(nodes=2, ranks_per_node=3))
     assert plain.splitlines()[1] == "# a: 2 nodes, 3 ranks on each"
     assert options_of_job_program(plain).chain == []
@@ -145,8 +145,8 @@ def test_names_are_quoted_in_the_script(tmp_path):
     )
     (tmp_path / "python").chmod(0o755)
     subprocess.run(["bash", "-c", text], cwd=tmp_path, check=True, timeout=60, capture_output=True)
-    shown = read_options((tmp_path / "arguments").read_text().split("\0")[2:-1])
-    assert shown.run == [[str(run_dir), f"{run_dir}/slurm/recipe_1.yaml"]]
+    parsed = read_options((tmp_path / "arguments").read_text().split("\0")[2:-1])
+    assert parsed.run == [[str(run_dir), f"{run_dir}/slurm/recipe_1.yaml"]]
     assert (tmp_path / "value").read_text() == HOSTILE + "\nmore"
     assert not list(tmp_path.rglob("HACKED"))
 
@@ -314,7 +314,7 @@ def test_missing_slurm_is_reported(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("left", "status", "shown"),
+    ("left", "status", "expected"),
     [
         ({"state": "finished", "step": 9}, 0, "finished after step 9\n"),
         ({"state": "stopped", "step": 9, "reason": "SIGTERM"}, 75, "stopped...9\n  SIGTERM\n"),
@@ -323,7 +323,7 @@ def test_missing_slurm_is_reported(folder, monkeypatch):
         ({"state": "finished", "refused": "x: wrong"}, 2, "refused\n  x: wrong\n"),
     ],
 )
-def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, status, shown):
+def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, status, expected):
     run_dir = folder / "runs/small"
 
     def sbatch(script):
@@ -340,7 +340,7 @@ def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, statu
     monkeypatch.setattr(command, "_SQUEUE_SECONDS", 0.0)
     assert launcher(["submit", "recipe=x.yaml", "--wait"]) == status
     printed = capsys.readouterr().out
-    assert says(f"...runs/small: {shown}", printed), printed
+    assert says(f"...runs/small: {expected}", printed), printed
     assert not states
 
 
@@ -598,7 +598,7 @@ def test_signal_before_handlers_are_installed_is_detected(start_job, known, warn
         (500, 50.0, None),
     ],
 )
-def test_job_warns_itself_if_the_lead_is_too_short(start_job, left, save, lead):
+def test_job_warns_itself_if_lead_is_short(start_job, left, save, lead):
     job, _ = start_job({}, "")
     (job.run_dir / "metrics.jsonl").write_text('{"step_seconds": 200.0}\n' if save > 10 else "")
     saved = {"event": "saved", "seconds": save}
