@@ -11,17 +11,17 @@ import time
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
 SECONDS = 60
-"""Time limit of an answer."""
+"""Time limit for a reply of the browser."""
 
 
 def unavailable():
-    """Why there can be no browser; None: there can."""
+    """Returns why no browser can be started, or None."""
     found = any(shutil.which(name) for name in PROGRAMS)
     return None if found else f"none of {', '.join(PROGRAMS)} is installed"
 
 
 class Browser:
-    """One page. `problems` are console errors, exceptions and requests to anything but the file."""
+    """One page. `problems` collects console errors, exceptions and requests to the network."""
 
     def __enter__(self):
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-")
@@ -29,7 +29,7 @@ class Browser:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
 
-        def pipes():  # the browser reads descriptor 3 and writes 4
+        def pipes():  # the browser reads from descriptor 3 and writes to 4
             os.dup2(os.dup(to_browser), 3)
             os.dup2(os.dup(from_browser), 4)
 
@@ -56,7 +56,7 @@ class Browser:
     def __exit__(self, *_):
         self._session = None
         try:
-            self.call("Browser.close")  # it ends its own processes
+            self.call("Browser.close")  # also ends its child processes
             self._process.wait(timeout=SECONDS)
         finally:
             self._process.kill()
@@ -69,18 +69,18 @@ class Browser:
         deadline = time.monotonic() + SECONDS
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0, deadline - time.monotonic()))
-            assert ready, "no answer of the browser"
+            assert ready, "the browser did not reply"
             data = os.read(self._read, 1 << 20)
-            assert data, "the browser ended"
+            assert data, "the browser exited"
             self._buffer += data
         message, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(message)
         if "method" in message:
             self.events.append(message["method"])
-            self._judge(message["method"], message["params"])
+            self._record_problem(message["method"], message["params"])
         return message
 
-    def _judge(self, method, params):
+    def _record_problem(self, method, params):
         if method == "Runtime.exceptionThrown":
             self.problems.append(params["exceptionDetails"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
@@ -93,7 +93,7 @@ class Browser:
                 self.problems.append(url)
 
     def call(self, method, **params):
-        """The result of a command of the protocol."""
+        """Sends a DevTools command and returns its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -105,7 +105,7 @@ class Browser:
         return answer["result"]
 
     def open(self, file, *, width, scheme="light"):
-        """Loads a page as a window of this width shows it, light or dark, and waits for it."""
+        """Loads a page in a window of this width and color scheme. Waits until it is rendered."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -124,7 +124,7 @@ class Browser:
         self.evaluate(two_frames)
 
     def evaluate(self, expression):
-        """The value of a JavaScript expression."""
+        """Returns the value of a JavaScript expression."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -132,6 +132,6 @@ class Browser:
         return answer["result"].get("value")
 
     def screenshot(self, file):
-        """Writes the whole page as PNG."""
+        """Writes a PNG image of the whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))

@@ -1,4 +1,4 @@
-"""Tests leave nothing behind: no process, no environment variable, no file outside tmp_path."""
+"""Fixtures for all tests: unchanged environment variables, a temporary cache, logged messages."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def _same_environment():
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory):
-    """Tokenized data of tests goes where they go."""
+    """Puts the cache of tokenized data into a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -31,7 +31,7 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture
 def messages(caplog):
-    """What the launcher has logged so far."""
+    """A function that returns the messages that the launcher has logged so far."""
     caplog.set_level(logging.INFO, logger="launcher")
     return lambda: [
         record.getMessage() for record in caplog.records if record.name.startswith("launcher")

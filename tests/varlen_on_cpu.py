@@ -1,6 +1,6 @@
-"""torch's variable-length attention on a CPU: kernels in plain torch for the operator that a GPU has, to see its values.
+"""CPU kernels for torch's variable-length attention, to check its values without a GPU.
 
-They refuse what the kernels of a GPU refuse, which the operator's fake kernel does not check.
+They reject the inputs that the GPU kernels reject. The operator's fake kernel does not check them.
 """
 
 from itertools import pairwise
@@ -9,13 +9,13 @@ import torch
 from torch.nn.attention import varlen
 
 CALLS = {"forward": 0, "backward": 0}
-"""How often each kernel ran in this process."""
+"""Number of calls of each kernel in this process."""
 
 
 def check_heads(query, key, value):
-    """What the kernel of a GPU asks for."""
+    """Asserts the requirements of the GPU kernels."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    assert len(sizes) == 1, f"one head size, not {sizes}"
+    assert len(sizes) == 1, f"head sizes differ: {sizes}"
     size = sizes.pop()
     assert size % 8 == 0, f"a head size of {size} is not a multiple of 8"
     assert size <= 256, f"a head size of {size} is more than 256"
@@ -23,12 +23,15 @@ def check_heads(query, key, value):
 
 
 def _documents(query, key, value, bounds, scale, window, causal):
-    """For each document: where it is, q, k, v (heads, tokens, size), with k and v repeated for grouped heads, and scores."""
+    """Yields for each document: its slice; q, k and v (heads, tokens, size); and the scores.
+
+    For grouped heads, k and v are repeated.
+    """
     bounds = bounds.tolist()
     left, right = window or (-1, -1)
     for start, end in pairwise(bounds):
-        place = slice(start, end)
-        q, k, v = (tensor[place].transpose(0, 1).float() for tensor in (query, key, value))
+        span = slice(start, end)
+        q, k, v = (tensor[span].transpose(0, 1).float() for tensor in (query, key, value))
         k, v = (tensor.repeat_interleave(q.shape[0] // tensor.shape[0], dim=0) for tensor in (k, v))
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
         seen = (
@@ -36,7 +39,7 @@ def _documents(query, key, value, bounds, scale, window, causal):
         )
         if left >= 0:
             seen &= distance <= left
-        yield place, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        yield span, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
 
 
 def _forward(
@@ -58,11 +61,11 @@ def _forward(
         torch.empty_like(query),
         query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32),
     )
-    for place, _, _, v, scores in _documents(
+    for span, _, _, v, scores in _documents(
         query, key, value, cu_seq_q, scale, window_size, is_causal
     ):
-        out[place] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
-        lse[:, place] = scores.logsumexp(-1)
+        out[span] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
+        lse[:, span] = scores.logsumexp(-1)
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -84,25 +87,25 @@ def _backward(
 ):
     CALLS["backward"] += 1
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    for place, q, k, v, scores in _documents(
+    for span, q, k, v, scores in _documents(
         query, key, value, cu_seq_q, scale, window_size, is_causal
     ):
-        weights = (scores - lse[:, place, None]).exp()
-        grad, result = (tensor[place].transpose(0, 1).float() for tensor in (grad_out, out))
-        of_scores = (
+        weights = (scores - lse[:, span, None]).exp()
+        grad, result = (tensor[span].transpose(0, 1).float() for tensor in (grad_out, out))
+        grad_scores = (
             weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale
         )
-        for target, found in zip(
+        for target, gradient in zip(
             gradients,
-            (of_scores @ k, of_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad),
+            (grad_scores @ k, grad_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad),
             strict=True,
         ):
-            groups = found.unflatten(0, (target.shape[1], -1)).sum(1)
-            target[place] = groups.transpose(0, 1).to(target.dtype)
+            groups = gradient.unflatten(0, (target.shape[1], -1)).sum(1)
+            target[span] = groups.transpose(0, 1).to(target.dtype)
     return tuple(gradients)
 
 
 def register():
-    """For the rest of the process."""
+    """Registers the kernels for the rest of the process."""
     varlen._varlen_attn.register_kernel("cpu")(_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)

@@ -1,13 +1,13 @@
-"""Reads what wandb has written offline."""
+"""Reads the files that wandb writes in offline mode."""
 
 import json
 
 
 def read_records(folder):
-    """Records of the transaction logs below a folder, in order: (kind, message) pairs.
+    """Yields (kind, message) for each record of the transaction logs below a folder, in order.
 
-    The format is LevelDB's log: blocks of 32 KiB of chunks with a checksum, a length and a type (1 whole, 2 first, 3 middle,
-    4 last), after a header of 7 bytes.
+    The format is LevelDB's log: a header of 7 bytes, then blocks of 32 KiB. A block consists of
+    chunks with a checksum, a length and a type (1 whole, 2 first, 3 middle, 4 last).
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -30,7 +30,7 @@ def read_records(folder):
 
 
 def history(folder):
-    """The logged rows, each a dict."""
+    """Yields each logged row as a dict."""
     for kind, message in read_records(folder):
         if kind == "history":
             yield {

@@ -1,8 +1,11 @@
-"""A real Slurm of a few virtual nodes on this machine: munge, slurmctld, and a slurmd in namespaces of its own for each node.
+"""A real Slurm cluster of virtual nodes on this machine.
 
-Needs root, namespaces, and Debian's munge, slurmctld, slurmd and slurm-client. Everything lies in one folder, and nothing
-is left when the context ends. Where the machine has a freezer cgroup, jobs are tracked by cgroups, as in production: then
-only the first process of each task gets a signal.
+It runs munge, slurmctld, and one slurmd per node. Each slurmd has its own namespaces. The cluster
+needs root, namespaces, and the Debian packages munge, slurmctld, slurmd and slurm-client. All its
+files are in one folder. At exit, all processes and cgroups are removed.
+
+If the machine has a freezer cgroup, Slurm tracks jobs by cgroups, as in production. In this case
+only the first process of each task receives a signal.
 """
 
 import contextlib
@@ -24,15 +27,17 @@ _PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
 
 _NODE = """
 echo "$NODE" > /proc/sys/kernel/hostname
-mount --bind "$BED/hosts" /etc/hosts
-mount --bind "$BED/resolv.conf" "$(realpath /etc/resolv.conf)" 2>/dev/null
+mount --bind "$FOLDER/hosts" /etc/hosts
+mount --bind "$FOLDER/resolv.conf" "$(realpath /etc/resolv.conf)" 2>/dev/null
 if [ -n "$CGROUP" ]; then mkdir -p "$CGROUP" && mount --bind "$CGROUP" /sys/fs/cgroup/freezer || exit 1; fi
 slurmd -D -N "$NODE" &
 trap 'exit 0' TERM
 while :; do sleep 1000 & wait $!; done
 """
-"""Of a node's first process, which stays, and with which the kernel ends all others of the node. No name server is asked:
-torch looks up names for as long as one may take to answer."""
+"""Script of the first process of a node. When it ends, the kernel ends all processes of the node.
+
+Name servers are disabled, because torch waits for their replies.
+"""
 
 _CONFIGURATION = """
 ClusterName=bed
@@ -41,14 +46,14 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={bed}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
-StateSaveLocation={bed}/state
-SlurmdSpoolDir={bed}/spool/%n
-SlurmctldPidFile={bed}/slurmctld.pid
-SlurmdPidFile={bed}/slurmd.%n.pid
-SlurmctldLogFile={bed}/slurmctld.log
-SlurmdLogFile={bed}/slurmd.%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
 MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/{proctrack}
@@ -81,21 +86,21 @@ PartitionName=high Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF DefaultTim
 
 
 def unavailable():
-    """Why there can be no cluster here; None where there can."""
+    """Returns why no cluster can be started here, or None."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} not found (Debian: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client)"
     probe = [*UNSHARE, "echo n > /proc/sys/kernel/hostname"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=10, check=False)
-    why = "namespaces cannot be made here, which takes root and CAP_SYS_ADMIN"
+    why = "cannot create namespaces, which needs root and CAP_SYS_ADMIN"
     return f"{why}: {done.stderr.strip()}" if done.returncode else None
 
 
 class Cluster:
-    def __init__(self, bed, nodes, gpus):
-        self.bed, self._gpus = Path(bed), gpus
+    def __init__(self, folder, nodes, gpus):
+        self.folder, self._gpus = Path(folder), gpus
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self.environment = dict(os.environ, PATH=_PATH, SLURM_CONF=str(self.bed / "slurm.conf"))
+        self.environment = dict(os.environ, PATH=_PATH, SLURM_CONF=str(self.folder / "slurm.conf"))
         self.proctrack = "cgroup" if os.access(FREEZER, os.W_OK) else "linuxproc"
         self._processes = {}
 
@@ -104,9 +109,9 @@ class Cluster:
             self._configure()
             files = {"key-file": "key", "socket": "munge.socket", "pid-file": "munge.pid"}
             files |= {"log-file": "munge.log", "seed-file": "seed"}
-            munge = [f"--{option}={self.bed / name}" for option, name in files.items()]
+            munge = [f"--{option}={self.folder / name}" for option, name in files.items()]
             self._start("munged", ["munged", "-F", *munge])
-            self.wait_for((self.bed / "munge.socket").exists, 10, "munged")
+            self.wait_for((self.folder / "munge.socket").exists, 10, "munged")
             self._start("slurmctld", ["slurmctld", "-D", "-c"])
             ping = functools.partial(self.run, "scontrol", "ping", check=False)
             self.wait_for(lambda: ping().returncode == 0, 15, "slurmctld")
@@ -124,7 +129,7 @@ class Cluster:
             process.wait(timeout=20)
         left = [self._cgroup(node) for node in self.nodes if self.proctrack == "cgroup"]
         deadline = time.monotonic() + 10
-        # A killed process is in its group until it has been reaped
+        # A killed process stays in its cgroup until it is reaped
         while left and time.monotonic() < deadline:
             for cgroup in left:
                 for folder, _, _ in os.walk(cgroup, topdown=False):
@@ -137,7 +142,7 @@ class Cluster:
         return FREEZER / f"launcher-{os.getpid()}-{node}"
 
     def _start(self, name, command, **variables):
-        with (self.bed / f"{name}.out").open("ab") as output:
+        with (self.folder / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
                 command,
                 env=self.environment | variables,
@@ -148,19 +153,24 @@ class Cluster:
             )
 
     def _configure(self):
-        self.bed.chmod(0o755)
-        (self.bed / "state").mkdir()
+        self.folder.chmod(0o755)
+        (self.folder / "state").mkdir()
         count, port = len(self.nodes), _free_ports(len(self.nodes) + 1)
-        settings = {"bed": self.bed, "proctrack": self.proctrack, "nodes": count, "port": port}
+        settings = {
+            "folder": self.folder,
+            "proctrack": self.proctrack,
+            "nodes": count,
+            "port": port,
+        }
         lines = _CONFIGURATION.format(host=socket.gethostname().split(".")[0], **settings)
         names = "127.0.0.1 localhost\n"
         for number, node in enumerate(self.nodes, 1):
-            (self.bed / "spool" / node).mkdir(parents=True)
+            (self.folder / "spool" / node).mkdir(parents=True)
             names += f"127.0.1.{number} {node}\n"
             lines += f"NodeName={node} NodeAddr=127.0.1.{number} Port={port + number} CPUs=2 "
             lines += f"RealMemory=4000 Gres=gpu:{self._gpus} State=UNKNOWN\n"
-        devices = [str(self.bed / f"gpu{number}") for number in range(self._gpus)]
-        for device in devices:  # Slurm takes a GPU for one only if it has a device
+        devices = [str(self.folder / f"gpu{number}") for number in range(self._gpus)]
+        for device in devices:  # Slurm accepts a GPU only if it has a device file
             os.mknod(device, 0o020666, os.makedev(1, 3))
         cgroup = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
         gres = f"AutoDetect=off\nNodeName=n[1-{count}] Name=gpu File={','.join(devices)}\n"
@@ -171,14 +181,14 @@ class Cluster:
             "hosts": names,
             "resolv.conf": "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n",
         }.items():
-            (self.bed / name).write_text(text)
-        (self.bed / "key").touch(mode=0o600)
-        (self.bed / "key").write_bytes(os.urandom(256))
+            (self.folder / name).write_text(text)
+        (self.folder / "key").touch(mode=0o600)
+        (self.folder / "key").write_bytes(os.urandom(256))
 
     def boot(self, node):
-        """Starts a node, or starts it again."""
+        """Starts or restarts a node."""
         cgroup = str(self._cgroup(node)) if self.proctrack == "cgroup" else ""
-        self._start(node, [*UNSHARE, _NODE], NODE=node, BED=str(self.bed), CGROUP=cgroup)
+        self._start(node, [*UNSHARE, _NODE], NODE=node, FOLDER=str(self.folder), CGROUP=cgroup)
 
     def crash(self, node):
         """Ends all processes of a node at once."""
@@ -186,7 +196,7 @@ class Cluster:
         self._processes[node].wait(timeout=20)
 
     def kill_daemon(self, node):
-        """Ends a node's slurmd alone: Slurm gives the node up, and what runs there goes on."""
+        """Kills only the slurmd of a node. Slurm loses the node, but its processes keep running."""
         pid = self._processes[node].pid
         first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
         space = os.readlink(f"/proc/{first}/ns/pid")
@@ -197,7 +207,7 @@ class Cluster:
                     os.kill(int(folder.name), signal.SIGKILL)
 
     def run(self, *command, check=True):
-        """A command that knows the cluster."""
+        """Runs a command in the environment of the cluster."""
         done = subprocess.run(
             [str(word) for word in command],
             env=self.environment,
@@ -206,19 +216,19 @@ class Cluster:
             timeout=120,
             check=False,
         )
-        said = f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
-        assert not check or done.returncode == 0, said
+        output = f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert not check or done.returncode == 0, output
         return done
 
     def idle(self):
-        """Number of nodes that have nothing to do."""
-        said = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout
-        return said.split().count("idle")
+        """Returns the number of idle nodes."""
+        output = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%T", check=False).stdout
+        return output.split().count("idle")
 
     def job(self, job):
-        """What Slurm says of a job, key by key; empty where it does not know it."""
-        said = self.run("scontrol", "show", "job", "--oneliner", job, check=False).stdout
-        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+        """Returns the fields of a job from scontrol, or an empty dict for an unknown job."""
+        output = self.run("scontrol", "show", "job", "--oneliner", job, check=False).stdout
+        return dict(word.split("=", 1) for word in output.split() if "=" in word)
 
     def state(self, job):
         return self.job(job).get("JobState")
@@ -233,13 +243,13 @@ class Cluster:
         return result
 
     def diagnosis(self):
-        """For who looks into a failed test."""
+        """Returns the queue, the nodes and the ends of the logs, for messages of failed tests."""
         queries = ["squeue"], ["sinfo", "-N", "-l"]
-        told = [self.run(*query, check=False).stdout for query in queries]
-        for log in (*self.bed.glob("*.out"), *self.bed.glob("slurmctld.log")):
+        parts = [self.run(*query, check=False).stdout for query in queries]
+        for log in (*self.folder.glob("*.out"), *self.folder.glob("slurmctld.log")):
             lines = log.read_text(errors="replace").splitlines()
-            told.append("\n".join([f"{log.name}:", *lines[-15:]]))
-        return "\n".join(told)
+            parts.append("\n".join([f"{log.name}:", *lines[-15:]]))
+        return "\n".join(parts)
 
 
 def _free_ports(count):

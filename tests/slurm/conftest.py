@@ -1,4 +1,4 @@
-"""The cluster, once for all tests; a clear word where there can be none."""
+"""The Slurm cluster for all tests. Without Slurm, the tests are skipped with the reason."""
 
 import os
 import shutil
@@ -13,17 +13,16 @@ from tests.slurm.cluster import Cluster, unavailable
 def cluster():
     why = unavailable()
     if why is not None:
-        message = f"no Slurm to test with: {why}"
+        message = f"the Slurm tests cannot run: {why}"
         assert os.environ.get("CI_REQUIRES_SLURM") != "1", message
         pytest.skip(message)
-    bed = tempfile.mkdtemp(
-        prefix="slurm-"
-    )  # munge wants a folder that all may enter, which those of pytest are not
+    # munge needs a folder that every user may enter; pytest's are private
+    folder = tempfile.mkdtemp(prefix="slurm-")
     try:
-        with Cluster(bed, nodes=4, gpus=2) as cluster:
+        with Cluster(folder, nodes=4, gpus=2) as cluster:
             assert (
                 f"proctrack/{cluster.proctrack}" in cluster.run("scontrol", "show", "config").stdout
             )
             yield cluster
     finally:
-        shutil.rmtree(bed, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A model and data of a user's own, for jobs that are disturbed: small, with dropout, each step as long as it is told to be."""
+"""Custom model and data for the test jobs: small, with dropout and a configurable step time."""
 
 import os
 import time
@@ -30,7 +30,7 @@ def model():
 
 
 class Sums:
-    """Eight numbers and their sum."""
+    """A data set of eight random numbers and their sum."""
 
     def __len__(self):
         return 4096
@@ -41,7 +41,7 @@ class Sums:
 
 
 def data(seconds=0.0, fail=None):
-    """seconds: that a micro-batch takes. fail: a file; while it is there, training fails."""
+    """seconds: duration of a micro-batch. fail: a file; training fails while it exists."""
 
     def loss(net, batch):
         time.sleep(seconds)

@@ -1,7 +1,7 @@
-"""Jobs on a real Slurm: submitted, warned, preempted, requeued, cancelled, failing, swept, and what they leave behind.
+"""Jobs on a real Slurm: submission, warning, preemption, requeue, cancellation, failures, sweeps.
 
-The cluster has four nodes of two CPUs. All jobs of the first part are submitted at once and looked at in turn: the one that is
-disturbed has n1 and n2 for itself.
+The cluster has four nodes with two CPUs each. The fixture `jobs` submits all jobs of the first part
+at once. Only the job `disturbed` uses n1 and n2.
 """
 
 import functools
@@ -30,22 +30,22 @@ slurm: {max_restarts: 0, lead: 60, time: "30"}
 WARN = ("scancel", "--batch", "--signal=USR1")
 OTHERS = "sbatch_extra=--exclude=n1,n2"
 CANCELLED = "we ird'\"; $(touch HACKED) `touch HACKED` # %j &"
-"""The name of a job, and of its folder."""
+"""Name of a job and of its folder."""
 
 
 class Jobs:
-    """`launcher submit` in a folder, as a user types it there."""
+    """Runs launcher commands in a folder and reads the files of its runs."""
 
     def __init__(self, cluster, folder, *, every_steps=30):
         self.cluster, self.folder = cluster, folder
         recipe = RECIPE.replace("FOLDER", str(folder)).replace("EVERY", str(every_steps))
         (folder / "job.yaml").write_text(recipe)
         self.fails = f"data.arguments.fail={folder}/fail"
-        """Makes a run fail while there is such a file."""
+        """With this override a run fails while the file exists."""
         (folder / "fail").touch()
 
-    def begin(self, *words):
-        """Starts a command that goes on; `communicate` ends it."""
+    def start_command(self, *words):
+        """Starts a command in the background. `communicate` waits for its end."""
         variables = {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
             [sys.executable, "-m", "launcher.cli.main", *words],
@@ -57,23 +57,23 @@ class Jobs:
         )
 
     def launcher(self, *words, status=0):
-        process = self.begin(*words)
-        said, _ = process.communicate(timeout=120)
-        ended = f"{words}: {process.returncode}\n{said}\n"
+        process = self.start_command(*words)
+        output, _ = process.communicate(timeout=120)
+        ended = f"{words}: {process.returncode}\n{output}\n"
         assert process.returncode == status, ended + self.cluster.diagnosis()
-        return said
+        return output
 
     def submit(self, name, *words, status=0):
-        """Returns the job's id; if it is refused, what is printed."""
+        """Returns the id of the job, or the output if the submission is refused."""
         recipe = ["recipe=job.yaml", f"run.name={json.dumps(name)}"]
-        said = self.launcher("submit", *recipe, *words, status=status)
-        return said if status else said.partition("submitted job ")[2].partition(":")[0]
+        output = self.launcher("submit", *recipe, *words, status=status)
+        return output if status else output.partition("submitted job ")[2].partition(":")[0]
 
     def run_dir(self, name):
         return self.folder / "runs" / name
 
     def lines(self, name, file):
-        """Of a .jsonl file; the last may not be complete yet."""
+        """Reads a .jsonl file, without an incomplete last line."""
         file = self.run_dir(name) / file
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
@@ -92,7 +92,7 @@ class Jobs:
         return [line[key] for line in events if line["event"] == event]
 
     def successors(self, name):
-        """Ids of the jobs that go on where another one was ended, by Slurm's state of each."""
+        """Returns the Slurm state of each successor job, by id."""
         lines = self.lines(name, "slurm/submissions.jsonl")
         return {line["job"]: self.cluster.state(line["job"]) for line in lines if "after" in line}
 
@@ -103,8 +103,8 @@ class Jobs:
         logs = sorted((self.run_dir(name) / "slurm").glob("job_*.log"))
         return "".join(log.read_text() for log in logs)
 
-    def trains(self, name, *, start, steps=3):
-        """Waits until the run has trained so many steps in its n-th start."""
+    def wait_for_steps(self, name, *, start, steps=3):
+        """Waits until start number `start` of the run has trained `steps` steps."""
 
         def condition():
             began = self.events(name, "started", "time")[start - 1 : start]
@@ -113,8 +113,8 @@ class Jobs:
 
         self._wait(condition, name, 90, f"{steps} steps of {name} in start {start}")
 
-    def ends(self, name, job, expected="COMPLETED", seconds=120):
-        """Waits until the job has left the queue, in this state."""
+    def wait_for_end(self, name, job, expected="COMPLETED", seconds=120):
+        """Waits until the job has ended, and asserts its final state."""
         over, what = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, f"job {job}"
         self._wait(lambda: self.cluster.state(job) in over, name, seconds, f"the end of {what}")
         assert self.cluster.state(job) == expected, self.log(name)
@@ -138,12 +138,12 @@ def final_state(run_dir):
     }
 
 
-def same_as(jobs, name, other):
-    """Each step once, the same losses, and the same bits in the end."""
-    mine, whole = jobs.records(name), jobs.records(other)
-    assert jobs.steps(name) == jobs.steps(other) == list(range(1, len(whole) + 1))
+def are_equal_runs(jobs, name, other):
+    """Asserts that two runs have equal steps and losses and a bit-identical final state."""
+    records, reference = jobs.records(name), jobs.records(other)
+    assert jobs.steps(name) == jobs.steps(other) == list(range(1, len(reference) + 1))
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in mine] == [line[key] for line in whole]
+        assert [line[key] for line in records] == [line[key] for line in reference]
     state, expected = final_state(jobs.run_dir(name)), final_state(jobs.run_dir(other))
     assert state.keys() == expected.keys()
     assert len(state) > 8
@@ -153,12 +153,12 @@ def same_as(jobs, name, other):
 
 @pytest.fixture(scope="module")
 def jobs(cluster, tmp_path_factory):
-    """All jobs of the first part, submitted."""
+    """Submits all jobs of the first part."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
     two = ["nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2"]
     jobs.disturbed = jobs.submit("disturbed", *two)
-    whole = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
-    jobs.whole = jobs.begin("submit", "recipe=job.yaml", *whole, "--follow")
+    undisturbed = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
+    jobs.whole = jobs.start_command("submit", "recipe=job.yaml", *undisturbed, "--follow")
     submissions = jobs.run_dir("whole") / "slurm/submissions.jsonl"
     cluster.wait_for(submissions.exists, 60, "the submission")
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, "run.max_steps=5000")
@@ -176,29 +176,31 @@ def jobs(cluster, tmp_path_factory):
     cluster.run("scancel", "--user=root")
 
 
-def test_a_second_submission_of_a_run_folder_is_refused(jobs):
-    said = jobs.submit("disturbed", status=2)
-    assert f"runs/disturbed has job {jobs.disturbed} already" in said
-    assert f"scancel {jobs.disturbed}" in said
+def test_second_submission_of_a_run_folder_is_refused(jobs):
+    output = jobs.submit("disturbed", status=2)
+    assert f"runs/disturbed has job {jobs.disturbed} already" in output
+    assert f"scancel {jobs.disturbed}" in output
     jobs.submit("sweep", "sweep.optimizer.learning_rate=5e-3,2e-3", status=2)
     assert not (jobs.run_dir("sweep") / "learning_rate=5e-3/slurm/submissions.jsonl").exists()
 
 
-def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
-    """A warning before a time limit, `scontrol requeue`, and a partition of higher priority, in one run."""
+def test_interrupted_run_is_bit_identical(jobs):
+    """One run gets a warning, `scontrol requeue`, and preemption by a higher-priority partition."""
     cluster, name, job = jobs.cluster, "disturbed", jobs.disturbed
-    (jobs.folder / "job.yaml").rename(jobs.folder / "other.yaml")  # the job has what it needs
+    (jobs.folder / "job.yaml").rename(
+        jobs.folder / "other.yaml"
+    )  # the job must not need the original file
     try:
-        jobs.trains(name, start=1)
-        # On a loaded machine Slurm says for a while that there is no such job
+        jobs.wait_for_steps(name, start=1)
+        # On a loaded machine, scancel does not find the job for a while
         warn = functools.partial(cluster.run, *WARN, job, check=False)
         cluster.wait_for(lambda: warn().returncode == 0, 30, "the job is warned")
-        jobs.trains(name, start=2)
+        jobs.wait_for_steps(name, start=2)
         cluster.run("scontrol", "requeue", job)
-        jobs.trains(name, start=3)
+        jobs.wait_for_steps(name, start=3)
         words = ["--parsable", "-p", "high", "-N2", "--nodelist=n1,n2", "--exclusive"]
         high = cluster.run("sbatch", *words, "--output=/dev/null", "--wrap=:").stdout.strip()
-        assert jobs.ends(name, job)
+        assert jobs.wait_for_end(name, job)
         assert cluster.state(high) == "COMPLETED"
     finally:
         (jobs.folder / "other.yaml").rename(jobs.folder / "job.yaml")
@@ -211,32 +213,36 @@ def test_warned_requeued_and_preempted_the_run_ends_bit_identical(jobs):
     assert log.count("warned by Slurm, saved: requeued") == 1, log
     assert log.count("preempted, saved: requeued") == 1, log
     assert log.count("Slurm has requeued the job itself") == 1, log
-    assert jobs.events(name, "stopped") == jobs.events(name, "resumed"), "nothing is trained twice"
+    assert jobs.events(name, "stopped") == jobs.events(name, "resumed"), (
+        "no step may be trained twice"
+    )
     assert jobs.starts(name) == 4
     logs = jobs.run_dir(name) / f"slurm/job_{job}"
     assert {str(file.relative_to(logs)) for file in logs.rglob("node_*")} == {
         f"restart_{restart}/node_{node}.log" for restart in range(4) for node in ("n1", "n2")
     }
     assert jobs.whole.wait(timeout=180) == 0
-    assert same_as(jobs, name, "whole")
+    assert are_equal_runs(jobs, name, "whole")
 
 
-def test_a_job_that_is_killed_without_a_warning_is_resumed(jobs):
-    """Its script cannot requeue it: its successor resumes the run, and is the last job of it."""
+def test_killed_job_is_resumed_by_its_successor(jobs):
+    """The killed script cannot requeue the job. Its successor resumes and finishes the run."""
     name = "killed"
-    assert jobs.ends(name, jobs.killed, "FAILED")
-    assert jobs.ends(name, next(iter(jobs.successors(name))))
+    assert jobs.wait_for_end(name, jobs.killed, "FAILED")
+    assert jobs.wait_for_end(name, next(iter(jobs.successors(name))))
     assert jobs.status(name)["state"] == "finished"
     assert jobs.starts(name) == 2
     assert jobs.steps(name) == list(range(1, 61))
     for run in (name, "whole"):
-        assert "PENDING" not in jobs.successors(run).values(), "removed when the run is finished"
+        assert "PENDING" not in jobs.successors(run).values(), (
+            "the successor must be removed at the end of the run"
+        )
 
 
-def test_a_cancelled_job_has_saved_and_is_not_requeued(jobs):
-    jobs.trains(CANCELLED, start=1)
+def test_cancelled_job_saves_and_is_not_requeued(jobs):
+    jobs.wait_for_steps(CANCELLED, start=1)
     jobs.cluster.run("scancel", jobs.cancelled)
-    assert jobs.ends(CANCELLED, jobs.cancelled, "CANCELLED")
+    assert jobs.wait_for_end(CANCELLED, jobs.cancelled, "CANCELLED")
     status = jobs.status(CANCELLED)
     assert status["state"] == "stopped"
     assert (jobs.run_dir(CANCELLED) / f"checkpoints/step_{status['step']:08}/commit.json").exists()
@@ -249,9 +255,9 @@ def test_a_cancelled_job_has_saved_and_is_not_requeued(jobs):
     assert not (REPOSITORY / "HACKED").exists()
 
 
-def test_follow_prints_the_run_and_how_it_ends(jobs):
-    said, _ = jobs.whole.communicate(timeout=270)
-    assert jobs.whole.returncode == 0, said
+def test_follow_prints_progress_and_result(jobs):
+    output, _ = jobs.whole.communicate(timeout=270)
+    assert jobs.whole.returncode == 0, output
     job = jobs.lines("whole", "slurm/submissions.jsonl")[0]["job"]
     for line in (
         f"submitted job {job}: whole, 2 nodes x 1 GPU, 30 at a time",
@@ -261,26 +267,28 @@ def test_follow_prints_the_run_and_how_it_ends(jobs):
         "finished after 60 of 60 steps in ...",
         "runs/whole: finished after step 60",
     ):
-        printed = said.splitlines()
-        assert any(says(line, one) or says(f"{line}...", one) for one in printed), f"{line}\n{said}"
+        printed = output.splitlines()
+        assert any(says(line, one) or says(f"{line}...", one) for one in printed), (
+            f"{line}\n{output}"
+        )
     assert jobs.starts("whole") == 1
     for rank in range(2):
         log = (jobs.run_dir("whole") / f"log/rank_{rank}.log").read_text()
-        assert "devices: 0; threads: 1" in log, "what the job asked for"
+        assert "devices: 0; threads: 1" in log, "the rank must get the requested GPU and CPU"
     expected = {"NumNodes": "2", "TresPerNode": "gres:gpu:1", "Requeue": "1"}
     assert jobs.cluster.job(job).items() >= expected.items()
 
 
-def test_a_recipe_that_is_at_fault_is_not_tried_again(jobs):
-    assert jobs.ends("refused", jobs.refused, "FAILED")
+def test_job_with_an_invalid_recipe_is_not_requeued(jobs):
+    assert jobs.wait_for_end("refused", jobs.refused, "FAILED")
     expected = {"ExitCode": "2:0", "Restarts": "0"}
     assert jobs.cluster.job(jobs.refused).items() >= expected.items()
     assert "run.sed: unknown key; did you mean seed?" in jobs.log("refused")
 
 
-def test_a_run_that_fails_repeatedly_without_a_checkpoint_is_given_up(jobs):
+def test_run_ends_after_repeated_failures_without_checkpoint(jobs):
     name = "failing"
-    assert jobs.ends(name, jobs.failing, "FAILED", 180)
+    assert jobs.wait_for_end(name, jobs.failing, "FAILED", 180)
     status = jobs.status(name)
     assert (status["state"], status["reason"]) == ("failed", "max_failures")
     assert "2 in a row without a new checkpoint, of slurm.max_failures=2" in status["error"]
@@ -289,10 +297,10 @@ def test_a_run_that_fails_repeatedly_without_a_checkpoint_is_given_up(jobs):
     assert set(jobs.successors(name).values()) == {"CANCELLED"}
 
 
-def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
+def test_sweep_is_an_array_with_separate_folders(jobs):
     names = [f"learning_rate={rate}" for rate in ("1e-3", "2e-3")]
     for task, name in enumerate(names):
-        assert jobs.ends(f"sweep/{name}", f"{jobs.sweep}_{task}")
+        assert jobs.wait_for_end(f"sweep/{name}", f"{jobs.sweep}_{task}")
         line, rate = jobs.records(f"sweep/{name}")[-1], float(name.partition("=")[2])
         assert (line["step"], line["learning_rate"]) == (2, rate)
     assert jobs.cluster.job(f"{jobs.sweep}_0")["ArrayTaskThrottle"] == "1"
@@ -301,63 +309,66 @@ def test_a_sweep_is_an_array_with_a_run_folder_each(jobs):
     assert shown == [[name, "finished"] for name in names]
 
 
-# What takes minutes
+# Tests that take minutes
 
 
 TWO = ("nodes=2", "cpus=2")
 
 
 @pytest.fixture(scope="module")
-def alone(cluster, tmp_path_factory):
-    """A folder of its own, with an undisturbed run."""
-    jobs = Jobs(cluster, tmp_path_factory.mktemp("alone"), every_steps=5)
+def long_jobs(cluster, tmp_path_factory):
+    """A separate folder with an undisturbed run named `whole`."""
+    jobs = Jobs(cluster, tmp_path_factory.mktemp("long_jobs"), every_steps=5)
     jobs.submit("whole", *TWO, "data.arguments.seconds=0", "--wait")
     yield jobs
     cluster.run("scancel", "--user=root")
 
 
 @pytest.fixture
-def whole_cluster(alone):
-    yield alone.cluster
-    for node in alone.cluster.nodes:
-        alone.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
-    alone.cluster.wait_for(
-        lambda: alone.cluster.idle() == len(alone.cluster.nodes), 90, "all nodes"
+def whole_cluster(long_jobs):
+    yield long_jobs.cluster
+    for node in long_jobs.cluster.nodes:
+        long_jobs.cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+    long_jobs.cluster.wait_for(
+        lambda: long_jobs.cluster.idle() == len(long_jobs.cluster.nodes), 90, "all nodes"
     )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("node", ["n1", "n2"])
-def test_a_node_is_lost(alone, whole_cluster, node):
+def test_run_continues_after_the_loss_of_a_node(long_jobs, whole_cluster, node):
     """n1 runs the script and rank 0."""
     name = f"lost-{node}"
-    job = alone.submit(name, *TWO)
-    alone.trains(name, start=1, steps=12)
-    assert alone.cluster.job(job)["NodeList"] == "n[1-2]"
-    alone.cluster.crash(node)
+    job = long_jobs.submit(name, *TWO)
+    long_jobs.wait_for_steps(name, start=1, steps=12)
+    assert long_jobs.cluster.job(job)["NodeList"] == "n[1-2]"
+    long_jobs.cluster.crash(node)
     try:
-        assert alone.ends(name, job, seconds=180)
-        assert alone.starts(name) == 2
-        assert same_as(alone, name, "whole")
+        assert long_jobs.wait_for_end(name, job, seconds=180)
+        assert long_jobs.starts(name) == 2
+        assert are_equal_runs(long_jobs, name, "whole")
     finally:
-        alone.cluster.boot(node)
+        long_jobs.cluster.boot(node)
 
 
 @pytest.mark.long
-def test_slurm_gives_up_a_node_where_the_run_continues(alone, whole_cluster):
-    """Two copies of one run: the old one ends without writing. (Of several nodes the others would end it: Slurm reaches them.)"""
-    cluster, name = alone.cluster, "twice"
-    alone.submit("whole-1", "cpus=2", "data.arguments.seconds=0", "--wait")
+def test_old_copy_on_a_lost_node_is_fenced_off(long_jobs, whole_cluster):
+    """Two copies of one run exist at the same time. The old one ends without writing.
+
+    The job has one node, because Slurm would end a job of several nodes on the reachable ones.
+    """
+    cluster, name = long_jobs.cluster, "twice"
+    long_jobs.submit("whole-1", "cpus=2", "data.arguments.seconds=0", "--wait")
     exclude = "sbatch_extra=--exclude=n3,n4"
-    job = alone.submit(name, "cpus=2", "data.arguments.seconds=0.15", exclude)
-    alone.trains(name, start=1, steps=6)
+    job = long_jobs.submit(name, "cpus=2", "data.arguments.seconds=0.15", exclude)
+    long_jobs.wait_for_steps(name, start=1, steps=6)
     node = cluster.job(job)["NodeList"]
     cluster.kill_daemon(node)
     try:
-        assert alone.ends(name, job, seconds=240)
-        assert alone.starts(name) == 2
-        assert same_as(alone, name, "whole-1")
-        log = alone.run_dir(name) / f"slurm/job_{job}/restart_0/node_{node}.log"
+        assert long_jobs.wait_for_end(name, job, seconds=240)
+        assert long_jobs.starts(name) == 2
+        assert are_equal_runs(long_jobs, name, "whole-1")
+        log = long_jobs.run_dir(name) / f"slurm/job_{job}/restart_0/node_{node}.log"
         ended = "this run ends, and writes nothing more"
         cluster.wait_for(lambda: ended in log.read_text(), 60, log.read_text())
     finally:
@@ -366,24 +377,27 @@ def test_slurm_gives_up_a_node_where_the_run_continues(alone, whole_cluster):
 
 
 @pytest.mark.long
-def test_the_time_limit_itself(alone, whole_cluster):
-    """Warned by Slurm; and, once the run is known to need longer than the lead that Slurm has, by the script."""
+def test_run_saves_before_each_time_limit(long_jobs, whole_cluster):
+    """Slurm warns the job first. Once the measured lead is longer, the script warns itself."""
     name = "limit"
-    job = alone.submit(name, *TWO, "time=2", "lead=45", "data.arguments.seconds=0.9")
-    assert alone.ends(name, job, seconds=500)
-    assert alone.starts(name) >= 3
-    log = alone.log(name)
-    assert log.count("warned by Slurm, saved") == alone.starts(name) - 1
+    job = long_jobs.submit(name, *TWO, "time=2", "lead=45", "data.arguments.seconds=0.9")
+    assert long_jobs.wait_for_end(name, job, seconds=500)
+    assert long_jobs.starts(name) >= 3
+    log = long_jobs.log(name)
+    assert log.count("warned by Slurm, saved") == long_jobs.starts(name) - 1
     assert "s, more than the lead that Slurm has: it starts in" in log
-    assert set(alone.events(name, "stopped", "reason")) == {"SIGUSR1"}
-    began, ended = (alone.events(name, event, "time")[1] for event in ("started", "stopped"))
-    why = "60 s before the end of two minutes, which begin before the run does"
+    assert set(long_jobs.events(name, "stopped", "reason")) == {"SIGUSR1"}
+    began, ended = (long_jobs.events(name, event, "time")[1] for event in ("started", "stopped"))
+    why = "60 s before the limit of two minutes, which includes the time before the start"
     assert 40 < ended - began < 75, why
-    assert same_as(alone, name, "whole")
+    assert are_equal_runs(long_jobs, name, "whole")
 
 
-def python_with(folder, name, module, lines):
-    """A Python that runs these lines of shell first, for which MODULE is a sitecustomize.py."""
+def wrap_python(folder, name, module, lines):
+    """Writes a script that runs shell lines and then Python. Returns the argument python=SCRIPT.
+
+    PATH in the lines is replaced by a command that makes `module` the sitecustomize.py.
+    """
     (folder / name).mkdir()
     (folder / name / "sitecustomize.py").write_text(module)
     python = folder / f"python_{name}"
@@ -406,94 +420,95 @@ if os.environ.get('LAUNCHER_START') == '0' and 'RANK' in os.environ:
 
 
 @pytest.mark.long
-def test_a_save_that_does_not_end_before_the_time_limit(alone, whole_cluster):
-    """Slurm ends the first start of the job in its save; the successor resumes from the checkpoint before."""
-    name, python = "slow", python_with(alone.folder, "slow", SLOW_SAVE, "PATH")
-    job = alone.submit(name, *TWO, "time=2", "lead=20", python, "data.arguments.seconds=0.9")
-    assert alone.ends(name, job, "TIMEOUT", 300)
-    successor = next(iter(alone.successors(name)))
+def test_unfinished_save_at_the_time_limit_is_ignored(long_jobs, whole_cluster):
+    """Slurm ends the first start during a save. The successor uses the previous checkpoint."""
+    name, python = "slow", wrap_python(long_jobs.folder, "slow", SLOW_SAVE, "PATH")
+    job = long_jobs.submit(name, *TWO, "time=2", "lead=20", python, "data.arguments.seconds=0.9")
+    assert long_jobs.wait_for_end(name, job, "TIMEOUT", 300)
+    successor = next(iter(long_jobs.successors(name)))
     whole_cluster.run("scontrol", "update", f"JobId={successor}", "TimeLimit=10")
-    assert alone.ends(name, successor, seconds=300)
-    assert alone.events(name, "resumed")[0] > 0
-    assert same_as(alone, name, "whole")
-    assert "PENDING" not in alone.successors(name).values()
+    assert long_jobs.wait_for_end(name, successor, seconds=300)
+    assert long_jobs.events(name, "resumed")[0] > 0
+    assert are_equal_runs(long_jobs, name, "whole")
+    assert "PENDING" not in long_jobs.successors(name).values()
 
 
 @pytest.mark.long
-def test_a_requeue_resumes_from_the_run_and_not_from_its_starting_point(alone, whole_cluster):
+def test_requeued_run_resumes_from_its_own_checkpoint(long_jobs, whole_cluster):
     """`checkpoint.resume=PATH` applies to the first start only."""
-    name, start = "from-path", alone.run_dir("whole") / "checkpoints/step_00000005"
+    name, start = "from-path", long_jobs.run_dir("whole") / "checkpoints/step_00000005"
     resume = [f"checkpoint.resume={start}", "checkpoint.allow_changes=true"]
-    job = alone.submit(name, *TWO, *resume)
-    alone.trains(name, start=1, steps=12)
-    alone.cluster.run("scontrol", "requeue", job)
-    assert alone.ends(name, job, seconds=180)
-    first, second = alone.events(name, "resumed")
+    job = long_jobs.submit(name, *TWO, *resume)
+    long_jobs.wait_for_steps(name, start=1, steps=12)
+    long_jobs.cluster.run("scontrol", "requeue", job)
+    assert long_jobs.wait_for_end(name, job, seconds=180)
+    first, second = long_jobs.events(name, "resumed")
     assert first == 5
     assert second >= 15
-    assert alone.steps(name) == list(range(6, 61))
-    mine, whole = alone.records(name), alone.records("whole")
-    assert [line["loss"] for line in mine] == [line["loss"] for line in whole[5:]]
+    assert long_jobs.steps(name) == list(range(6, 61))
+    records, reference = long_jobs.records(name), long_jobs.records("whole")
+    assert [line["loss"] for line in records] == [line["loss"] for line in reference[5:]]
 
 
 @pytest.mark.long
-def test_on_other_numbers_of_nodes(alone, whole_cluster):
-    """Two nodes, then three, then two again."""
-    cluster, name = alone.cluster, "elastic"
+def test_run_resumes_on_other_node_counts(long_jobs, whole_cluster):
+    """The run uses two nodes, then three, then two again."""
+    cluster, name = long_jobs.cluster, "elastic"
 
     def set_state(nodes, *state):
         cluster.run("scontrol", "update", f"NodeName={nodes}", *state)
 
     drain = ("State=DRAIN", "Reason=test")
     set_state("n3,n4", *drain)
-    job = alone.submit(name, "nodes=2-3", "cpus=2")
-    alone.trains(name, start=1)
+    job = long_jobs.submit(name, "nodes=2-3", "cpus=2")
+    long_jobs.wait_for_steps(name, start=1)
     set_state("n3", "State=RESUME")
     cluster.run(*WARN, job)
-    alone.trains(name, start=2)
+    long_jobs.wait_for_steps(name, start=2)
     set_state("n2", *drain)
     cluster.run(*WARN, job)
-    assert alone.ends(name, job)
-    assert alone.events(name, "started", "ranks") == [2, 3, 2]
-    assert alone.steps(name) == list(range(1, 61))
-    assert alone.records(name)[-1]["samples_seen"] == 720
+    assert long_jobs.wait_for_end(name, job)
+    assert long_jobs.events(name, "started", "ranks") == [2, 3, 2]
+    assert long_jobs.steps(name) == list(range(1, 61))
+    assert long_jobs.records(name)[-1]["samples_seen"] == 720
 
 
 @pytest.mark.long
-def test_preempted_where_only_a_term_comes(alone, whole_cluster):
-    cluster, name, configuration = alone.cluster, "terminated", alone.cluster.bed / "slurm.conf"
+def test_preemption_with_only_sigterm_saves_and_requeues(long_jobs, whole_cluster):
+    cluster, name = long_jobs.cluster, "terminated"
+    configuration = cluster.folder / "slurm.conf"
     text = configuration.read_text()
     configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
     cluster.run("scontrol", "reconfigure")
     try:
         short = ("run.max_steps=30", "batch.micro_batch_size=1")
-        job = alone.submit(name, "nodes=4", "cpus=2", *short)
-        alone.trains(name, start=1)
+        job = long_jobs.submit(name, "nodes=4", "cpus=2", *short)
+        long_jobs.wait_for_steps(name, start=1)
         words = ["-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
         cluster.run("sbatch", *words)
-        assert alone.ends(name, job)
-        assert "preempted, saved: requeued" in alone.log(name)
-        assert alone.starts(name) == 2
-        assert alone.events(name, "stopped")[0] == alone.events(name, "resumed")[0]
+        assert long_jobs.wait_for_end(name, job)
+        assert "preempted, saved: requeued" in long_jobs.log(name)
+        assert long_jobs.starts(name) == 2
+        assert long_jobs.events(name, "stopped")[0] == long_jobs.events(name, "resumed")[0]
     finally:
         configuration.write_text(text)
         cluster.run("scontrol", "reconfigure")
 
 
 @pytest.mark.long
-def test_a_node_that_is_not_fit_is_excluded(alone, whole_cluster):
+def test_unfit_node_is_excluded(long_jobs, whole_cluster):
     unfit = '[ "$(hostname)" = n2 ] && echo "n2 unfit: GPU 3 is gone" && exit 3'
-    python = python_with(alone.folder, "unfit", "", f'case "$*" in *doctor*) {unfit};; esac')
+    python = wrap_python(long_jobs.folder, "unfit", "", f'case "$*" in *doctor*) {unfit};; esac')
     name, words = "unfit", ("preflight=true", python, "exclude=n4", "run.max_steps=6")
-    job = alone.submit(name, *TWO, *words)
-    assert alone.ends(name, job)
-    log, logs = alone.log(name), alone.run_dir(name) / f"slurm/job_{job}"
+    job = long_jobs.submit(name, *TWO, *words)
+    assert long_jobs.wait_for_end(name, job)
+    log, logs = long_jobs.log(name), long_jobs.run_dir(name) / f"slurm/job_{job}"
     assert "not fit to train: n2" in log
     assert "GPU 3 is gone" in log
     assert "n3 fit: " in (logs / "restart_1/preflight_nodes.log").read_text()
     expected = {"ExcNodeList": "n4,n2", "NodeList": "n[1,3]"}
-    assert alone.cluster.job(job).items() >= expected.items()
-    assert alone.starts(name) == 1
+    assert long_jobs.cluster.job(job).items() >= expected.items()
+    assert long_jobs.starts(name) == 1
 
 
 SHIFTED_CLOCK = """
@@ -505,15 +520,15 @@ if 'RANK' in os.environ:
 
 
 @pytest.mark.long
-def test_a_node_that_differs_from_the_others_is_excluded(alone, whole_cluster):
-    """Alone n2 finds nothing wrong with itself: its clock, as the ranks there read it, is ahead."""
+def test_deviating_node_is_excluded(long_jobs, whole_cluster):
+    """The ranks on n2 read a clock that is ahead. The check of the single node cannot detect it."""
     lines = 'case "$*" in *quick=true*) [ "$(hostname)" = n2 ] && PATH;; esac'
-    python = python_with(alone.folder, "clock", SHIFTED_CLOCK, lines)
+    python = wrap_python(long_jobs.folder, "clock", SHIFTED_CLOCK, lines)
     name = "beside"
     words = ("nodes=3", "cpus=2", "preflight=true", python, "run.max_steps=6")
-    job = alone.submit(name, *words)
-    assert alone.ends(name, job, seconds=240)
-    log, logs = alone.log(name), alone.run_dir(name) / f"slurm/job_{job}"
+    job = long_jobs.submit(name, *words)
+    assert long_jobs.wait_for_end(name, job, seconds=240)
+    log, logs = long_jobs.log(name), long_jobs.run_dir(name) / f"slurm/job_{job}"
     assert "preflight: not fit to train: n2; details: " in log
     assert "  n2: clocks: 40 s ahead of the other nodes': let chrony or ntpd keep it" in log
     for node in ("n1", "n2", "n3"):
@@ -521,21 +536,21 @@ def test_a_node_that_differs_from_the_others_is_excluded(alone, whole_cluster):
     assert json.loads((logs / "restart_0/preflight_all.json").read_text())["bad_nodes"] == ["n2"]
     assert json.loads((logs / "restart_1/preflight_all.json").read_text())["fit"] is True
     expected = {"ExcNodeList": "n2", "NodeList": "n[1,3-4]"}
-    assert alone.cluster.job(job).items() >= expected.items()
-    assert alone.starts(name) == 1
-    assert alone.status(name)["state"] == "finished"
+    assert long_jobs.cluster.job(job).items() >= expected.items()
+    assert long_jobs.starts(name) == 1
+    assert long_jobs.status(name)["state"] == "finished"
 
 
 @pytest.mark.long
-def test_a_run_of_a_sweep_is_requeued_alone(alone, whole_cluster):
-    """The last task's job has the array's own id: by that, all would be requeued."""
+def test_one_run_of_a_sweep_is_requeued(long_jobs, whole_cluster):
+    """The job of the last task has the id of the array. A requeue of this id affects all tasks."""
     sweep = ("sweep.optimizer.learning_rate=1e-3,2e-3", "data.arguments.seconds=0.1")
-    array = alone.submit("array", *sweep, "cpus=2")
+    array = long_jobs.submit("array", *sweep, "cpus=2")
     names = [f"array/learning_rate={rate}" for rate in ("1e-3", "2e-3")]
     for task, name in enumerate(names):
-        alone.trains(name, start=1)
-        alone.cluster.run(*WARN, f"{array}_{task}")
+        long_jobs.wait_for_steps(name, start=1)
+        long_jobs.cluster.run(*WARN, f"{array}_{task}")
     for task, name in enumerate(names):
-        assert alone.ends(name, f"{array}_{task}")
-        assert alone.starts(name) == 2
-        assert alone.events(name, "stopped")[0] == alone.events(name, "resumed")[0]
+        assert long_jobs.wait_for_end(name, f"{array}_{task}")
+        assert long_jobs.starts(name) == 2
+        assert long_jobs.events(name, "stopped")[0] == long_jobs.events(name, "resumed")[0]

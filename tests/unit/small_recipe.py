@@ -1,4 +1,4 @@
-"""A recipe of a few lines that is right, to be broken or changed by the tests."""
+"""A small valid recipe that tests modify."""
 
 import re
 
@@ -20,7 +20,7 @@ batch:
 
 
 def says(expected, line):
-    """Whether a message is what is expected, `...` standing for anything."""
+    """Returns whether a message matches the expected text, in which `...` matches any text."""
     return (
         re.fullmatch(".*".join(re.escape(part) for part in expected.split("...")), line, re.DOTALL)
         is not None

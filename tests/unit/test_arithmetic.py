@@ -1,4 +1,4 @@
-"""The data set of `make finetune`, and how its accuracy is counted."""
+"""The data set of `make finetune` and the accuracy on it."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ def arithmetic():
     return module
 
 
-def test_train_and_test_share_no_sum_and_every_answer_is_right(arithmetic, tmp_path):
+def test_train_and_test_sets_are_disjoint_and_correct(arithmetic, tmp_path):
     for folder in ("a", "b"):
         assert arithmetic.main(["generate", str(tmp_path / folder)]) == 0
     sums = {}
@@ -31,17 +31,20 @@ def test_train_and_test_share_no_sum_and_every_answer_is_right(arithmetic, tmp_p
         assert text == (tmp_path / "b" / f"{name}.jsonl").read_text()
         sums[name] = []
         for line in text.splitlines():
-            asked, said = json.loads(line)["messages"]
-            assert (asked["role"], said["role"]) == ("user", "assistant")
-            first, second = map(int, re.fullmatch(r"(\d+) \+ (\d+)", asked["content"]).groups())
-            assert said["content"] == str(first + second)
+            question, reply = json.loads(line)["messages"]
+            assert (question["role"], reply["role"]) == ("user", "assistant")
+            first, second = map(int, re.fullmatch(r"(\d+) \+ (\d+)", question["content"]).groups())
+            assert reply["content"] == str(first + second)
             sums[name].append((first, second))
     assert len(set(sums["train"] + sums["test"])) == len(sums["train"]) + len(sums["test"]) == 810
     assert len(sums["test"]) == arithmetic.TEST
 
 
-class KnowsEven:
-    """Adds where the first number is even, and says 0 elsewhere; ends its turn, then goes on."""
+class EvenAdder:
+    """A model that adds correctly if the first number is even, and otherwise answers 0.
+
+    It fills each answer with end tokens.
+    """
 
     def eval(self):
         return self
@@ -50,9 +53,9 @@ class KnowsEven:
         tokenizer = hugging_face_byte_tokenizer()
         rows = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):
-            asked = tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
-            assert ids[-1] == 259, "padding stands on the left, and the assistant's turn has begun"
-            first, second = map(int, asked.split(" + "))
+            question = tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
+            assert ids[-1] == 259, "expected left padding and the start of an assistant turn"
+            first, second = map(int, question.split(" + "))
             answer = f"{first + second if first % 2 == 0 else 0}".encode()
             rows.append([*ids.tolist(), *answer, *[256] * (4 - len(answer))])
         return torch.tensor(rows)
@@ -62,7 +65,7 @@ def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys
     arithmetic.generate(tmp_path / "data")
     hugging_face_byte_tokenizer().save_pretrained(tmp_path / "hf")
     monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: KnowsEven()
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: EvenAdder()
     )
     rows = [
         json.loads(line)["messages"][0]["content"]
@@ -79,6 +82,6 @@ def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys
     )
 
 
-def test_what_it_cannot_do_it_says(arithmetic, capsys):
+def test_missing_argument_prints_usage(arithmetic, capsys):
     assert arithmetic.main(["generate"]) == 2
     assert "generate FOLDER" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The commands, recipes and keys in README.md, docs/ and the headers of the recipes."""
+"""Commands, recipes, keys and links in README.md, docs/ and the headers of the recipes."""
 
 import ast
 import dataclasses
@@ -26,43 +26,43 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
-from tests.unit.recipe.test_recipe import MADE
+from tests.unit.recipe.test_recipe import FINETUNE_DATA
 
 COMMANDS = typer.main.get_command(app).commands
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "
 RUN_HERE = r"launcher (schema|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"
-"""Commands that `test_commands_of_the_documents` runs as they are."""
+"""Commands that `test_commands_in_documents_are_valid` runs unchanged."""
 NOT_RUN_HERE = {
-    r"make ": "what CI and test_finetune.py call, or needs a GPU. The target exists",
-    r"torchrun |python launcher/train.py|launcher train": "needs GPUs, the user's data or minutes: "
-    "the recipe is checked for its ranks. test_tutorials.py trains those that need none of these",
+    r"make ": "CI and test_finetune.py run it, or it needs a GPU. The target must exist",
+    r"torchrun |python launcher/train.py|launcher train": "needs GPUs, user data or minutes. "
+    "The recipe is checked for its number of ranks. test_tutorials.py trains the others",
     r"launcher plan": "needs the hub, or takes long: test_tutorials.py, test_plan_command.py",
-    r"launcher (prepare|inspect)": "needs the hub or data of the user's: test_prepare.py, test_inspect.py",
+    r"launcher (prepare|inspect)": "needs the hub or user data: test_prepare.py, test_inspect.py",
     r"launcher (selftest|doctor)": "takes long: test_doctor.py, test_tutorials.py",
     r"launcher submit": "needs Slurm: tests/slurm. The recipe is checked",
     r"launcher (status|export|report|rows)": "needs a run: test_status.py, test_export.py, test_tutorials.py",
     r"python (recipes/arithmetic|docs/memory_chart).py": "test_tutorials.py",
-    r"docker |enroot |srun ": "needs a registry or pyxis. What runs inside is checked as above",
+    r"docker |enroot |srun ": "needs a registry or pyxis. The command for the container is checked",
 }
-"""Every other command, by pattern: why it is not run by that test, and what is checked instead."""
+"""All other commands, by pattern: why that test does not run them, and what is checked instead."""
 
 
 def code_blocks(document):
-    """The fenced blocks of a Markdown file, as pairs of language and text."""
+    """Returns the fenced blocks of a Markdown file as (language, text) pairs."""
     return re.findall(r"^```(\w*)\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def commands(text):
-    """The commands in a text, with continuation lines, without comment signs and prompts."""
+    """Returns the commands in a text, without prompts and comment signs, with joined lines."""
     lines = [re.sub(r"^\s*(#|\$)?\s*", "", line) for line in text.splitlines()]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [line for line in joined.splitlines() if re.match(PROGRAMS, line)]
 
 
 def arguments(command):
-    """The recipe arguments of a torchrun command, and its number of ranks."""
+    """Returns the recipe arguments of a torchrun command and its number of ranks."""
     command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
     words = shlex.split(command, comments=True)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else None
@@ -73,18 +73,18 @@ def arguments(command):
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
-def test_commands_in_the_headers_of_recipes(recipe):
+def test_commands_in_recipe_headers_are_valid(recipe):
     text = (REPOSITORY / f"recipes/{recipe}.yaml").read_text()
     found = [command for command in commands(text) if command.startswith("torchrun")]
     assert found
     for command in found:
         words, ranks = arguments(command)
         assert words[0] == f"recipe={recipe}"
-        load_recipe(words + (MADE if recipe == "finetune" else []), ranks=ranks)
+        load_recipe(words + (FINETUNE_DATA if recipe == "finetune" else []), ranks=ranks)
 
 
 def small_commands():
-    """For each recipe of a real model, the command in its header that trains a small version."""
+    """Yields each recipe of a real model and the command in its header for a small version."""
     for path in RECIPES:
         text = path.read_text()
         if "my/data" in text:
@@ -92,22 +92,27 @@ def small_commands():
 
 
 @pytest.mark.parametrize(("path", "command"), list(small_commands()))
-def test_headers_of_recipes_for_real_models(path, command):
-    """The small version differs only in its model and data; the header gives the right disk space."""
-    whole = load_recipe([f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None).recipe
+def test_small_versions_in_recipe_headers_match_the_recipe(path, command):
+    """The small version differs only in model and data. The disk space in the header is correct."""
+    complete = load_recipe(
+        [f"recipe={path}", f"data.train={REPOSITORY}/README.md"], ranks=None
+    ).recipe
     words, ranks = arguments(command)
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
-    assert dataclasses.replace(small, model=whole.model, data=whole.data, run=whole.run) == whole
+    assert (
+        dataclasses.replace(small, model=complete.model, data=complete.data, run=complete.run)
+        == complete
+    )
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
-    said = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
-    unit, billions = ("million of rank", 1e-3) if whole.lora else ("billion parameters", 1)
+    stated = re.search(r"12 bytes per trained parameter \([^)]*\), ([\d.]+) GB", header)
+    unit, billions = ("million of rank", 1e-3) if complete.lora else ("billion parameters", 1)
     trained = re.search(rf"([\d.]+) {unit}", header)
-    assert float(said[1]) == pytest.approx(12 * float(trained[1]) * billions, abs=0.05)
-    assert whole.checkpoint.every_steps is not None
-    # A copy to write from would not fit beside what is offloaded
-    assert whole.checkpoint.asynchronous == (whole.strategy.cpu_offload is None)
+    assert float(stated[1]) == pytest.approx(12 * float(trained[1]) * billions, abs=0.05)
+    assert complete.checkpoint.every_steps is not None
+    # With CPU offload the host has no memory for the copy that an asynchronous save needs
+    assert complete.checkpoint.asynchronous == (complete.strategy.cpu_offload is None)
 
 
 CONFIGS = {
@@ -121,12 +126,12 @@ CONFIGS = {
     | {"num_hidden_layers": 80, "num_attention_heads": 64},
     "lora_llama_3_1_8b": LLAMA_8B,
 }
-"""The shapes in their model cards."""
+"""Model configs, from the model cards."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_memory_in_the_headers_of_recipes(name, tmp_path):
-    """The header gives the memory of the trace; the estimate is within 10 %."""
+def test_memory_in_recipe_headers_matches_the_plan(name, tmp_path):
+    """The header states the traced memory. The closed formula is within 10 % of the trace."""
     header = (REPOSITORY / f"recipes/{name}.yaml").read_text().partition("\nrun:")[0]
     config = {"model_type": "llama", "max_position_embeddings": 131072} | CONFIGS[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -137,8 +142,8 @@ def test_memory_in_the_headers_of_recipes(name, tmp_path):
     machine = known_machine(options["gpu"], **ranks, memory=None, host_memory=None, overrides=None)
     arguments = [words[0], f"model.path={tmp_path}"]
     plan = make_plan(load_recipe(arguments, ranks=machine.ranks, files=False).recipe, machine)
-    said = re.search(r"with driver and margin ([\d.]+) GiB", header)
-    assert float(said[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
+    stated = re.search(r"with driver and margin ([\d.]+) GiB", header)
+    assert float(stated[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
     traced = plan.step.peak.components.total
     assert plan.arithmetic.peak.components.total == pytest.approx(traced, rel=0.1)
 
@@ -168,7 +173,7 @@ assert len(COMMANDS_OF_DOCUMENTS) >= 30
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)
-def test_commands_of_the_documents(command, tmp_path, monkeypatch, capsys):
+def test_commands_in_documents_are_valid(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command, comments=True)
     words = words[: words.index(">")] if ">" in words else words
     if re.match(RUN_HERE, command):
@@ -177,7 +182,9 @@ def test_commands_of_the_documents(command, tmp_path, monkeypatch, capsys):
         assert main(words[1:]) == 0
         assert capsys.readouterr().out
         return
-    assert any(re.match(pattern, command) for pattern in NOT_RUN_HERE), "say how this is tested"
+    assert any(re.match(pattern, command) for pattern in NOT_RUN_HERE), (
+        "add a pattern to NOT_RUN_HERE"
+    )
     if words[0] == "make":
         assert f"\n{words[1]}:" in (REPOSITORY / "Makefile").read_text()
     elif words[0] == "launcher" or words[:2] == ["docker", "run"]:
@@ -190,16 +197,16 @@ def test_commands_of_the_documents(command, tmp_path, monkeypatch, capsys):
 
 
 def check_arguments(words):
-    """The options of `launcher SUBCOMMAND ...`, and its recipe if the repository has it."""
+    """Checks the options of `launcher SUBCOMMAND ...`, and its recipe if the repository has it."""
     subcommand = COMMANDS[words[0]]
     context = subcommand.make_context(subcommand.name, words[1:])
     overrides = context.params.get("overrides")
     if overrides and "optimizer.learning_rate=fast" not in overrides:
         own = (*Slurm.__dataclass_fields__, "sweep.")
         recipe = [word for word in overrides if not word.startswith(own)]
-        made = MADE if recipe[0] == "recipe=finetune" else []
+        data_overrides = FINETUNE_DATA if recipe[0] == "recipe=finetune" else []
         if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it
-            load_recipe(recipe + made, ranks=None, files=False)
+            load_recipe(recipe + data_overrides, ranks=None, files=False)
 
 
 def document_recipes():
@@ -210,20 +217,20 @@ def document_recipes():
 
 
 @pytest.mark.parametrize("text", list(document_recipes()))
-def test_recipes_of_the_documents(text, tmp_path):
+def test_recipes_in_documents_are_valid(text, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     trained_here = "runs/" in text or "waves" in text  # by a tutorial, on two ranks
-    made = MADE if "path: runs/" in text else []
+    data_overrides = FINETUNE_DATA if "path: runs/" in text else []
     ranks = 2 if trained_here else 8
-    load_recipe([f"recipe={tmp_path}/recipe.yaml", *made], ranks=ranks, files=False)
-    if made:  # the tutorial says that it is this file
+    load_recipe([f"recipe={tmp_path}/recipe.yaml", *data_overrides], ranks=ranks, files=False)
+    if data_overrides:  # the tutorial says that it shows this file
         shipped = (REPOSITORY / "recipes/finetune.yaml").read_text()
         assert yaml.safe_load(text) == yaml.safe_load(shipped)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
-def test_mistakes_are_reported_as_the_documents_show(name):
-    """The example has a line number of recipes/fsdp.yaml."""
+def test_documented_error_messages_are_exact(name):
+    """The example contains a line number of recipes/fsdp.yaml."""
     blocks = [block for _, block in code_blocks(REPOSITORY / name) if "micro_batchsize" in block]
     command, *expected = blocks[0].removeprefix("$ ").splitlines()
     words = [word for word in shlex.split(command)[2:] if not word.startswith("gpus=")]
@@ -233,7 +240,7 @@ def test_mistakes_are_reported_as_the_documents_show(name):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.stem)
-def test_links_between_the_documents(document):
+def test_links_between_documents_resolve(document):
     text = document.read_text()
     for name, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         target = document.parent / name if name else document
@@ -242,7 +249,7 @@ def test_links_between_the_documents(document):
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
-def test_keys_in_the_documents_exist():
+def test_keys_in_documents_exist():
     known = {".".join(path) for path in keys()}
     first = "|".join(Recipe.__dataclass_fields__)
     modules = {file.name for file in REPOSITORY.glob("launcher/*.py")}
@@ -254,8 +261,8 @@ def test_keys_in_the_documents_exist():
 
 
 @pytest.mark.long
-def test_a_wheel_trains_in_an_empty_environment(tmp_path):
-    """The dependencies are those of this environment; what pyproject.toml asks for is in the test below."""
+def test_wheel_trains_in_an_empty_environment(tmp_path):
+    """The dependencies come from the current environment. The test below checks pyproject.toml."""
 
     def run(*words, cwd=REPOSITORY):
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -291,7 +298,7 @@ def test_a_wheel_trains_in_an_empty_environment(tmp_path):
     assert list((work / "runs/quickstart/hf").glob("*.safetensors"))
 
 
-def test_every_package_that_is_imported_is_a_dependency():
+def test_imported_packages_are_declared_dependencies():
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in declared} | {"launcher"}
     imported = set()

@@ -1,4 +1,4 @@
-"""`make test-gpu` keeps what a part measured, names what failed, and reads figures out of logs."""
+"""`make test-gpu`: results of each part are kept, failures are named, logs are parsed."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ FAILED tests/gpu/test_gpu.py::test_b - assert 1 == 2
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """benchmarks/gpu.py as a module. The signal handlers that a test sets are restored."""
+    """The module benchmarks/gpu.py. Signal handlers are restored after the test."""
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield importlib.import_module("gpu")
@@ -33,7 +33,7 @@ def gpu(monkeypatch):
         signal.signal(number, handler)
 
 
-def test_figures_are_read_out_of_logs(gpu):
+def test_figures_are_read_from_logs(gpu):
     log = "noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n"
     assert gpu.tables(log) == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}, {"c": "3"}]
     assert [tuple(row.values()) for row in gpu.outcomes(LOG)] == [
@@ -46,7 +46,7 @@ def test_figures_are_read_out_of_logs(gpu):
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_the_scripts_have_the_options_that_they_are_started_with(gpu, tmp_path, quick):
+def test_scripts_define_the_options_passed_to_them(gpu, tmp_path, quick):
     for part in gpu.PARTS:
         for command in gpu.commands(part, gpus=2, quick=quick, logs=tmp_path):
             script, *words = command.words
@@ -55,8 +55,8 @@ def test_the_scripts_have_the_options_that_they_are_started_with(gpu, tmp_path, 
                 assert [word for word in options if f'"{word}"' not in script.read_text()] == []
 
 
-def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monkeypatch, capsys):
-    # As in a background job of a shell: commands must not inherit that SIGINT is ignored
+def test_failed_and_late_parts_keep_their_figures(gpu, tmp_path, monkeypatch, capsys):
+    # A shell ignores SIGINT in background jobs; the commands must not inherit that
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     table = "print('| steps |\\n|---|\\n| {} |', flush=True)"
     interrupted = "\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('| 3 |')"
@@ -94,7 +94,7 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     assert (parts["plan"]["status"], parts["plan"]["machine"]) == ("passed", machine)
     status, parts, _ = main("tests", limit=8)
     assert status == 1
-    assert list(parts) == ["doctor", "plan", "tests"], "other parts' results stay"
+    assert list(parts) == ["doctor", "plan", "tests"], "results of other parts must be kept"
     slow, late = parts["tests"]["commands"]
     assert slow["status"] == "not done in 8 s"
     assert slow["figures"] == [{"steps": "2"}, {"steps": "3"}]
@@ -107,7 +107,7 @@ def test_parts_that_fail_or_take_too_long_keep_their_figures(gpu, tmp_path, monk
     assert "| steps |\n|---|\n| 4 |\n\n| mode | loss |\n|---|---|\n| ddp | 0.5 |\n" in text
 
 
-def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monkeypatch):
+def test_interrupted_comparison_reports_its_measurements(gpu, tmp_path, monkeypatch):
     compare = importlib.import_module("compare")
     step = {"step_seconds": 0.5, "cpu_seconds": 1.0, "data_seconds": 0.1, "loss": 3.0}
     step["peak_memory_bytes"] = 2**20
@@ -129,7 +129,7 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     assert "| ddp-bf16 | step time, ms | 500.0 | **1.000** (1.000 – 1.000) |" in text
     assert "Failed: fsdp-bf16 and what follows it (interrupted)." in text
 
-    # A loss of zero or a skipped step is infinitely off
+    # The difference is infinite if a loss is zero or missing
     runs = (
         compare.Measured([{"loss": loss} for loss in losses], 0.0)
         for losses in ((2.0, 2.0, 0.0), (1.0, None, 1.0))
@@ -138,7 +138,7 @@ def test_an_interrupted_comparison_reports_what_it_measured(gpu, tmp_path, monke
     assert result.loss_differences("raw") == [0.5, float("inf"), float("inf")]
 
 
-def test_processes_of_a_run_inside_another_one_end_with_it(gpu, tmp_path, monkeypatch):
+def test_processes_of_a_nested_run_are_ended(gpu, tmp_path, monkeypatch):
     bench = importlib.import_module("bench")
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True)"
     inner = f"import os; os.environ['{bench.MARK}'] += 'inner'; {sleeper}"
@@ -147,4 +147,4 @@ def test_processes_of_a_run_inside_another_one_end_with_it(gpu, tmp_path, monkey
     monkeypatch.setattr(bench, "marked_processes", lambda mark: marks.append(mark) or find(mark))
     assert bench.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
     assert find(marks[0]) == []
-    assert len(marks) > 1, "one process was left, and was ended"
+    assert len(marks) > 1, "the remaining process must be found and ended"

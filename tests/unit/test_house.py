@@ -1,4 +1,4 @@
-"""The house: who may import whom, and what is light enough to be imported before a recipe is checked."""
+"""Rules for the structure of the code: import directions, light imports."""
 
 import ast
 import graphlib
@@ -30,8 +30,11 @@ MAY_IMPORT = {
     "cli": "__version__ checkpoint data diagnostics distributed errors metrics models planner recipe "
     "reliability slurm",
 }
-"""Packages that the modules of a package may import. `training` holds both parts (loss, loop) and the whole run, so packages
-may depend on each other; modules may not."""
+"""The packages that each package may import.
+
+Two packages may import each other, because `training` contains both components (loss, loop) and the
+complete run. Modules may not import each other in a cycle.
+"""
 
 
 def package_of(module):
@@ -44,7 +47,7 @@ def module_name(file):
 
 
 def imports(file):
-    """Names below `launcher`: `recipe.load`, or `recipe` where a package gives the name."""
+    """Yields imports below `launcher`: `recipe.load`, or `recipe` if the package has the name."""
     for node in ast.walk(ast.parse(file.read_text())):
         if (
             isinstance(node, ast.ImportFrom)
@@ -67,7 +70,7 @@ FILES = sorted(
 MODULES = {module_name(file) for file in FILES}
 
 
-def test_imports_run_one_way_and_no_module_imports_itself_through_others():
+def test_imports_follow_the_rules_without_cycles():
     graph = {module_name(file): set(imports(file)) - {module_name(file)} for file in FILES}
     wrong = []
     for module, names in graph.items():
@@ -78,17 +81,18 @@ def test_imports_run_one_way_and_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
-def test_only_reading_a_recipe_imports_omegaconf():
+def test_only_recipe_load_imports_omegaconf():
     pattern = r"^\s*(import|from) omegaconf"
     users = [file.name for file in FILES if re.search(pattern, file.read_text(), re.MULTILINE)]
     assert users == ["load.py"]
 
 
-def test_no_module_shadows_the_standard_library_where_torchrun_could_see_it():
+def test_no_module_shadows_the_standard_library():
+    """`torchrun launcher/train.py` puts launcher/ first on sys.path."""
     assert not {path.stem for path in PACKAGE.iterdir()} & set(sys.stdlib_module_names)
 
 
-def test_the_commands_and_a_check_of_a_recipe_import_nothing_heavy():
+def test_commands_and_recipe_check_import_nothing_heavy():
     code = (
         "import sys, json, launcher.train, launcher.cli.main, launcher.slurm.job, launcher.slurm.agent\n"
         "from launcher.recipe.load import load_recipe\n"
@@ -107,7 +111,7 @@ def test_the_commands_and_a_check_of_a_recipe_import_nothing_heavy():
     assert json.loads(printed) == []
 
 
-def test_schema_needs_pydantic_only():
+def test_schema_imports_only_pydantic():
     files = [*(PACKAGE / "recipe").glob("schema*.py"), PACKAGE / "recipe/section.py"]
     names = {name for file in files for name in imports(file)}
     assert names == {"recipe.section", "recipe.schema_outputs", "recipe.schema_slurm"}
@@ -116,7 +120,7 @@ def test_schema_needs_pydantic_only():
     assert roots - set(sys.stdlib_module_names) == {"launcher", "pydantic"}
 
 
-def test_the_environment_is_read_in_one_place():
+def test_only_one_module_reads_rank_variables():
     readers = [
         str(f.relative_to(PACKAGE))
         for f in FILES

@@ -1,4 +1,4 @@
-"""What the site and the README add to the documents: generated pages, messages, the container's files."""
+"""Generated pages of the site, documented messages, the README and the container files."""
 
 import ast
 import json
@@ -18,8 +18,8 @@ def test_files_in_the_documents_exist():
     assert [name for name in sorted(named) if not (REPOSITORY / name).is_file()] == []
 
 
-def test_the_reference_has_every_key_and_every_option():
-    """The pages that the site generates from the schema and from the command line."""
+def test_reference_lists_every_key_and_option():
+    """The site generates these pages from the schema and from the command line."""
     pages = {
         name: hooks.on_page_markdown((REPOSITORY / f"docs/reference/{name}.md").read_text())
         for name in ("recipe", "commands")
@@ -31,7 +31,7 @@ def test_the_reference_has_every_key_and_every_option():
             section = line.removeprefix("## ").removesuffix(".NAME")
         elif match := re.match(r"\| `(\w+)` \|(.*)", line):
             found.add(f"{section}.{match[1]}")
-            assert match[2].count(" | ") == 2, line  # of which none is inside of a cell
+            assert match[2].count(" | ") == 2, line  # no cell contains the separator
     leaves = {dotted(path) for path in keys() if len(path) > 1}
     assert leaves <= found
     assert {"data.train.files", "slurm.partition", "strategy.mixed_precision.param_dtype"} <= found
@@ -42,7 +42,7 @@ def test_the_reference_has_every_key_and_every_option():
 
 
 def strings_of_the_launcher():
-    """Every text in its code, with … for what is inserted, and with collapsed spaces."""
+    """Yields every string in the code of the launcher, with … for each inserted value."""
     for file in (REPOSITORY / "launcher").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -54,7 +54,7 @@ def strings_of_the_launcher():
                 yield node.value
 
 
-def test_messages_of_the_troubleshooting_page_exist():
+def test_troubleshooting_messages_exist_in_the_code():
     text = (REPOSITORY / "docs/troubleshooting.md").read_text()
     cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| `")]
     known = list(strings_of_the_launcher())
@@ -75,7 +75,7 @@ def test_readme_is_short_and_its_picture_exists():
     assert (REPOSITORY / picture).is_file()
 
 
-def test_the_containers_have_one_base_image():
+def test_containers_share_one_base_image():
     """`make lint` runs hadolint on the Dockerfile."""
     image = json.loads((REPOSITORY / ".devcontainer/devcontainer.json").read_text())["image"]
     dockerfile = (REPOSITORY / "Dockerfile").read_text()

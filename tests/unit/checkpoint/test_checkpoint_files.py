@@ -1,4 +1,4 @@
-"""Files of checkpoints: damage of every kind, the newest valid one, pruning."""
+"""Checkpoint files: detection of damage, the newest valid checkpoint, pruning."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ def steps(folder):
     return [files.step_of(path) for path in list_checkpoints(folder)]
 
 
-def flip(path):
+def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -64,7 +64,10 @@ def resize(name, size):
 
 
 DAMAGE = {
-    "flipped bit": (lambda path: flip(path / RANK_0), f"{RANK_0} has changed since it was written"),
+    "flipped bit": (
+        lambda path: flip_bit(path / RANK_0),
+        f"{RANK_0} has changed since it was written",
+    ),
     "truncated": (resize("index.json", 10), "index.json has 10 bytes instead of 1,000"),
     "longer": (resize("index.json", 2000), "index.json has 2,000 bytes instead of 1,000"),
     "missing file": (remove("state.json"), "state.json cannot be read: No such file"),
@@ -87,19 +90,19 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
+def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
     older, newest = write(tmp_path, 10), write(tmp_path, 20)
     assert verify(newest) is None
-    do, words = DAMAGE[damage]
-    do(newest)
-    assert words in verify(newest)
+    damage_checkpoint, expected = DAMAGE[damage]
+    damage_checkpoint(newest)
+    assert expected in verify(newest)
     assert newest_valid(list_checkpoints(tmp_path)) == older
     (message,) = messages()
     assert str(newest) in message
-    assert words in message
+    assert expected in message
 
 
-def test_only_damaged_checkpoints_are_an_error(tmp_path):
+def test_no_valid_checkpoint_raises(tmp_path):
     assert newest_valid(list_checkpoints(tmp_path)) is None
     assert newest_valid(list_checkpoints(tmp_path / "absent")) is None
     for step in (1, 2):
@@ -111,7 +114,7 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path):
 
 def test_each_file_is_checked_by_one_rank(tmp_path):
     path = write(tmp_path, 1)
-    flip(path / "index.json")
+    flip_bit(path / "index.json")
     found = [verify(path, rank=rank, ranks=3) for rank in range(3)]
     assert sorted(problem is None for problem in found) == [False, True, True]
     assert verify(path, deep=False) is None
@@ -119,7 +122,10 @@ def test_each_file_is_checked_by_one_rank(tmp_path):
 
 
 def killed_while_saving(folder, moment):
-    """The exit status of a process that saves step 5 and dies before this change of the folder."""
+    """Saves step 5 in a child process that exits before the given file operation.
+
+    Returns its exit status.
+    """
     left = [moment]
 
     def hook(event, args):
@@ -140,7 +146,7 @@ def killed_while_saving(folder, moment):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_save_killed_at_any_moment_leaves_no_damaged_checkpoint(tmp_path):
+def test_killed_save_leaves_no_damaged_checkpoint(tmp_path):
     older, newer, statuses = write(tmp_path, 4), tmp_path / "step_00000005", []
     while 0 not in statuses:
         statuses.append(killed_while_saving(tmp_path, len(statuses)))
@@ -150,7 +156,7 @@ def test_a_save_killed_at_any_moment_leaves_no_damaged_checkpoint(tmp_path):
     assert statuses == [9] * (len(statuses) - 1) + [0]
     assert len(statuses) >= 7
     prune(tmp_path, keep_last=5)
-    assert os.listdir(tmp_path) == ["step_00000004"], "scratch folders are left"
+    assert os.listdir(tmp_path) == ["step_00000004"], "scratch folders must be removed"
 
 
 def test_prune_keeps_last_milestones_and_best(tmp_path):
@@ -159,27 +165,27 @@ def test_prune_keeps_last_milestones_and_best(tmp_path):
     prune(tmp_path, keep_last=2, keep_every=40, best_step=30)
     assert steps(tmp_path) == [30, 40, 80, 90, 100]
     files.discard_newer(tmp_path, 80)
-    assert steps(tmp_path) == [30, 40, 80], "after going back"
+    assert steps(tmp_path) == [30, 40, 80], "newer checkpoints must be removed"
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [80]
 
 
-def test_prune_never_touches_the_newest_valid_one(tmp_path):
+def test_prune_keeps_the_newest_valid_checkpoint(tmp_path):
     for step in range(1, 6):
         write(tmp_path, step)
     for step in (3, 4, 5):
         (tmp_path / files.checkpoint_name(step) / "commit.json").unlink()
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [2, 3, 4, 5], "damaged ones go when they are older than what is kept"
+    assert steps(tmp_path) == [2, 3, 4, 5], "newer damaged checkpoints must be kept"
     write(tmp_path, 6)
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [6]
     (tmp_path / files.checkpoint_name(6) / "commit.json").unlink()
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [6], "nothing is deleted where nothing is valid"
+    assert steps(tmp_path) == [6], "the only checkpoint must be kept, even if damaged"
 
 
-def test_space_is_checked(tmp_path):
+def test_insufficient_disk_space_is_refused(tmp_path):
     files.check_space(tmp_path / "checkpoints", 1000)
     text = r"one checkpoint takes 1,048,576.00 GiB, and .* has [\d,.]+ GiB free"
     with pytest.raises(RecipeError, match=text):
@@ -190,8 +196,11 @@ def test_space_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_a_file_system_without_direct_writing(tmp_path, monkeypatch, number):
-    """Direct I/O fails at once or at the first write, or writes are short: the file is the same."""
+def test_file_is_written_without_direct_io(tmp_path, monkeypatch, number):
+    """Direct I/O fails when it is enabled or at the first write, and writes are short.
+
+    The file is the same.
+    """
     data = bytes(range(256)) * 100  # not a multiple of 4,096
     padded = torch.zeros(28672 + 4096, dtype=torch.uint8)
     padded = padded[-padded.data_ptr() % 4096 :][:28672]
@@ -199,28 +208,28 @@ def test_a_file_system_without_direct_writing(tmp_path, monkeypatch, number):
     expected = files.write_file(tmp_path / "plain", data)
     pwrite, control = os.pwrite, fcntl.fcntl
 
-    def refused(descriptor, chunk, at):
+    def pwrite_without_direct(descriptor, chunk, at):
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(number, "no")
         return pwrite(descriptor, chunk[:1000], at)
 
-    def refused_at_once(descriptor, command, flags=0):
+    def fcntl_without_direct(descriptor, command, flags=0):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no")
         return control(descriptor, command, flags)
 
-    def written(name):
+    def check_write(name):
         chunks, sizes = (chunk.numpy().data for chunk in padded.split(8192)), []
         stored = files.write_chunks(tmp_path / name, chunks, size=len(data), advance=sizes.append)
         assert stored == expected
         assert sum(sizes) == len(padded)
         assert (tmp_path / name).read_bytes() == data
 
-    written("direct")
-    monkeypatch.setattr(os, "pwrite", refused)
-    written("refused")
-    monkeypatch.setattr(fcntl, "fcntl", refused_at_once)
-    written("refused at once")
+    check_write("direct")
+    monkeypatch.setattr(os, "pwrite", pwrite_without_direct)
+    check_write("refused")
+    monkeypatch.setattr(fcntl, "fcntl", fcntl_without_direct)
+    check_write("refused at once")
 
 
 @pytest.fixture
@@ -230,7 +239,7 @@ def group():
     dist.destroy_process_group()
 
 
-def made(second=3):
+def module_and_optimizer(second=3):
     module = torch.nn.Sequential(torch.nn.Linear(4, second), torch.nn.BatchNorm1d(second))
     return module, make_optimizer(module, schema.Optimizer())
 
@@ -238,7 +247,7 @@ def made(second=3):
 @pytest.fixture
 def saved(tmp_path, group):
     """A checkpoint of step 1 in tmp_path/checkpoints, its module and its optimizer."""
-    module, optimizer = made()
+    module, optimizer = module_and_optimizer()
     module(torch.randn(5, 4)).square().sum().backward()
     optimizer.step()
     checkpointer = writer.Checkpointer(
@@ -248,7 +257,7 @@ def saved(tmp_path, group):
         device=torch.device("cpu"),
         optimizer=optimizer,
     )
-    random.gauss(0, 1)  # keeps the second of a pair
+    random.gauss(0, 1)  # the generator stores the second value of a pair
     checkpointer.save(
         1,
         state.model_and_optimizer(module, optimizer),
@@ -277,7 +286,7 @@ def test_one_process_saves_and_loads(saved, group):
     assert reader.find_checkpoint(path.parent, group=group) == path
     assert reader.find_checkpoint(path.parent, group=group, at_most=0) is None
     assert reader.read_state(path) == {"step": 1, "recipe": "run: {}\n"}
-    tensors = state.model_and_optimizer(*made())
+    tensors = state.model_and_optimizer(*module_and_optimizer())
     reader.load(path, tensors, group=group)
     expected = state.model_and_optimizer(module, optimizer)
     names = {"model.0.weight", "optimizer.0.weight.exp_avg_sq", "buffer.1.running_mean"}
@@ -286,15 +295,15 @@ def test_one_process_saves_and_loads(saved, group):
     assert tensors["optimizer.0.bias.step"] == 1
 
 
-def test_a_checkpoint_of_another_model_is_refused(saved, group):
-    tensors = state.model_and_optimizer(*made(second=2))
+def test_checkpoint_of_another_model_is_refused(saved, group):
+    tensors = state.model_and_optimizer(*module_and_optimizer(second=2))
     del tensors["buffer.1.running_mean"]
     text = "is of another model or optimizer: .*holds buffer.1.running_mean, which the .*more"
     with pytest.raises(RecipeError, match=text):
         reader.load(saved[0], tensors, group=group)
 
 
-class Bomb:
+class FolderCreator:
     def __init__(self, file):
         self.file = file
 
@@ -302,9 +311,12 @@ class Bomb:
         return os.mkdir, (str(self.file),)
 
 
-def test_a_pickle_instead_of_a_file_is_not_executed(tmp_path, saved, group):
+def test_pickle_in_a_checkpoint_is_not_executed(tmp_path, saved, group):
     path, *_ = saved
-    bomb, tensors = pickle.dumps(Bomb(tmp_path / "executed")), state.model_and_optimizer(*made())
+    payload, tensors = (
+        pickle.dumps(FolderCreator(tmp_path / "executed")),
+        state.model_and_optimizer(*module_and_optimizer()),
+    )
     readers = [
         (RANK_0, lambda: reader.read_local(path, 0)),
         (RANK_0, lambda: reader.load(path, tensors, group=group)),
@@ -312,14 +324,14 @@ def test_a_pickle_instead_of_a_file_is_not_executed(tmp_path, saved, group):
         ("state.json", lambda: reader.read_state(path)),
         ("commit.json", lambda: reader.find_checkpoint(path.parent, group=group)),
     ]
-    (path / ".metadata").write_bytes(bomb)
+    (path / ".metadata").write_bytes(payload)
     for name, read in readers:
         content = (path / name).read_bytes()
-        (path / name).write_bytes(bomb.ljust(len(content), b"\0"))
+        (path / name).write_bytes(payload.ljust(len(content), b"\0"))
         with pytest.raises((DamagedCheckpointError, NoneLeftError), match=f"{path}.*{name}"):
             read()
         (path / name).write_bytes(content)
         read()
     assert not (tmp_path / "executed").exists()
-    pickle.loads(bomb)
-    assert (tmp_path / "executed").exists(), "the bomb is one"
+    pickle.loads(payload)
+    assert (tmp_path / "executed").exists(), "loading the pickle must create the folder"

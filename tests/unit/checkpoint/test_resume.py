@@ -1,4 +1,4 @@
-"""What may change between a run and its resume, and what its metrics keep."""
+"""Resume: allowed and refused changes, choice of the checkpoint, truncation of the metrics."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
 
-HERE = Path("run/checkpoints/step_00000005")
+CHECKPOINT_PATH = Path("run/checkpoints/step_00000005")
 
 
 def recipe(*overrides):
@@ -33,10 +33,10 @@ def recipe(*overrides):
 
 
 def changes(*overrides, allow=False):
-    return check_changes(recipe(), recipe(*overrides), allow=allow, checkpoint=HERE)
+    return check_changes(recipe(), recipe(*overrides), allow=allow, checkpoint=CHECKPOINT_PATH)
 
 
-def test_changes_that_are_allowed():
+def test_allowed_changes_are_listed():
     overrides = [
         *("run.max_steps=5000", "strategy.kind=ddp", "batch.micro_batch_size=2"),
         *("logging.tensorboard=true", "logging.every_steps=5", "optimizer.learning_rate=1e-5"),
@@ -61,12 +61,12 @@ def test_changes_that_are_allowed():
     ],
 )
 def test_changes_that_alter_the_training_are_refused(change, line):
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as raised:
         changes(change, "run.max_steps=7")
-    first, *middle, last = refused.value.problems
-    assert first.startswith(f"{HERE} is of another recipe")
+    first, *middle, last = raised.value.problems
+    assert first.startswith(f"{CHECKPOINT_PATH} is of another recipe")
     assert len(middle) == 1
-    assert middle[0].startswith(f"  {line}"), "and not the number of steps, which may change"
+    assert middle[0].startswith(f"  {line}"), "the number of steps may change and is not listed"
     assert "checkpoint.allow_changes=true" in last
     assert any(line in shown for shown in changes(change, allow=True))
 
@@ -79,7 +79,7 @@ ROW = '{"text": "x"}\n'
 
 @pytest.fixture
 def fingerprint(tmp_path):
-    """Of two files as they are now."""
+    """A function that returns the data fingerprint of two files in their current state."""
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     for number, file in enumerate(files):
         file.write_text("".join(json.dumps({"text": f"{row}{number}"}) + "\n" for row in range(4)))
@@ -115,26 +115,26 @@ def fingerprint(tmp_path):
 def test_appended_rows_are_detected_and_the_file_is_named(fingerprint, streaming):
     before = fingerprint(streaming=streaming)
     same = fingerprint(streaming=streaming)
-    assert check_data(before, same, allow=False, checkpoint=HERE) == []
+    assert check_data(before, same, allow=False, checkpoint=CHECKPOINT_PATH) == []
     fingerprint.b.write_text(fingerprint.b.read_text() + ROW)
     now = fingerprint(streaming=streaming)
-    with pytest.raises(RecipeError) as refused:
-        check_data(before, now, allow=False, checkpoint=HERE)
-    first, *lines, last = refused.value.problems
-    assert first.startswith(f"{HERE} is of other data")
+    with pytest.raises(RecipeError) as raised:
+        check_data(before, now, allow=False, checkpoint=CHECKPOINT_PATH)
+    first, *lines, last = raised.value.problems
+    assert first.startswith(f"{CHECKPOINT_PATH} is of other data")
     counts = [] if streaming else ["  documents: 8 -> 9", "  tokens: 24 -> 26"]
     assert lines == [f"  {fingerprint.b}: 60 -> 74", *counts]
     assert "checkpoint.allow_changes=true" in last
-    assert len(check_data(before, now, allow=True, checkpoint=HERE)) == len(lines)
+    assert len(check_data(before, now, allow=True, checkpoint=CHECKPOINT_PATH)) == len(lines)
 
 
 def test_added_removed_and_edited_files_are_named(fingerprint):
-    """Without a digest of the content, sizes count."""
+    """Without a digest of the content, only the file sizes are compared."""
     a, b, c = fingerprint.a, fingerprint.b, fingerprint.b.with_name("c.jsonl")
     before, text = fingerprint(), b.read_text()
     b.write_text(text + "\n\n")
     now = fingerprint()
-    assert list(data_changes(before, now)) == [], "the same content"
+    assert list(data_changes(before, now)) == [], "the content is the same"
     assert list(data_changes(before | {"content": None}, now)) == [f"{b}: 60 -> 62"]
     b.write_text(text)
     a.write_text(a.read_text().replace("30", "31"))
@@ -144,7 +144,7 @@ def test_added_removed_and_edited_files_are_named(fingerprint):
     assert list(data_changes(before, fingerprint())) == [f"{b}: 60 -> null", f"{c}: null -> 60"]
 
 
-def test_a_mixture_is_compared_part_by_part(fingerprint):
+def test_mixture_sources_are_compared_separately(fingerprint):
     files = {"one": fingerprint.a, "two": fingerprint.b}
     train = {name: schema.Source(files=(str(file),)) for name, file in files.items()}
     before = fingerprint(train=train)
@@ -152,25 +152,25 @@ def test_a_mixture_is_compared_part_by_part(fingerprint):
     assert next(data_changes(before, fingerprint(train=train))) == f"{fingerprint.b}: 60 -> 74"
 
 
-def test_changes_of_a_stream():
+def test_changes_of_streamed_data_are_detected():
     before = {"files": {"a": 1}, "tokenizer": "x", "chat_template": None}
     lines = list(data_changes(before, before | {"tokenizer": "y", "chat_template": "z"}))
     assert lines == ['tokenizer: "x" -> "y"', 'chat_template: null -> "z"']
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1000 -> 1100"]
     saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
-    check_stream(saved, "a", allow=False, checkpoint=HERE)
-    check_stream(None, None, allow=False, checkpoint=HERE)
-    text = rf"^{HERE} cannot be resumed with data\.streaming: the files, or .*allow_changes=true"
+    check_stream(saved, "a", allow=False, checkpoint=CHECKPOINT_PATH)
+    check_stream(None, None, allow=False, checkpoint=CHECKPOINT_PATH)
+    text = rf"^{CHECKPOINT_PATH} cannot be resumed with data\.streaming: the files, or .*allow_changes=true"
     with pytest.raises(RecipeError, match=text):
-        check_stream(saved, "b", allow=False, checkpoint=HERE)
-    check_stream(None, "b", allow=True, checkpoint=HERE)
+        check_stream(saved, "b", allow=False, checkpoint=CHECKPOINT_PATH)
+    check_stream(None, "b", allow=True, checkpoint=CHECKPOINT_PATH)
 
 
-def test_metrics_end_at_the_checkpoint(tmp_path):
+def test_metrics_after_the_checkpoint_are_removed(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     lines.insert(2, json.dumps({"step": 2, "eval_loss": 1.0}))
-    lines.insert(1, "\0" * 40)  # a block that a power failure did not let reach the disk
+    lines.insert(1, "\0" * 40)  # a block that a power failure lost
     metrics.write_text("\n".join(lines) + '\n{"step": 2, "lo')
     sink = JsonLines(metrics)
     assert sink.remove_later_steps(2) == 4
@@ -198,8 +198,8 @@ def environment(**more):
         ({"job": "8", "parent": 5}, {"job": "9", "job_restart_count": 1}, False),
     ],
 )
-def test_a_restart_resumes_in_its_own_folder_only(tmp_path, first, second, same):
-    """A job that was refused is restarted by torchrun as well: the folder is still another's."""
+def test_restart_is_recognized_only_in_its_own_folder(tmp_path, first, second, same):
+    """torchrun also restarts a job that was refused. Such a job does not own the folder."""
     run = RunFolder(tmp_path)
     run.note_start(environment(**first))
     assert RunFolder(tmp_path).was_begun_by(environment(**second)) is same
@@ -212,9 +212,9 @@ def choose(folder, resume="auto", *, restarted=False):
     return choose_resume(RunFolder(folder), loaded.recipe, text, restarted=restarted)
 
 
-def test_a_folder_without_a_checkpoint_is_refused_unless_the_job_was_restarted(tmp_path):
+def test_folder_without_checkpoint_is_refused_unless_restarted(tmp_path):
     run = RunFolder(tmp_path)
-    assert choose(tmp_path) == "never", "an empty folder"
+    assert choose(tmp_path) == "never", "the folder is empty"
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.raises(RecipeError, match=r"holds a run already, and there is no checkpoint"):
         choose(tmp_path)
@@ -229,22 +229,22 @@ def checkpoint(folder, step):
     return path
 
 
-def test_a_folder_started_from_a_path_continues_from_its_own_newest_checkpoint(tmp_path):
+def test_own_checkpoint_is_preferred_to_the_resume_path(tmp_path):
     source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
-    assert choose(run.path, source) == str(source), "an empty folder"
+    assert choose(run.path, source) == str(source), "the folder is empty"
     run.path.mkdir()
     run.note("resumed", step=8, origin=str(source))
     run.metrics.write_text('{"step": 9, "loss": 2.0}\n')
-    assert choose(run.path, source) == str(source), "it has no checkpoint of its own yet"
+    assert choose(run.path, source) == str(source), "the run has no checkpoint of its own yet"
     checkpoint(run.path, 16)
     assert choose(run.path, source) == "auto"
     assert choose(run.path) == "auto"
     assert choose(run.path, source, restarted=True) == "auto"
     shutil.rmtree(source)
-    assert choose(run.path, source) == "auto", "the path may be gone by now"
+    assert choose(run.path, source) == "auto", "the resume path need not exist any more"
 
 
-def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
+def test_resume_path_in_an_unrelated_run_folder_is_refused(tmp_path):
     source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
     own = [checkpoint(run.path, step) for step in (4, 16)]
     text = r"holds a run already, and it was not started from .*source/.*=auto continues it\); give"
@@ -253,6 +253,6 @@ def test_a_path_into_a_folder_with_another_history_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"holds a run already, and checkpoint.resume is never"):
         choose(run.path, "never")
     run.note("resumed", step=4)
-    assert choose(run.path, own[0]) == str(own[0]), "back to one of its own: an explicit rewind"
+    assert choose(run.path, own[0]) == str(own[0]), "an explicit rewind to an own checkpoint"
     run.note("resumed", step=4, origin=str(own[0]))
-    assert choose(run.path, own[0]) == "auto", "which a restart does not repeat"
+    assert choose(run.path, own[0]) == "auto", "a restart must not repeat the rewind"

@@ -1,4 +1,4 @@
-"""The `launcher` command: help, options in both styles, completion, and what `launcher train` starts."""
+"""The `launcher` command: help, options in both styles, shell completion, start of ranks."""
 
 import os
 import subprocess
@@ -33,9 +33,9 @@ def test_help_describes_every_option_and_has_an_example(name, capsys):
                 )
 
 
-def test_the_command_itself(capsys):
+def test_help_version_and_unknown_command(capsys):
     assert main(["submit", "--help"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())  # with the keys of the section slurm
+    printed = " ".join(capsys.readouterr().out.split())  # includes the keys of the section slurm
     assert "nodes=..." in printed
     assert "max_failures=... Consecutive failures without a new checkpoint" in printed
     assert "[default: 3]" in printed
@@ -49,9 +49,11 @@ def test_the_command_itself(capsys):
     assert "No such command 'plam'. Did you mean 'plan'?" in capsys.readouterr().err
 
 
-def test_options_of_both_styles(monkeypatch):
-    got = {}
-    monkeypatch.setattr(COMMANDS["plan"], "callback", lambda **options: got.update(options) or 0)
+def test_options_in_both_styles_are_parsed(monkeypatch):
+    received = {}
+    monkeypatch.setattr(
+        COMMANDS["plan"], "callback", lambda **options: received.update(options) or 0
+    )
     for word, option, value in [
         ("nodes=2", "nodes", 2),
         ("--nodes=2", "nodes", 2),
@@ -69,10 +71,10 @@ def test_options_of_both_styles(monkeypatch):
         ("oops", "overrides", ["oops"]),
     ]:
         GROUP.main(["plan", word], standalone_mode=False)
-        assert (word, got[option]) == (word, value)
+        assert (word, received[option]) == (word, value)
 
 
-def test_wrong_options():
+def test_wrong_options_are_refused():
     known = "did you mean gpu_memory?; there are --nodes, --gpus-per-node, --gpu, "
     for word, problem in {
         "gpu_memry=80GiB": f"gpu_memry=80GiB: not an option of launcher plan; {known}",
@@ -80,12 +82,12 @@ def test_wrong_options():
         "json=yes": "json=yes: must be true or false",
         "nodes=0": "Invalid value for '--nodes': ",
     }.items():
-        with pytest.raises(RecipeError) as refused:
+        with pytest.raises(RecipeError) as raised:
             run(["plan", "recipe=fsdp", word])
-        assert str(refused.value).startswith(f"command line: {problem}")
+        assert str(raised.value).startswith(f"command line: {problem}")
 
 
-def test_the_shell_completes_commands_options_and_keys():
+def test_shell_completes_commands_options_and_keys():
     def completed(*words):
         line = " ".join(("launcher", *words))
         variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}

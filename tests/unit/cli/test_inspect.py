@@ -1,4 +1,4 @@
-"""`launcher inspect`: what is shown is what the model is handed, and the totals are those of the rows. `launcher rows`."""
+"""`launcher inspect`: samples as the model receives them, totals over the rows. `launcher rows`."""
 
 import itertools
 import re
@@ -20,10 +20,13 @@ from tests.unit.small_recipe import SMALL
 
 
 def chat_rows(turns):
-    """Rows of input_ids and labels, as chat with the byte tokenizer has them; a turn is (asked, said)."""
+    """Yields rows of input_ids and labels like data.kind=chat with the byte tokenizer.
+
+    Each turn is a pair (user message, assistant message).
+    """
     tokenizer = hugging_face_byte_tokenizer()
-    for asked, said in turns:
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    for question, answer in turns:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rendered = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -42,13 +45,13 @@ def chat(folder):
     return ["recipe=x.yaml", *(f"data.{setting}" for setting in data)]
 
 
-def printed(capsys, *arguments):
+def inspect(capsys, *arguments):
     assert run(["inspect", *arguments]) == 0
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
 def sample(lines, number):
-    """The heading of a sample, and the lines after it."""
+    """Returns the heading of a sample and the lines after it."""
     first = next(at for at, line in enumerate(lines) if line.startswith(f"sample {number} "))
     return lines[first].rstrip(" ━"), lines[first + 1 :]
 
@@ -58,9 +61,12 @@ def table(lines):
     return {match[1]: match[2] for match in matches if match}
 
 
-def test_what_carries_loss_stands_in_brackets(chat, capsys):
-    """The documents have 31, 13 and 154 tokens; best fit puts the third one's last 26 behind the first."""
-    lines = printed(capsys, *chat, "samples=2")
+def test_text_with_loss_is_in_brackets(chat, capsys):
+    """The documents have 31, 13 and 154 tokens.
+
+    Best-fit packing puts the last 26 tokens of the third document after the first document.
+    """
+    lines = inspect(capsys, *chat, "samples=2")
     heading, text = sample(lines, 1)
     assert heading == "sample 1 · 57 tokens · 38 with loss (67%) · 2 documents · 7 padding"
     assert [line.rstrip(" ┈") for line in text[:5]] == [
@@ -74,20 +80,20 @@ def test_what_carries_loss_stands_in_brackets(chat, capsys):
     assert heading == "sample 2 · 13 tokens · 2 with loss (15%) · 51 padding"
     assert text[0] == "<|user|>A→   B␛[31m<|end|><|assistant|>⟦C<|end|>⟧"
     assert not any(line.startswith("sample 3") for line in lines)
-    # A sequence in the middle of a document; one target is the next sequence's first token
-    heading, text = sample(printed(capsys, *chat, "samples=4"), 4)
+    # A sequence from the middle of a document; its last target is the next sequence's first token
+    heading, text = sample(inspect(capsys, *chat, "samples=4"), 4)
     assert heading == "sample 4 · 64 tokens · 26 with loss (41%)"
     assert text[:3] == [
         "… 64 tokens of it are in another sequence",
         f"{'x' * 37}<|end|><|assistant|>⟦{'y' * 25}⟧",
         "… 26 tokens of it are in another sequence",
     ]
-    _, text = sample(printed(capsys, *chat, "samples=4", "tokens=10"), 3)
+    _, text = sample(inspect(capsys, *chat, "samples=4", "tokens=10"), 3)
     assert text[:3] == [f"<|user|>{'x' * 9}", "… 54 more tokens (tokens=64 shows them)", ""]
 
 
 def test_totals_and_histogram(chat, capsys):
-    lines = printed(capsys, *chat, "samples=1")
+    lines = inspect(capsys, *chat, "samples=1")
     assert {
         "documents": "3",
         "tokens of a document, median": "31",
@@ -113,10 +119,10 @@ def test_totals_and_histogram(chat, capsys):
     ]
 
 
-def test_sets_by_name(chat, capsys, folder):
+def test_data_sets_are_selected_by_name(chat, capsys, folder):
     mixture = "data.train={web: {files: rows.jsonl}, talk: {files: rows.jsonl, weight: 3}}"
     sets = "data.validation={near: rows.jsonl, far: rows.jsonl}"
-    lines = printed(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
+    lines = inspect(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
     shown = [
         line.partition(" tokens")[0].rpartition(" · ")[0].partition(" · ")[2]
         for line in lines
@@ -126,9 +132,9 @@ def test_sets_by_name(chat, capsys, folder):
     assert any(re.fullmatch(r" *share of the sequences +25.0% +75.0%", line) for line in lines)
     histograms = [line.rstrip(" ━") for line in lines if "by tokens" in line]
     assert histograms == ["web: documents by tokens", "talk: documents by tokens"]
-    assert any("small · near" in line for line in printed(capsys, *chat, sets, "set=near"))
+    assert any("small · near" in line for line in inspect(capsys, *chat, sets, "set=near"))
     both = "data.validation={web: rows.jsonl}"
-    lines = printed(capsys, *chat, "data.train=null", mixture, both, "set=web", "samples=1")
+    lines = inspect(capsys, *chat, "data.train=null", mixture, both, "set=web", "samples=1")
     assert any("in the order of the run" in line for line in lines)  # the training set of that name
     known = "there are train, validation, web, talk, near, far"
     with pytest.raises(RecipeError, match=rf"set=nera: no .*; did you mean near\?; {known}"):
@@ -138,7 +144,7 @@ def test_sets_by_name(chat, capsys, folder):
 
 
 def test_spans_do_not_break_characters():
-    """A special token, half a character at a change of loss, an id that no tokenizer knows."""
+    """Covers a special token, a change of loss inside a character, and an unknown token id."""
     ids = [258, *b"a", *"🙂".encode(), *b"b", 300]
     loss = [False] * 4 + [True] * 4
     assert list(spans(ids, loss, load_decoder("bytes"))) == [
@@ -151,7 +157,7 @@ def test_spans_do_not_break_characters():
 
 @pytest.mark.parametrize("packing", [stream, best_fit, separate])
 @pytest.mark.parametrize("labelled", [False, True])
-def test_tokens_with_loss_are_the_targets_of_the_rows(packing, labelled):
+def test_tokens_with_loss_match_the_targets(packing, labelled):
     generator = np.random.default_rng(5)
     offsets = np.cumsum([0, *generator.integers(1, 60, 80)])
     ids = generator.integers(0, 250, offsets[-1], dtype=np.int32)
@@ -165,7 +171,7 @@ def test_tokens_with_loss_are_the_targets_of_the_rows(packing, labelled):
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 900], [63, 64, 65], [1, 64, 128]])
 @pytest.mark.parametrize("mark", [1, 64, 150, 10**6])
-def test_every_length_has_its_bin(lengths, mark):
+def test_histogram_bins_cover_every_length(lengths, mark):
     rows = bins(np.array(lengths), mark=mark)
     for low, high, count in rows:
         assert sum(low <= length <= high for length in lengths) == count
@@ -174,47 +180,50 @@ def test_every_length_has_its_bin(lengths, mark):
     assert not any(low <= mark < high for low, high, _ in rows)
 
 
-def test_padding_without_packing_and_a_stream(chat, capsys):
-    lines = printed(capsys, *chat, "data.packing=false", "samples=1")
-    assert table(lines)["padding"] in ("38.1%", "38.2%")  # rows of 31, 13, 64, 64, 26 to 64
-    lines = printed(capsys, *chat, "data.streaming=true", "samples=1")
+def test_padding_without_packing_and_with_streaming(chat, capsys):
+    lines = inspect(capsys, *chat, "data.packing=false", "samples=1")
+    assert table(lines)["padding"] in (
+        "38.1%",
+        "38.2%",
+    )  # rows of 31, 13, 64, 64 and 26 tokens, padded to 64
+    lines = inspect(capsys, *chat, "data.streaming=true", "samples=1")
     assert "small · train   the first 1,000 rows" in lines
     assert table(lines)["tokens with loss"] == "66  (33.3%)"
 
 
-def test_chats_that_lose_their_end_and_rows_that_are_skipped(folder, capsys):
-    asked, hello = {"role": "user", "content": "Hi"}, "hello " * 20
-    answers = [[{"role": "assistant", "content": text}] for text in (hello, "yes")]
-    rows = [[asked, *answers[0]], [asked], [asked, *answers[1]]]
+def test_truncated_chats_and_skipped_rows_are_reported(folder, capsys):
+    question, long_text = {"role": "user", "content": "Hi"}, "hello " * 20
+    answers = [[{"role": "assistant", "content": text}] for text in (long_text, "yes")]
+    rows = [[question, *answers[0]], [question], [question, *answers[1]]]
     write(folder / "data.jsonl", [{"messages": row} for row in rows])
     data = ("kind=chat", "train=data.jsonl", "sequence_length=32", "on_error=skip", "shuffle=false")
-    lines = printed(capsys, "recipe=x.yaml", *(f"data.{setting}" for setting in data))
-    assert f"<|user|>Hi<|end|><|assistant|>⟦{hello[:27]}⟧" in lines
+    lines = inspect(capsys, "recipe=x.yaml", *(f"data.{setting}" for setting in data))
+    assert f"<|user|>Hi<|end|><|assistant|>⟦{long_text[:27]}⟧" in lines
     assert "… 94 tokens are cut off" in lines
     assert "<|user|>Hi<|end|><|assistant|>⟦yes<|end|>⟧" in lines
     assert table(lines)["documents that lose their end"] == "1  (94 tokens)"
     assert any(line.startswith("skipped: data.jsonl:2: ") for line in lines)
 
 
-def test_classes_are_named(folder, capsys):
+def test_class_names_are_shown(folder, capsys):
     rows = [{"text": "good", "label": "fine"}, {"text": "bad", "label": "poor"}]
     write(folder / "data.jsonl", rows)
     classes = ["kind=classification", "labels=[poor,fine]", "shuffle=false", "train=data.jsonl"]
     task = "model.task=sequence_classification"
-    lines = printed(capsys, "recipe=x.yaml", task, *(f"data.{setting}" for setting in classes))
+    lines = inspect(capsys, "recipe=x.yaml", task, *(f"data.{setting}" for setting in classes))
     heading, text = sample(lines, 1)
     assert re.fullmatch(r"sample 1 · \d tokens · class 1, fine", heading)
     assert text[0].startswith("good")
     assert "tokens with loss" not in table(lines)  # the targets are classes
 
 
-def test_data_of_a_builder_is_not_inspected(folder):
+def test_inspect_refuses_data_of_a_builder(folder):
     with pytest.raises(RecipeError, match=r"^data.builder: "):
         run(["inspect", "recipe=x.yaml", "data.builder=a:b", "data.train=null"])
 
 
 def rows_of(capsys, step):
-    """Sequence, tokens, row and text of each line that `launcher rows` prints."""
+    """Returns the sequence, tokens, row and text of each line that `launcher rows` prints."""
     assert run(["rows", "run", f"step={step}"]) == 0
     first, _, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"step {step}: ")
@@ -226,8 +235,11 @@ def rows_of(capsys, step):
     ]
 
 
-def test_rows_of_an_epoch_are_those_of_the_files(folder, capsys):
-    """A mixture of lines, some of them empty or unusable, of a parquet file, and of a text file in several sequences."""
+def test_rows_of_an_epoch_match_the_files(folder, capsys):
+    """A mixture of a JSON Lines file, a parquet file and a text file.
+
+    Some JSON lines are empty or invalid. The text file spans several sequences.
+    """
     lines = ['{"text": "one line"}', '{"text": ""}', "", "no JSON", '{"text": "another"}']
     write(folder / "lines.jsonl", "".join(line + "\n" for line in lines))
     texts = [f"row {number}" for number in range(1, 6)]
@@ -249,7 +261,7 @@ def test_rows_of_an_epoch_are_those_of_the_files(folder, capsys):
     ]
     expected |= {("long.txt", text) for _, text in parts}
     assert {(where, text) for _, _, where, text in found} <= expected
-    assert len(found) == 10, "an epoch has 11 sequences, as the sources; the last is in step 6"
+    assert len(found) == 10, "an epoch has 11 sequences; the last one is in step 6"
     tokens = {text: tokens for _, tokens, where, text in found if where == "long.txt"}
     assert tokens == {text: f"{part} of 51" for part, text in parts if text in tokens}
     assert len(tokens) >= 2
@@ -259,24 +271,26 @@ def test_rows_of_an_epoch_are_those_of_the_files(folder, capsys):
         run(["rows", "run", "step=7"])
 
 
-def test_rows_that_cannot_be_listed(folder):
-    def refusal(*arguments):
+def test_rows_refuses_missing_runs_and_steps(folder):
+    def error_message(*arguments):
         with pytest.raises(RecipeError) as error:
             run(["rows", *arguments])
         return str(error.value)
 
-    assert "it has no recipe.yaml" in refusal("run", "step=1")
+    assert "it has no recipe.yaml" in error_message("run", "step=1")
     (folder / "run").mkdir()
     (folder / "run/recipe.yaml").write_text(SMALL)
-    assert "step=11: the run has 10 steps (run.max_steps)" in refusal("run", "step=11")
-    assert "--loss: run has neither a checkpoint nor hf/" in refusal("run", "step=1", "loss=true")
+    assert "step=11: the run has 10 steps (run.max_steps)" in error_message("run", "step=11")
+    assert "--loss: run has neither a checkpoint nor hf/" in error_message(
+        "run", "step=1", "loss=true"
+    )
     (folder / "run/recipe.yaml").write_text(SMALL.replace("bytes", "bytes\n  streaming: true"))
-    assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in refusal(
+    assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in error_message(
         "run", "step=1"
     )
 
 
-def test_batches_that_were_skipped_before_a_step(tmp_path):
+def test_skipped_batches_before_a_step_are_counted(tmp_path):
     def skipped(step, *events):
         return skipped_batches(list(events), step, run=tmp_path / "run")
 

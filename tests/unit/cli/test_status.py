@@ -1,4 +1,4 @@
-"""`launcher status`, on folders built file by file."""
+"""`launcher status` on run folders that the tests construct."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from launcher.distributed.environment import Environment
 from launcher.reliability.lock import Ownership
 from launcher.reliability.run_directory import RunFolder, append_line
 
-ALONE = Environment(
+SINGLE_PROCESS = Environment(
     rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
 )
 NOW = 1_800_000_000.0
@@ -40,7 +40,11 @@ def event(run, name, at, attempt, **more):
 
 @pytest.fixture
 def run(tmp_path):
-    """Three attempts: killed after step 60, failed after step 80, now at step 100. They resumed from the checkpoints of steps 50 and 75."""
+    """A run with three attempts.
+
+    The first was killed after step 60, the second failed after step 80, and the third is at step
+    100. The second resumed from the checkpoint of step 50 and the third from that of step 75.
+    """
     run = RunFolder(tmp_path / "runs/one")
     run.create("")
     metrics(run, 100, start=NOW - 300)
@@ -59,7 +63,7 @@ def run(tmp_path):
     return run
 
 
-def test_where_the_time_was_spent(run):
+def test_time_spent_counts_repeated_steps_and_gaps(run):
     summary = status.summarize(run.path, NOW)
     summary.until = NOW
     expected = {"wall": 500, "counted": 200, "repeated_steps": 10 + 5, "repeated": 15 * 2.0}
@@ -72,14 +76,14 @@ def test_where_the_time_was_spent(run):
     ]
 
 
-def test_one_run(run, capsys, monkeypatch):
+def test_status_of_one_run(run, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
-    owner = Ownership.take(run.path, ALONE)
+    owner = Ownership.take(run.path, SINGLE_PROCESS)
     try:
         assert main.main(["status", str(run.path)]) == 0
     finally:
         owner.release()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for text in (
         *("state running", "100 of 200 (50.0%), about 3 min 20 s left"),
         *("loss 2.7500 after step 99", "2.0000, grad norm 1.000"),
@@ -88,28 +92,28 @@ def test_one_run(run, capsys, monkeypatch):
         *(f"process {os.getpid()} on ", ": alive", "about 30 s in 15 steps trained again"),
         *("50 s without a running process", "restarts 2", "failed (hang)", "killed"),
     ):
-        assert text in " ".join(said.split()), said
-    assert "\x1b" not in said
-    assert all(line == line.rstrip() for line in said.splitlines())
+        assert text in " ".join(printed.split()), printed
+    assert "\x1b" not in printed
+    assert all(line == line.rstrip() for line in printed.splitlines())
 
 
-def test_a_run_that_died_and_one_that_ended(run, capsys, monkeypatch):
+def test_status_of_a_dead_and_a_failed_run(run, capsys, monkeypatch):
     assert main.main(["status", str(run.path)]) == 0
     assert "died: its process ended without a message" in capsys.readouterr().out
     run.write_status("failed", step=98, reason="hang", error="rank [1] of 2 is behind\nsecond line")
     monkeypatch.chdir(run.path.parent)
-    run.path.rename("lr=0.1")  # of a sweep
+    run.path.rename("lr=0.1")  # the name of a run of a sweep
     assert main.main(["status", "lr=0.1"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("lr=0.1\n")
-    assert "failed: hang" in said
-    assert "rank [1] of 2 is behind\nsecond line" in said
-    assert ["owner", "none"] in [line.split() for line in said.splitlines()]
+    printed = capsys.readouterr().out
+    assert printed.startswith("lr=0.1\n")
+    assert "failed: hang" in printed
+    assert "rank [1] of 2 is behind\nsecond line" in printed
+    assert ["owner", "none"] in [line.split() for line in printed.splitlines()]
 
 
-def test_a_folder_of_runs(run, capsys):
+def test_status_of_a_folder_of_runs(run, capsys):
     fresh = RunFolder(run.path.parent / "two")
-    owner = Ownership.take(fresh.path, ALONE)
+    owner = Ownership.take(fresh.path, SINGLE_PROCESS)
     done = RunFolder(run.path.parent / "three")
     done.create("")
     done.write_status("finished", step=7, steps=7)
@@ -128,14 +132,14 @@ def test_a_folder_of_runs(run, capsys):
 
 @pytest.mark.parametrize("command", ["status", "report"])
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere: there is no such folder"),
         (["."], ".: neither the folder of a run nor one that holds runs"),
         ([], "Missing argument 'RUN_DIR'"),
     ],
 )
-def test_a_folder_without_runs_is_refused(command, arguments, shown, tmp_path, capsys, monkeypatch):
+def test_folder_without_runs_is_refused(command, arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main.main([command, *arguments]) == 2
-    assert shown in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`launcher doctor` on simulated machines. `tests/distributed/test_doctor.py` measures a real one."""
+"""`launcher doctor` on simulated machines. tests/distributed/test_doctor.py uses a real machine."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ MIB = 1024**2
 
 
 def gpu(index):
-    """A healthy H100, as NVML describes it."""
+    """Returns the NVML data of a healthy H100."""
     healthy = {"memory": [81559 * MIB, 4 * MIB], "ecc": 0, "rows": [0, 0, 0, 0], "clocks": 0}
     name = {"uuid": f"GPU-{index}abc", "name": "NVIDIA H100 80GB HBM3"}
     return name | healthy | {"processes": []}
 
 
 class Nvml:
-    """A simulated node with GPUs, which a test may change."""
+    """A simulated node with GPUs. Tests may change its data."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -56,7 +56,7 @@ def nvml(monkeypatch):
     sys.modules.pop("pynvml", None)
 
 
-def bad(findings):
+def bad_findings(findings):
     return [f"{finding.name}: {finding.text}" for finding in findings if finding.state == "bad"]
 
 
@@ -83,13 +83,13 @@ def test_healthy_gpus(nvml):
         (2, {"lost": 15}, "NVML does not answer for it: GPU is lost"),
     ],
 )
-def test_an_unfit_gpu_is_reported(nvml, index, changes, text):
+def test_unfit_gpu_is_reported(nvml, index, changes, text):
     nvml.gpus[index] |= changes
-    (found,) = bad(nvml.findings())
+    (found,) = bad_findings(nvml.findings())
     assert found.startswith(f"GPU {index}: {text}")
 
 
-def test_warnings_of_gpus(nvml):
+def test_gpu_warnings(nvml):
     nvml.gpus[1]["clocks"] = 0x80
     nvml.gpus[2]["memory"] = [40 * GIB, 0]
     found = {one.name: one.text for one in nvml.findings() if one.state == "warning"}
@@ -97,36 +97,36 @@ def test_warnings_of_gpus(nvml):
     assert found["GPUs"].endswith("of 40.0 GiB, driver 570.86.15; not all alike")
 
 
-def test_unsupported_nvml_queries_are_no_problem(nvml):
-    kept = ("uuid", "name", "memory")
-    nvml.gpus = [{key: gpu[key] for key in kept} | {"old": True} for gpu in nvml.gpus]
-    assert bad(nvml.findings()) == []
+def test_unsupported_nvml_queries_are_ignored(nvml):
+    supported = ("uuid", "name", "memory")
+    nvml.gpus = [{key: gpu[key] for key in supported} | {"old": True} for gpu in nvml.gpus]
+    assert bad_findings(nvml.findings()) == []
 
 
-def test_only_the_gpus_of_this_job_count(nvml):
+def test_only_visible_gpus_are_checked(nvml):
     nvml.gpus[0]["processes"] = [1]
     assert [gpu["index"] for gpu in visible_gpus(nvml.query(), "2,GPU-5abc")] == [2, 5]
-    assert bad(nvml.findings(visible="2,5", expected=2)) == []
+    assert bad_findings(nvml.findings(visible="2,5", expected=2)) == []
     assert visible_gpus(nvml.query(), "") == visible_gpus(nvml.query(), "MIG-7a3b") == []
     nvml.gpus[0] = {"lost": 4}  # no permission
     assert [gpu["index"] for gpu in visible_gpus(nvml.query(), None)] == list(range(1, 8))
-    assert bad(nvml.findings()) == ["GPUs: 7 of 8 are there"]
+    assert bad_findings(nvml.findings()) == ["GPUs: 7 of 8 are there"]
 
 
-def test_without_nvml_the_gpus_of_torch_count(nvml):
+def test_without_nvml_torch_counts_the_gpus(nvml):
     nvml.node["error"] = 12
     found = nvml.findings(expected=None, gpus=[])
     assert [finding.state for finding in found] == ["note", "good"]
-    assert bad(nvml.findings(expected=4, gpus=[])) == ["GPUs: 0 of 4 are there"]
+    assert bad_findings(nvml.findings(expected=4, gpus=[])) == ["GPUs: 0 of 4 are there"]
     found = nvml.findings(expected=1, gpus=["AMD Instinct MI300X"], rocm="6.4")[0]
     assert (found.state, "is not known" in found.text) == ("note", True)
-    assert bad(nvml.findings(gpus=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
+    assert bad_findings(nvml.findings(gpus=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
     nvml.node["error"] = 18
-    assert bad(nvml.findings()) == ["GPUs: RM has detected an NVML/RM version mismatch."]
+    assert bad_findings(nvml.findings()) == ["GPUs: RM has detected an NVML/RM version mismatch."]
 
 
-def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch, tmp_path):
-    """In a separate process, with the installed torch."""
+def test_hanging_driver_is_reported(monkeypatch, tmp_path):
+    """Uses a separate process and the installed torch."""
     path = os.pathsep.join([str(STAND_INS), str(REPOSITORY)])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAKE_NVML", json.dumps({"driver": "570", "gpus": [gpu(0)]}))
@@ -150,20 +150,20 @@ def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("torch", "said"),
+    ("torch", "expected_text"),
     [
         ({"gpus": ["H100"] * 7}, "2.13.0 computes on 7 of 8 GPUs: the driver is too old for it"),
         ({"gpus": [], "cuda": None}, "2.13.0 computes on 0 of 8 GPUs: this torch is built without"),
         ({"error": "torch cannot be imported: x"}, "torch cannot be imported: x"),
     ],
 )
-def test_torch_computes_on_all_gpus(nvml, torch, said):
-    (found,) = bad(nvml.findings(**torch))
-    assert found.startswith(f"torch: {said}")
+def test_gpus_unusable_by_torch_are_reported(nvml, torch, expected_text):
+    (found,) = bad_findings(nvml.findings(**torch))
+    assert found.startswith(f"torch: {expected_text}")
 
 
 @pytest.mark.parametrize(
-    ("probe", "answer", "state", "said"),
+    ("probe", "answer", "state", "expected_text"),
     [
         ("available", 90 * GIB, "good", "90.0 GiB of 100.0 GiB available"),
         ("available", 20 * GIB, "warning", "20.0 GiB of 100.0 GiB"),
@@ -175,7 +175,7 @@ def test_torch_computes_on_all_gpus(nvml, torch, said):
         (resource.RLIMIT_MEMLOCK, 8 * MIB, "bad", "ulimit -l unlimited"),
     ],
 )
-def test_host_memory_cores_and_limits(monkeypatch, probe, answer, state, said):
+def test_host_memory_cores_and_limits_are_checked(monkeypatch, probe, answer, state, expected_text):
     answers = {"available": 90 * GIB, "cores": 64, "free": 50 * GIB, probe: answer}
     limits = {resource.RLIMIT_NOFILE: 65536, resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY}
     limits |= answers
@@ -186,27 +186,29 @@ def test_host_memory_cores_and_limits(monkeypatch, probe, answer, state, said):
     monkeypatch.setattr(resource, "getrlimit", lambda limit: (limits[limit], 0))
     monkeypatch.setattr(Path, "is_dir", lambda path: True)  # /sys/class/infiniband
     findings = list(host_findings(ranks=8))
-    odd = [finding for finding in findings if finding.state != "good"] or findings
-    assert odd[0].state == state
-    assert said in odd[0].text
-    assert len(odd) == (len(findings) if state == "good" else 1)
+    not_good = [finding for finding in findings if finding.state != "good"] or findings
+    assert not_good[0].state == state
+    assert expected_text in not_good[0].text
+    assert len(not_good) == (len(findings) if state == "good" else 1)
 
 
-def test_disks_and_ports(monkeypatch, tmp_path):
-    assert bad(place_findings(runs=tmp_path / "not/there/yet", shared=tmp_path, port=0)) == []
+def test_disks_and_ports_are_checked(monkeypatch, tmp_path):
+    assert (
+        bad_findings(place_findings(runs=tmp_path / "not/there/yet", shared=tmp_path, port=0)) == []
+    )
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(node_checks, "free_bytes", lambda folder: 1000)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = bad(place_findings(runs=Path("runs"), shared=tmp_path / "none", port=port))
+        found = bad_findings(place_findings(runs=Path("runs"), shared=tmp_path / "none", port=port))
     assert found[0] == "disk of runs: 1000 bytes free for runs"
     assert found[1].endswith("none: No such file or directory")
     assert found[2] == f"network: port {port} cannot be listened on: Address already in use"
 
 
-def test_nodes_with_other_versions_are_reported():
+def test_nodes_with_different_versions_are_reported():
     hosts = {f"n{i}": {"torch": "2.13.0", "driver": "550" if i == 3 else "570"} for i in range(4)}
     (finding,) = group_checks.compare_versions(hosts)
     assert (finding.host, finding.text) == ("n3", "driver 550, but 570 on 3 of 4 nodes")
@@ -219,21 +221,24 @@ def finding(state, text="x", *, name="GPU 3", **host):
     return Finding(name=name, state=state, text=text, **host)
 
 
-def a_report(*findings, nodes=1):
+def make_report(*findings, nodes=1):
     return Report(findings=list(findings), device="CPU", nodes=nodes, ranks_per_node=2, versions={})
 
 
-def test_nodes_have_their_slurm_names(monkeypatch):
+def test_bad_nodes_use_slurm_node_names(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
     states = {"gpu-8": "warning", "gpu-3": "bad", report.ALL_NODES: "bad"}
     findings = [finding(state, host=host) for host, state in states.items()]
-    assert a_report(finding("bad"), *findings, nodes=3).bad_nodes == ["gpu-3", "gpu-7"]
+    assert make_report(finding("bad"), *findings, nodes=3).bad_nodes == ["gpu-3", "gpu-7"]
     monkeypatch.delenv("SLURMD_NODENAME")
     assert report.host_name() == socket.gethostname()
 
 
-def shared(node, seen):
-    """What the first rank of a node found in the shared folder; seen: nodes."""
+def shared_folder_result(node, seen):
+    """Returns the result of the shared-folder check by the first rank of a node.
+
+    seen: the nodes whose files it sees.
+    """
     return {"wrote": f"f{node}", "problem": None, "seen": [f"f{other}" for other in seen]}
 
 
@@ -250,70 +255,99 @@ RATES = {
 
 
 def results(changes=None, *, nodes=4):
-    """What two ranks of each node found. changes: by rank; `rates` are added to those of RATES."""
+    """Returns the results of two ranks per node.
+
+    changes: by rank; the entries of `rates` replace those of RATES.
+    """
     found = []
     for rank in range(2 * nodes):
-        mine = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "sum": True}
-        mine["shared"] = None if rank % 2 else shared(rank // 2, range(nodes))
+        result = {"host": f"n{rank // 2}", "gpu": rank % 2, "offset": 0.0, "sum": True}
+        result["shared"] = None if rank % 2 else shared_folder_result(rank // 2, range(nodes))
         change = (changes or {}).get(rank, {})
-        found.append(mine | change | {"rates": RATES | change.get("rates", {})})
+        found.append(result | change | {"rates": RATES | change.get("rates", {})})
     return found
 
 
-def judged(changes, **more):
+def judge_results(changes, **more):
     return group_checks.judge(results(changes, **more), cpu=False)
 
 
-def slow(rank, name, rate):
+def slow_rank(rank, name, rate):
     return {rank: {"rates": {name: rate}}}
 
 
-def sees(seen):
-    """seen: by node, the nodes whose files it sees."""
-    return {2 * node: {"shared": shared(node, others)} for node, others in seen.items()}
+def visible_nodes(seen):
+    """Changes results so that each node in `seen` sees only the files of the given nodes."""
+    return {
+        2 * node: {"shared": shared_folder_result(node, others)} for node, others in seen.items()
+    }
 
 
-EVERY = range(8)
-OFTEN = "this node and the others do not see within 10 s"
+ALL_RANKS = range(8)
+NOT_SEEN = "this node and the others do not see within 10 s"
 
 
 @pytest.mark.parametrize(
-    ("changes", "host", "said"),
+    ("changes", "host", "expected_text"),
     [
-        (slow(5, "half_flops", 300e12), "n2", "GPU 1 (rank 5) computes at 50% of the median rank"),
-        (slow(2, "host_bandwidth", 1e10), "n1", "GPU 0 (rank 2) copies to and from the host at 20"),
-        (slow(6, "link", 1e10), "n3", "GPU 0 (rank 6) exchanges data with other nodes at 25% of"),
-        (slow(1, "intra_node_bandwidth", 1e10), "n0", "GPU 1 (rank 1) runs collectives within"),
+        (
+            slow_rank(5, "half_flops", 300e12),
+            "n2",
+            "GPU 1 (rank 5) computes at 50% of the median rank",
+        ),
+        (
+            slow_rank(2, "host_bandwidth", 1e10),
+            "n1",
+            "GPU 0 (rank 2) copies to and from the host at 20",
+        ),
+        (
+            slow_rank(6, "link", 1e10),
+            "n3",
+            "GPU 0 (rank 6) exchanges data with other nodes at 25% of",
+        ),
+        (
+            slow_rank(1, "intra_node_bandwidth", 1e10),
+            "n0",
+            "GPU 1 (rank 1) runs collectives within",
+        ),
         ({4: {"offset": -9.0}, 5: {"offset": -9.0}}, "n2", "9 s behind the other nodes'"),
-        # By its own clock it is the others
-        ({rank: {"offset": 9.0} for rank in EVERY[2:]}, "n0", "9 s behind the other nodes'"),
-        ({rank: {"offset": rank // 4 * 9.0} for rank in EVERY}, "all nodes", "n3's is 9 s ahead"),
+        # The clock of n0 is behind, so n0 measures an offset of all other nodes
+        ({rank: {"offset": 9.0} for rank in ALL_RANKS[2:]}, "n0", "9 s behind the other nodes'"),
+        (
+            {rank: {"offset": rank // 4 * 9.0} for rank in ALL_RANKS},
+            "all nodes",
+            "n3's is 9 s ahead",
+        ),
         ({4: {"shared": {"wrote": None, "problem": "/x is full", "seen": []}}}, "n2", "/x is full"),
-        (sees({2: [2]}), "n2", OFTEN),
-        (sees({node: [0, 2, 3] for node in (0, 2, 3)}), "n1", OFTEN),
-        (sees({0: [0]} | {node: [1, 2, 3] for node in (1, 2, 3)}), "n0", OFTEN),
-        (sees({node: [node] for node in range(4)}), "all nodes", "no node sees within 10 s what"),
+        (visible_nodes({2: [2]}), "n2", NOT_SEEN),
+        (visible_nodes({node: [0, 2, 3] for node in (0, 2, 3)}), "n1", NOT_SEEN),
+        (visible_nodes({0: [0]} | {node: [1, 2, 3] for node in (1, 2, 3)}), "n0", NOT_SEEN),
+        (
+            visible_nodes({node: [node] for node in range(4)}),
+            "all nodes",
+            "no node sees within 10 s what",
+        ),
         ({3: {"sum": False}}, "n1", "gives a wrong sum"),
-        ({rank: {"sum": False} for rank in EVERY}, "all nodes", "gives a wrong sum"),
+        ({rank: {"sum": False} for rank in ALL_RANKS}, "all nodes", "gives a wrong sum"),
     ],
 )
-def test_an_unusual_node_is_reported(changes, host, said):
-    (found,) = [finding for finding in judged(changes) if finding.state == "bad"]
+def test_deviating_node_is_reported(changes, host, expected_text):
+    (found,) = [finding for finding in judge_results(changes) if finding.state == "bad"]
     assert found.host == host
-    assert found.text.startswith(said)
+    assert found.text.startswith(expected_text)
 
 
-def test_of_two_nodes_neither_is_blamed():
-    changes = sees({0: [0], 1: [1]}) | {3: {"offset": 9.0}}
+def test_two_differing_nodes_are_not_blamed():
+    changes = visible_nodes({0: [0], 1: [1]}) | {3: {"offset": 9.0}}
     changes[2]["offset"] = 9.0
-    found = [finding for finding in judged(changes, nodes=2) if finding.state != "good"]
+    found = [finding for finding in judge_results(changes, nodes=2) if finding.state != "good"]
     assert [finding.name for finding in found] == ["clocks", "shared folder"]
     assert {(finding.state, finding.host) for finding in found} == {("bad", "all nodes")}
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
-def test_a_slow_link_is_distinguished_from_its_neighbours(nodes):
-    """What each node measures if one is slow: the better of its two links."""
+def test_slow_link_is_attributed_to_one_node(nodes):
+    """Each node measures two links and reports the faster one."""
     links = measurements.node_links(nodes)
     assert len({frozenset(link) for link in links}) == len(links)
     for node in range(nodes):
@@ -322,21 +356,23 @@ def test_a_slow_link_is_distinguished_from_its_neighbours(nodes):
         changes = {}
         for node in range(nodes):
             own = [1e9 if slowest in link else 4e10 for link in links if node in link]
-            changes |= slow(2 * node, "link", max(own)) | slow(2 * node + 1, "link", max(own))
-        found = judged(changes, nodes=nodes)
+            changes |= slow_rank(2 * node, "link", max(own)) | slow_rank(
+                2 * node + 1, "link", max(own)
+            )
+        found = judge_results(changes, nodes=nodes)
         assert {one.host for one in found if one.state == "bad"} == {f"n{slowest}"}
 
 
-def test_equal_ranks_are_fit():
-    assert [finding.state for finding in judged({})] == ["good"]
+def test_similar_ranks_are_fit():
+    assert [finding.state for finding in judge_results({})] == ["good"]
     changes = {4: {"offset": 1.0}, 5: {"offset": 1.0}}
-    assert [finding.state for finding in judged(changes)] == ["warning"]
-    slow_core = results(slow(5, "half_flops", 1e12))
+    assert [finding.state for finding in judge_results(changes)] == ["warning"]
+    slow_core = results(slow_rank(5, "half_flops", 1e12))
     assert {f.state for f in group_checks.judge(slow_core, cpu=True)} == {"warning", "good"}
 
 
-def test_a_folder_that_is_not_shared_is_reported(monkeypatch, tmp_path):
-    """Node 0 of three; node 1 writes elsewhere, node 2 cannot write."""
+def test_unshared_folder_is_reported(monkeypatch, tmp_path):
+    """Node 0 of three nodes. Node 1 writes to another folder, node 2 cannot write."""
     others = ["other", None]
     monkeypatch.setattr(group_checks.dist, "barrier", lambda group: None)
     monkeypatch.setattr(group_checks, "gather", lambda name, ranks: [name, *others])
@@ -344,7 +380,7 @@ def test_a_folder_that_is_not_shared_is_reported(monkeypatch, tmp_path):
     check = functools.partial(group_checks.check_shared, ranks=ranks, first=True, seconds=0.1)
     found = check(tmp_path)
     assert found["seen"] == [found["wrote"]]
-    assert list(tmp_path.iterdir()) == [], "its own is taken away"
+    assert list(tmp_path.iterdir()) == [], "its own file must be removed"
     (tmp_path / "other").touch()
     assert len(check(tmp_path)["seen"]) == 2
     assert check(tmp_path, first=False) is None
@@ -353,18 +389,18 @@ def test_a_folder_that_is_not_shared_is_reported(monkeypatch, tmp_path):
     assert found["seen"] == []
 
 
-def test_rates_are_those_of_the_slowest_rank():
-    found = results(slow(5, "half_flops", 500e12))
-    for one in found:
-        del one["rates"]["inter_node_bandwidth"]
+def test_report_contains_the_rates_of_the_slowest_rank():
+    found = results(slow_rank(5, "half_flops", 500e12))
+    for result in found:
+        del result["rates"]["inter_node_bandwidth"]
     rates = group_checks.slowest_rates(found, source="here")
     assert (rates["half_flops"], rates["intra_node_bandwidth"]) == (500e12, 2.8e11)
     assert rates["inter_node_bandwidth"] is None
 
 
 @pytest.fixture
-def faked(monkeypatch, tmp_path):
-    """`launcher doctor` on a machine whose findings are in the list."""
+def findings_of_doctor(monkeypatch, tmp_path):
+    """Replaces the checks of `launcher doctor`. Returns the list of findings that it reports."""
     findings, versions = [finding("good", name="torch")], {"torch": "2.13.0", "gpus": 0}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(node_checks, "examine", lambda **node: (findings, versions))
@@ -377,15 +413,18 @@ def faked(monkeypatch, tmp_path):
     return findings
 
 
-def test_node_prints_one_line(faked, capsys):
+def test_doctor_node_option_prints_one_line(findings_of_doctor, capsys):
     assert main.main(["doctor", "--node"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
-    faked += [finding("warning"), finding("bad", "not free: 40.0 GiB in use", host="n1")]
+    findings_of_doctor += [
+        finding("warning"),
+        finding("bad", "not free: 40.0 GiB in use", host="n1"),
+    ]
     assert main.main(["doctor", "--node"]) == 3
     assert capsys.readouterr().out == "n1 unfit: GPU 3: not free: 40.0 GiB in use\n"
 
 
-def test_doctor_prints_and_writes_a_report(faked, capsys):
+def test_doctor_prints_and_writes_a_report(findings_of_doctor, capsys):
     assert main.main(["doctor", "ranks=2", "--json", "d.json"]) == 0
     printed = capsys.readouterr().out
     rates = ("600 TFLOP/s", "collectives within a node  280 GB/s")
@@ -394,7 +433,7 @@ def test_doctor_prints_and_writes_a_report(faked, capsys):
     written = json.loads(Path("d.json").read_text())
     assert (written["fit"], written["bad_nodes"]) == (True, [])
     assert written["rates"]["half_flops"] == 600e12
-    faked.append(finding("bad", "not free"))
+    findings_of_doctor.append(finding("bad", "not free"))
     assert main.main(["doctor"]) == 3
     assert "Not fit to train: 1 thing is bad" in capsys.readouterr().out
     for mistake in ("json=no/folder/d.json", "quick=true", "recipe=fsdp"):
@@ -403,7 +442,7 @@ def test_doctor_prints_and_writes_a_report(faked, capsys):
     assert known in capsys.readouterr().err
 
 
-FAILS = """
+FAILING_RANK = """
 import pathlib, json, sys
 result = pathlib.Path(json.loads(sys.argv[-1])["result"])
 result.with_name("error_1").write_text("RuntimeError: NCCL error\\nTraceback")
@@ -411,19 +450,19 @@ sys.exit(1)
 """
 
 
-def test_ranks_that_fail_or_hang_are_a_finding(monkeypatch):
+def test_failed_and_hanging_ranks_are_reported(monkeypatch):
     def measured(program):
         monkeypatch.setattr(spawn, "TORCHRUN", [sys.executable, "-c", program])
-        return bad(command.measured(2, a_report()).findings)
+        return bad_findings(command.measured(2, make_report()).findings)
 
-    assert measured(FAILS) == ["measuring: the ranks failed: RuntimeError: NCCL error"]
+    assert measured(FAILING_RANK) == ["measuring: the ranks failed: RuntimeError: NCCL error"]
     printed = measured("import sys; print('Killed'); sys.exit(1)")
     assert printed == ["measuring: the ranks failed: Killed"]
     monkeypatch.setattr(command, "MEASURING_SECONDS", 0.3)
     assert "one of them hangs" in measured("import time; time.sleep(60)")[0]
 
 
-def test_equal_findings_are_merged(capsys):
+def test_equal_findings_of_nodes_are_merged(capsys):
     nodes = [f"n{i}" for i in range(4)]
     findings = [finding("good", "2.13", name="torch", host=node) for node in nodes]
     findings += [finding("good", f"{node} GiB", name="disk", host=node) for node in nodes]

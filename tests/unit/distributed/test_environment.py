@@ -1,4 +1,7 @@
-"""Where a process stands among the others, read from variables that are handed in: the test's own are not touched."""
+"""Rank and world size from environment variables, the process group, and CUDA settings.
+
+The tests pass the variables as an argument and do not change the environment.
+"""
 
 import dataclasses
 import os
@@ -35,7 +38,7 @@ RANK_5 = Environment(
     run_id="none",
     meeting_point="node1:29500",
 )
-OTHER = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS}
+OTHER_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **RENDEZVOUS}
 RANK_1 = dataclasses.replace(
     Environment(),
     rank=1,
@@ -51,12 +54,12 @@ RANK_1 = dataclasses.replace(
     [
         (TORCHRUN, RANK_5),
         (TORCHRUN | {"SLURM_STEP_NUM_TASKS": "2"}, RANK_5),
-        (OTHER, RANK_1),  # another launcher with torchrun's variables
+        (OTHER_LAUNCHER, RANK_1),  # another launcher with torchrun's variables
         (
             {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3"},
             Environment(job="7", job_restart_count=3),
         ),
-        (  # a successor has the id of the first job
+        (  # a successor job uses the id of the first job
             {"SLURM_JOB_ID": "9", "LAUNCHER_JOB": "7", "LAUNCHER_START": "2"},
             Environment(job="7", job_restart_count=2),
         ),
@@ -65,27 +68,30 @@ RANK_1 = dataclasses.replace(
         ({"SLURM_STEP_NUM_TASKS": "1"}, Environment()),
     ],
 )
-def test_read_environment(variables, environment):
+def test_read_environment_of_each_launcher(variables, environment):
     read = read_environment(variables)
     assert read == dataclasses.replace(environment, parent=os.getppid())
     assert read.main == (environment.rank == 0)
     assert read.restarted == (environment.restart_count + environment.job_restart_count > 0)
 
 
-def test_objects_on_a_gpu_travel_over_the_cpu(monkeypatch):
-    """Without a GPU an object that went to the device would fail."""
+def test_python_objects_are_exchanged_over_gloo(monkeypatch):
+    """Without a GPU, sending an object to the device would raise."""
     assert process_group.BACKENDS["cuda"] == "cpu:gloo,cuda:nccl"
-    alone = Environment()
+    single_process = Environment()
 
     def exchange(backends):
         monkeypatch.setitem(process_group.BACKENDS, "cpu", backends)
-        with process_group.process_group(alone, device="cpu", init_timeout=30) as (ranks, _):
-            found, received, shared = [None], [None], [{"a": 1}]
-            dist.all_gather_object(found, "mine", group=ranks.group)
+        with process_group.process_group(single_process, device="cpu", init_timeout=30) as (
+            ranks,
+            _,
+        ):
+            gathered, received, shared = [None], [None], [{"a": 1}]
+            dist.all_gather_object(gathered, "mine", group=ranks.group)
             dist.broadcast_object_list(shared, group=ranks.group, group_src=0)
-            dist.scatter_object_list(received, found, group=ranks.group, group_src=0)
-            dist.gather_object("yours", found, group=ranks.group, group_dst=0)
-            return found + received + shared
+            dist.scatter_object_list(received, gathered, group=ranks.group, group_src=0)
+            dist.gather_object("yours", gathered, group=ranks.group, group_dst=0)
+            return gathered + received + shared
 
     assert exchange(process_group.BACKENDS["cuda"].replace("nccl", "gloo")) == [
         "yours",
@@ -123,38 +129,45 @@ INTEGER = "must be an integer; start through torchrun, or unset it"
         ),
     ],
 )
-def test_refused(variables, message):
+def test_incomplete_and_invalid_variables_are_refused(variables, message):
     with pytest.raises(RecipeError, match=f"^{message}"):
         read_environment(variables)
 
 
-def test_the_agent_gets_the_reason(tmp_path):
+def test_tell_agent_writes_the_error_file(tmp_path):
     file = tmp_path / "error.json"
     environment = read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": str(file)})
     environment.tell_agent("the recipe is wrong")
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert failure.message["message"] == "the recipe is wrong"
-    unheard = dataclasses.replace(environment, error_file=str(tmp_path / "gone/error.json"))
-    unheard.tell_agent("nobody listens")
-    read_environment(TORCHRUN).tell_agent("nobody asked")
+    missing_folder = dataclasses.replace(environment, error_file=str(tmp_path / "gone/error.json"))
+    missing_folder.tell_agent("the folder does not exist")
+    read_environment(TORCHRUN).tell_agent("no error file is requested")
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-WORKSPACE, USERS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+DEFAULT_WORKSPACE, USER_WORKSPACE = (
+    {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
+)
 
 
 @pytest.mark.parametrize(
     ("before", "deterministic", "after"),
     [
-        ({}, False, EXPANDABLE),
-        ({}, True, EXPANDABLE | WORKSPACE),
+        ({}, False, EXPANDABLE_SEGMENTS),
+        ({}, True, EXPANDABLE_SEGMENTS | DEFAULT_WORKSPACE),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, {"PYTORCH_ALLOC_CONF": "backend:native"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, True, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"} | WORKSPACE),
-        (USERS, True, EXPANDABLE | USERS),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "x:1"},
+            True,
+            {"PYTORCH_CUDA_ALLOC_CONF": "x:1"} | DEFAULT_WORKSPACE,
+        ),
+        (USER_WORKSPACE, True, EXPANDABLE_SEGMENTS | USER_WORKSPACE),
     ],
 )
-def test_cuda_settings_of_the_user_are_kept(before, deterministic, after):
+def test_user_cuda_settings_are_kept(before, deterministic, after):
     variables = dict(before)
     prepare_cuda(variables, deterministic=deterministic)
     assert variables == after | RECORDER

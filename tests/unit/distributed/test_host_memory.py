@@ -1,4 +1,4 @@
-"""What the kernel tells of memory, from made-up files of it."""
+"""Host memory limits and usage, read from simulated files of the kernel."""
 
 import mmap
 
@@ -11,7 +11,7 @@ GIB = 2**30
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes files of the kernel."""
+    """A function that writes simulated files of the kernel."""
     monkeypatch.setattr(host_memory, "_ROOT", tmp_path)
 
     def write(files):
@@ -22,18 +22,18 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-def test_what_is_left_is_the_least_of_node_and_limits(write):
+def test_available_memory_is_the_smallest_limit(write):
     memory = f"MemTotal: {9 * GIB // 1024} kB\nMemAvailable:   {8 * GIB // 1024} kB\n"
     write({"proc/meminfo": memory, "proc/self/cgroup": "0::/job/step\n"})
     assert (host_memory.available(), host_memory.allowed()) == (8 * GIB, 9 * GIB)
     group = "sys/fs/cgroup/job"
     limits = {"step/memory.max": "max", "memory.max": f"{4 * GIB}", "memory.current": f"{GIB}"}
     write({f"{group}/{name}": f"{text}\n" for name, text in limits.items()})
-    assert host_memory.available() == 3 * GIB, "the limit of a group above counts too"
+    assert host_memory.available() == 3 * GIB, "the limit of a parent group applies"
     assert host_memory.allowed() == 4 * GIB
 
 
-def test_version_one_of_control_groups(write):
+def test_cgroup_version_1_is_read(write):
     group = "sys/fs/cgroup/memory/slurm/job_7/memory"
     files = {
         "proc/self/cgroup": "9:cpu:/a\n4:memory:/slurm/job_7\n",
@@ -46,7 +46,7 @@ def test_version_one_of_control_groups(write):
     assert set(host_memory.killed().values()) == {2}
 
 
-def test_a_kill_is_seen_where_a_counter_rises(write):
+def test_out_of_memory_kills_are_detected(write):
     write({"proc/self/cgroup": "0::/job\n", "proc/vmstat": "pgfault 12\noom_kill 5\n"})
     write({"sys/fs/cgroup/job/memory.events": "oom 1\noom_kill 0\n"})
     before = host_memory.killed()
@@ -56,22 +56,24 @@ def test_a_kill_is_seen_where_a_counter_rises(write):
     assert host_memory.killed_since(before)
 
 
-def test_without_these_files_nothing_is_known(write):
+def test_missing_kernel_files_give_no_values(write):
     assert host_memory.available() is None
     assert host_memory.killed() == {}
     assert not host_memory.killed_since({})
 
 
-def test_the_peak_is_that_since_the_last_call():
+def test_take_peak_returns_peak_since_last_call():
     size = 64 * 2**20
     host_memory.take_peak()
     begin = host_memory.resident()
-    with mmap.mmap(-1, size) as block:  # new pages, unlike memory that Python has freed before
+    with mmap.mmap(
+        -1, size
+    ) as block:  # new pages; Python may reuse freed memory for other allocations
         for page in range(0, size, mmap.PAGESIZE):
             block[page] = 1
     assert host_memory.take_peak() >= begin + size // 2
     try:
         open("/proc/self/clear_refs", "w").close()
     except OSError:
-        pytest.skip("the kernel lets nobody reset the peak here")
+        pytest.skip("the kernel does not allow resetting the peak here")
     assert host_memory.take_peak() < begin + size // 2

@@ -1,6 +1,6 @@
-"""What a user can get wrong, and every line of the answer.
+"""Invalid recipes and the complete error messages for them.
 
-`...` in an expected line stands for anything. CWD is the folder that the recipe x.yaml is in.
+`...` in an expected line matches any text. CWD is the folder that contains the recipe x.yaml.
 """
 
 import random
@@ -13,7 +13,7 @@ from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL, says
 
-# LINE|its text -> all lines of the answer, each after an arrow. SMALL has 13 lines.
+# LINE|new text of the line -> expected message -> ... SMALL has 13 lines.
 FILES = r"""
 14|optimiser: {} -> x.yaml:14: optimiser: unknown key; did you mean optimizer?
 3|  max_stepz: 10 -> x.yaml:3: run.max_stepz: unknown key; did you mean max_steps?
@@ -74,7 +74,8 @@ FILES = r"""
 14|lora: !!set {a} -> x.yaml:14: not YAML: could not determine a constructor for the tag ...
 3|  max_steps: !!int x -> x.yaml: not YAML: invalid literal for int() with base 10: 'x'
 """
-# Arguments -> all lines of the answer, without `command line: `. @ stands for the last argument. A number: of ranks.
+# [RANKS &] argument & ... -> expected message, without `command line: ` -> ...
+# @ stands for the last argument.
 CLASSIFY = "data.kind=classification & model.task=sequence_classification"
 ARGUMENTS = r"""
 rum.max_steps=3 -> rum: unknown key; did you mean run?
@@ -184,11 +185,11 @@ RECIPES = {
 }
 
 
-def rows(table):
+def parse_rows(table):
     return [line.split(" -> ") for line in table.strip("\n").splitlines()]
 
 
-def answer(arguments, ranks=None):
+def problems_of(arguments, ranks=None):
     with pytest.raises(RecipeError) as refused:
         load_recipe(arguments, ranks=ranks)
     return refused.value.problems
@@ -197,30 +198,30 @@ def answer(arguments, ranks=None):
 def check(expected, problems):
     expected = [line.replace("CWD", str(Path.cwd())) for line in expected]
     assert len(problems) == len(expected), problems
-    for one, line in zip(expected, problems, strict=True):
-        assert says(one, line), f"\nexpected: {one}\nanswer:   {line}"
+    for pattern, line in zip(expected, problems, strict=True):
+        assert says(pattern, line), f"\nexpected: {pattern}\nmessage:  {line}"
 
 
-@pytest.mark.parametrize("row", rows(FILES), ids=lambda row: row[0])
-def test_what_is_wrong_in_a_file(folder, row):
+@pytest.mark.parametrize("row", parse_rows(FILES), ids=lambda row: row[0])
+def test_mistakes_in_a_file_are_reported(folder, row):
     number, _, text = row[0].partition("|")
     lines = SMALL.splitlines()
     lines[int(number) - 1 : int(number)] = text.replace("\\n", "\n").splitlines() or [""]
     (folder / "x.yaml").write_text("\n".join(lines) + "\n")
-    check(row[1:], answer(["recipe=x.yaml"]))
+    check(row[1:], problems_of(["recipe=x.yaml"]))
 
 
-@pytest.mark.parametrize("row", rows(ARGUMENTS), ids=lambda row: row[0])
-def test_what_is_wrong_in_an_argument(folder, row):
+@pytest.mark.parametrize("row", parse_rows(ARGUMENTS), ids=lambda row: row[0])
+def test_mistakes_in_an_argument_are_reported(folder, row):
     arguments = row[0].replace("CLASSIFY", CLASSIFY).split(" & ")
     ranks = int(arguments.pop(0)) if arguments[0].isdigit() else None
     expected = [f"command line: {line.replace('@', arguments[-1], 1)}" for line in row[1:]]
-    check(expected, answer(["recipe=x.yaml", *arguments], ranks))
+    check(expected, problems_of(["recipe=x.yaml", *arguments], ranks))
 
 
-def test_what_names_no_recipe(folder):
+def test_missing_or_unknown_recipe_is_refused(folder):
     for arguments, expected in RECIPES.items():
-        check([f"command line: {expected}"], answer(arguments.split()))
+        check([f"command line: {expected}"], problems_of(arguments.split()))
 
 
 @pytest.mark.parametrize(
@@ -232,32 +233,32 @@ def test_what_names_no_recipe(folder):
         (SMALL.encode() + b"# \0\n", "not YAML: unacceptable character ..."),
     ],
 )
-def test_a_file_that_is_no_recipe(folder, text, expected):
+def test_files_without_sections_are_refused(folder, text, expected):
     (folder / "x.yaml").write_bytes(text)
-    check([f"x.yaml: {expected}"], answer(["recipe=x.yaml"]))
+    check([f"x.yaml: {expected}"], problems_of(["recipe=x.yaml"]))
 
 
-def test_a_new_run_fills_its_batches(folder):
-    """Only a run that resumes may have a smaller last micro-batch."""
+def test_new_run_needs_a_divisible_batch_size(folder):
+    """Only a resumed run may have a smaller last micro-batch."""
     (folder / "runs/small/checkpoints").mkdir(parents=True)
     refused = "x.yaml:12: batch.global_batch_size: 64 is not a multiple of 8 (micro-batch) x 3 "
     refused += "(ranks) = 24; try 48 or 72"
-    assert answer(["recipe=x.yaml"], 3) == [refused]
+    assert problems_of(["recipe=x.yaml"], 3) == [refused]
     (folder / "runs/small/checkpoints/step_00000005").mkdir()
     load_recipe(["recipe=x.yaml"], ranks=3)
     load_recipe(["recipe=x.yaml", "run.dir=a", "checkpoint.resume=runs/small"], ranks=3)
-    assert "60 is not" in answer(["recipe=x.yaml", "batch.global_batch_size=60"], 3)[0]
+    assert "60 is not" in problems_of(["recipe=x.yaml", "batch.global_batch_size=60"], 3)[0]
     for override in ("checkpoint.resume=never", "run.dir=runs/other"):
-        assert answer(["recipe=x.yaml", override], 3) == [refused]
+        assert problems_of(["recipe=x.yaml", override], 3) == [refused]
 
 
-def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):
+def test_all_problems_are_reported_in_order(folder):
     text = SMALL.replace("max_steps: 10", "max_stepz: 10")
     text = text.replace("vocab_size", "vocab_sise").replace("64", "65")
     text += "strategy: {kind: dp, replicate: 0}\noptimiser: {}\nschedule: {warmup_steps: -3}\n"
     (folder / "x.yaml").write_text(text)
     wrong = ["foo.bar=3", "run.seed", "run.name=3", "data.train=3", "data.workers=-1"]
-    problems = answer([wrong[0], "recipe=x.yaml", *wrong[1:]], 2)
+    problems = problems_of([wrong[0], "recipe=x.yaml", *wrong[1:]], 2)
     assert [" ".join(problem.split(": ")[:2]) for problem in problems] == [
         "x.yaml:3 run.max_stepz",
         "x.yaml:7 model.config.vocab_sise",
@@ -271,13 +272,16 @@ def test_all_problems_at_once_in_the_order_of_file_and_command_line(folder):
     ]
 
 
-def test_the_message_names_the_file_relative_to_the_current_folder(folder, monkeypatch):
+def test_messages_use_relative_file_names(folder, monkeypatch):
     (folder / "deep").mkdir()
     (folder / "deep" / "x.yaml").write_text(SMALL.replace("64", "63"))
-    check(["deep/x.yaml:12: batch.global_batch_size: 63 is not..."], answer(["recipe=deep/x.yaml"]))
+    check(
+        ["deep/x.yaml:12: batch.global_batch_size: 63 is not..."],
+        problems_of(["recipe=deep/x.yaml"]),
+    )
     monkeypatch.chdir(folder / "deep")
     expected = ["x.yaml:12: batch.global_batch_size: ..."]
-    check(expected, answer(["recipe=../deep/x.yaml", "data.train=../data.txt"]))
+    check(expected, problems_of(["recipe=../deep/x.yaml", "data.train=../data.txt"]))
 
 
 # fmt: off
@@ -288,16 +292,19 @@ SCRAPS = [
 # fmt: on
 
 
-def test_random_changes_of_the_file_cause_no_traceback(folder):
-    """Cuts and scraps at random places: each is a recipe still, or is refused with a place."""
-    chance = random.Random(7)
+def test_random_edits_cause_no_traceback(folder):
+    """Deletes and inserts text at random positions.
+
+    The recipe is still valid or is refused with a message that names the file.
+    """
+    generator = random.Random(7)
     refused = []
     for _ in range(80):
         text = SMALL
-        for _ in range(chance.choice([1, 2])):
-            at = chance.randrange(len(text))
-            cut = text[at + chance.randrange(1, 9) :]
-            text = text[:at] + chance.choice([cut, chance.choice(SCRAPS) + text[at:]])
+        for _ in range(generator.choice([1, 2])):
+            at = generator.randrange(len(text))
+            cut = text[at + generator.randrange(1, 9) :]
+            text = text[:at] + generator.choice([cut, generator.choice(SCRAPS) + text[at:]])
         (folder / "x.yaml").write_text(text)
         try:
             load_recipe(["recipe=x.yaml"], ranks=2)

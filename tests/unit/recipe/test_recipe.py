@@ -1,4 +1,4 @@
-"""Recipes that are right: what they decode to, where values come from, and what the shipped ones show."""
+"""Valid recipes: decoding, defaults, overrides, origins of values, and the shipped recipes."""
 
 import dataclasses
 import functools
@@ -34,20 +34,26 @@ from tests.unit.small_recipe import SMALL
 
 SHIPPED = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 COMPLETE = [REPOSITORY / "recipes" / f"{name}.yaml" for name in ("ddp", "fsdp", "fsdp_offload")]
-"""Those that show every key."""
-YOURS = [f"data.train={REPOSITORY}/README.md"]
-"""In the place of data that a user brings, in the recipes for real models."""
-MADE = [
-    *YOURS,
+"""Recipes that show every key."""
+USER_DATA = [f"data.train={REPOSITORY}/README.md"]
+"""Overrides that replace the user's data in the recipes for real models."""
+FINETUNE_DATA = [
+    *USER_DATA,
     "data.validation=null",
     "data.tokenizer=bytes",
     "model={path: null, config: {model_type: llama}}",
 ]
-"""In the place of what `make finetune` makes."""
+"""Overrides that replace the files that `make finetune` creates."""
 
 
-def yours(file):
-    return YOURS if "my/data" in file.read_text() else MADE if file.stem == "finetune" else []
+def data_overrides(file):
+    return (
+        USER_DATA
+        if "my/data" in file.read_text()
+        else FINETUNE_DATA
+        if file.stem == "finetune"
+        else []
+    )
 
 
 def load(*overrides, recipe="x.yaml", ranks=None):
@@ -55,7 +61,7 @@ def load(*overrides, recipe="x.yaml", ranks=None):
 
 
 def sections(kind=Recipe, path=()):
-    """(path, dataclass) of every section of the schema, the recipe itself first."""
+    """Yields (path, dataclass) for each section of the schema, starting with the recipe itself."""
     yield path, kind
     for field in dataclasses.fields(kind):
         if (inner := subsection(kind, field.name)) not in (None, Source):
@@ -69,11 +75,11 @@ def value_at(recipe, path):
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
-def test_shipped_recipes_decode_and_are_written_with_every_key(file, tmp_path):
-    recipe = load(*yours(file), recipe=file.stem, ranks=8 if file in COMPLETE else 2)
-    assert recipe == load(*yours(file), recipe=file)
+def test_shipped_recipes_are_written_with_every_key(file, tmp_path):
+    recipe = load(*data_overrides(file), recipe=file.stem, ranks=8 if file in COMPLETE else 2)
+    assert recipe == load(*data_overrides(file), recipe=file)
     assert (recipe.run.name, recipe.run.dir) == (file.stem, f"runs/{file.stem}")
-    assert not recipe.logging.memory_plan, "a plan costs seconds of a core in every start"
+    assert not recipe.logging.memory_plan, "a plan takes seconds at every start"
     written = tmp_path / "recipe.yaml"
     written.write_text(to_yaml(recipe))
     assert load(recipe=written) == recipe
@@ -85,7 +91,7 @@ def test_shipped_recipes_decode_and_are_written_with_every_key(file, tmp_path):
             assert list(shown) == list(kind.__dataclass_fields__)
 
 
-def test_what_is_left_out_has_its_default(folder):
+def test_omitted_keys_have_defaults(folder):
     assert load() == Recipe(
         run=Run(name="small", dir="runs/small", max_steps=10),
         model=Model(config={"model_type": "llama", "vocab_size": 300}),
@@ -128,7 +134,7 @@ OVERRIDES = {
 }
 
 
-def test_an_override_sets_its_key_and_no_other(folder):
+def test_override_changes_only_its_key(folder):
     plain = load()
     for override, value in OVERRIDES.items():
         changed = load(override)
@@ -138,17 +144,17 @@ def test_an_override_sets_its_key_and_no_other(folder):
         assert dataclasses.replace(changed, **{first: getattr(plain, first)}) == plain
 
 
-def test_what_several_overrides_give(folder):
+def test_several_overrides_are_combined(folder):
     load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]")
     own = "data={builder: a.b:c, train: null, tokenizer: null}"
     load("checkpoint.keep_best=eval_loss", "model={config: null, builder: a.b:c}", own)
-    offload = "strategy.cpu_offload="  # the last holds
+    offload = "strategy.cpu_offload="  # the last one applies
     twice = load("run.seed=1", f"{offload}{{}}", "run.seed=2", f"{offload}null")
     assert twice == load("run.seed=2")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_either_kind_runs_the_complete_recipe_of_the_other(kind):
+def test_complete_recipes_work_with_either_strategy(kind):
     other = {"ddp": "fsdp", "fsdp": "ddp"}[kind]
     changed = load(f"strategy.kind={kind}", recipe=other)
     assert changed.strategy == load(recipe=kind).strategy
@@ -171,7 +177,7 @@ def test_interpolation(folder, monkeypatch):
     assert load("run.name=b", "run.seed=5").run.dir == "out/b-5-10"
 
 
-def test_a_section_can_be_interpolated_or_merged(folder):
+def test_sections_can_be_merged_with_yaml_anchors(folder):
     anchor, key = "evaluation: &often\n  every_steps: 3\nlogging:\n", ("logging", "every_steps")
     (folder / "x.yaml").write_text(SMALL + anchor + "  tensorboard: true\n  <<: *often\n")
     loaded = load_recipe(["recipe=x.yaml"], ranks=None)
@@ -184,7 +190,7 @@ def test_a_section_can_be_interpolated_or_merged(folder):
     assert loaded.origins.of(key) == "x.yaml:17"
 
 
-def test_origins(folder):
+def test_origins_of_values(folder):
     words = (
         "run.seed=3;strategy={kind: ddp};data.train=[data.txt];profile.steps=2;profile.start_step=1"
     )
@@ -203,7 +209,7 @@ def test_origins(folder):
         "evaluation.every_steps": "default",
     }
     assert {key: loaded.origins.of(tuple(key.split("."))) for key in origins} == origins
-    late = {  # what turns out after the check
+    late = {  # problems found after the check
         ("run", "max_steps"): "x.yaml:3: run.max_steps: wrong",
         ("strategy", "kind"): "command line: strategy.kind: wrong",
         ("optimizer", "eps"): "x.yaml: optimizer.eps: wrong",
@@ -218,7 +224,7 @@ MIXTURE = SMALL.replace(
 )
 
 
-def test_a_mixture_survives_being_written_shown_and_overridden(folder, capsys):
+def test_mixture_is_written_shown_and_overridden(folder, capsys):
     (folder / "x.yaml").write_text(MIXTURE)
     web, talk = Source(files=("data.txt",), weight=3.0), Source(files=("./data.txt",), kind="chat")
     recipe = load()
@@ -266,7 +272,7 @@ TEXTS = [
 # fmt: on
 
 
-def test_text_and_numbers_survive_being_written_and_shown(folder, capsys):
+def test_text_and_numbers_round_trip(folder, capsys):
     plain = load()
     for column, project, entity in zip(TEXTS[::3], TEXTS[1::3], TEXTS[2::3], strict=True):
         recipe = dataclasses.replace(
@@ -291,7 +297,7 @@ def test_text_and_numbers_survive_being_written_and_shown(folder, capsys):
         assert load(recipe="y.yaml") == recipe
 
 
-def test_nothing_can_be_changed(folder):
+def test_recipe_is_immutable(folder):
     recipe = load(
         *("strategy.cpu_offload={}", "activation_checkpointing={}", "lora={}", "slurm={}"),
         *("logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"),
@@ -306,14 +312,14 @@ def test_nothing_can_be_changed(folder):
                 setattr(value_at(recipe, path), name, None)
 
 
-def test_the_json_schema_describes_every_key(capsys):
+def test_json_schema_describes_every_key(capsys):
     assert run(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
     for _, kind in sections():
         section = printed if kind is Recipe else printed["$defs"][kind.__name__]
         assert list(section["properties"]) == list(kind.__dataclass_fields__)
         assert section["description"].strip()
-        for key in section["properties"].values():  # a section is described at its class
+        for key in section["properties"].values():  # the class of a section describes it
             assert key.get("description", key.get("$ref"))
         assert section["additionalProperties"] is False
     data = printed["$defs"]["Data"]["properties"]
@@ -329,8 +335,8 @@ def test_the_json_schema_describes_every_key(capsys):
     assert printed["required"] == ["run", "model", "data", "batch"]
 
 
-def test_a_recipe_with_wrong_keys_decodes_to_the_sound_ones():
-    """A checkpoint may hold a recipe with keys that this version does not know."""
+def test_decode_keeps_valid_keys_of_an_invalid_recipe():
+    """A checkpoint may contain a recipe with keys that this version does not know."""
     plain = {"run": {"nam": "a", "seed": 3}, "data": {"train": [3]}, "profile": {"steps": "x"}}
     recipe, problems, unsound = decode(plain | {"gone": {}})
     assert (recipe.run.seed, recipe.data.train, recipe.profile) == (3, None, None)
@@ -342,7 +348,7 @@ def test_a_recipe_with_wrong_keys_decodes_to_the_sound_ones():
 
 @pytest.mark.parametrize("file", COMPLETE, ids=lambda file: file.stem)
 def test_complete_recipes_show_every_key_and_every_choice(file):
-    """Where a section is null, the comment beside it names its keys. A comment with `a | b` names every value."""
+    """The comment at a section that is null names its keys. Comments name all allowed values."""
     loaded = load_recipe([f"recipe={file}"], ranks=None)
     lines, places = file.read_text().splitlines(), loaded.origins.places
 
@@ -377,8 +383,8 @@ def test_complete_recipes_show_every_key_and_every_choice(file):
         assert set(choices.split()) <= set(words), key
 
 
-def test_a_config_key_that_only_the_model_reads_is_known():
-    """The config class of qwen3_moe does not declare head_dim; its attention reads it."""
+def test_undeclared_config_keys_of_the_model_are_known():
+    """The config class of qwen3_moe does not declare head_dim, but the attention layer reads it."""
     config = {"model_type": "qwen3_moe", "head_dim": 32}
     assert list(config_problems(config, task="causal_lm")) == []
     assert [key for key, _ in config_problems(config | {"head_dims": 32}, task="causal_lm")] == [

@@ -1,4 +1,4 @@
-"""How a rank notices that another one failed, and what it reports: with processes that are killed and stores that fail."""
+"""Detection and report of a failed rank, with killed processes and failing stores."""
 
 import io
 import json
@@ -25,11 +25,11 @@ from launcher.reliability.watchdog import Watch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # SystemExit, of what ends a process
+)  # the replaced `end` raises SystemExit in the watch thread
 
 
-class Flaky:
-    """A store, some of whose calls fail."""
+class FlakyStore:
+    """A store. The calls whose numbers are in `failing` raise after `delay` seconds."""
 
     def __init__(self, store, failing=()):
         self.store, self.failing, self.calls, self.delay = store, failing, 0, 0.0
@@ -44,14 +44,17 @@ class Flaky:
 
 @pytest.fixture
 def neighbour():
-    """A process that stands for rank 1."""
+    """A process that takes the place of rank 1."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
 
 
 class Rank0:
-    """Of two ranks on a node. `ended` has the exit status once the watch has ended the process."""
+    """Rank 0 of two ranks on a node.
+
+    When the watch would end the process, the exit status is appended to `ended`.
+    """
 
     def __init__(self, folder, monkeypatch, failing=(), hang_timeout=60):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -59,7 +62,7 @@ class Rank0:
         monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 0.02)
         monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.1)
         monkeypatch.setattr(
-            FailureWatch, "_connect", lambda failures, store: Flaky(store.clone(), failing)
+            FailureWatch, "_connect", lambda failures, store: FlakyStore(store.clone(), failing)
         )
         monkeypatch.setattr(FailureWatch, "end", lambda watch, status: self._end(status))
         self.run, progress = RunFolder(folder), Progress()
@@ -81,14 +84,14 @@ class Rank0:
         self.end.set()
         sys.exit()
 
-    def meet(self, process):
-        """Rank 1 says which process it is; returns once the watch knows."""
+    def register_neighbour(self, process):
+        """Announces the process as rank 1. Waits until the watch has registered it."""
         self.store.set("process/1", f"{this_machine()} {process.pid} {process_start(process.pid)}")
         while not self.failures.neighbours.known:
             assert not self.end.wait(0.02)
 
-    def status(self):
-        """Once the process has been ended."""
+    def wait_for_status(self):
+        """Waits until the watch ends the process. Returns the status of the run."""
         assert self.end.wait(30)
         return self.run.read_status()
 
@@ -106,26 +109,26 @@ def start(tmp_path, monkeypatch):
         rank.watch.__exit__()
 
 
-def test_a_killed_neighbour_is_reported_although_the_store_fails_now_and_then(start, neighbour):
+def test_killed_neighbour_is_reported_despite_store_errors(start, neighbour):
     rank = start(failing=(1, 3, 4, 12, 13))
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     neighbour.kill()
-    status = rank.status()
+    status = rank.wait_for_status()
     assert rank.ended == [1]
     assert (status["state"], status["reason"], status["step"]) == ("failed", "rank_lost", 4)
     assert status["error"].startswith("rank 1 of 2 ended without an error message in step 5")
 
 
-def test_a_killed_neighbour_is_reported_without_the_store(start, neighbour, monkeypatch):
+def test_killed_neighbour_is_reported_without_the_store(start, neighbour, monkeypatch):
     monkeypatch.setattr(watchdog, "_NEIGHBOUR_LOST_SECONDS", 0.3)
     rank = start()
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     rank.failures.store.failing = range(10**6)
     neighbour.kill()
-    assert rank.status()["reason"] == "rank_lost"
+    assert rank.wait_for_status()["reason"] == "rank_lost"
 
 
-def test_a_single_slow_error_of_the_store_is_ignored(start, monkeypatch):
+def test_single_slow_store_error_is_ignored(start, monkeypatch):
     monkeypatch.setattr(watchdog, "_STORE_LOST_SECONDS", 0.2)
     rank = start()
     store = rank.failures.store
@@ -133,13 +136,13 @@ def test_a_single_slow_error_of_the_store_is_ignored(start, monkeypatch):
     assert not rank.end.wait(0.7)
     assert store.calls > max(store.failing)
     store.delay, store.failing = 0.0, range(10**6)
-    assert rank.status()["reason"] == "agent_lost"
+    assert rank.wait_for_status()["reason"] == "agent_lost"
 
 
-def test_a_neighbour_that_ends_in_order_is_not_lost(start, neighbour):
-    """It finished, or reported a failure itself."""
+def test_neighbour_that_reported_its_end_is_not_lost(start, neighbour):
+    """A rank sets this key when it has finished or has reported a failure itself."""
     rank = start()
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     rank.store.set("failed/rank_1", "")
     neighbour.kill()
     neighbour.wait()
@@ -147,29 +150,29 @@ def test_a_neighbour_that_ends_in_order_is_not_lost(start, neighbour):
     assert rank.run.read_status()["state"] == "running"
 
 
-def test_a_neighbour_that_was_stopped_before_training_stops_this_rank(start):
+def test_neighbour_stopped_before_training_stops_this_rank(start):
     rank = start()
     rank.store.set("failed/reported", "75")
     rank.store.add("failed/claims", 1)
-    assert rank.status()["state"] == "running", "the neighbour writes the status"
+    assert rank.wait_for_status()["state"] == "running", "only the neighbour writes the status"
     assert rank.ended == [75]
 
 
-def test_no_hang_is_reported_while_a_rank_is_in_a_phase_without_a_time_limit(start):
-    """Rank 1 writes a checkpoint, for which this one waits without heartbeats."""
+def test_slow_phase_of_another_rank_suspends_hang_detection(start):
+    """Rank 0 sends no heartbeats while it waits for rank 1 to write a checkpoint."""
     rank = start(hang_timeout=0.3)
     rank.store.add("watch/slow", 1)
     rank.failures.progress.slow_phase = None
     assert not rank.end.wait(1.0)
     rank.store.add("watch/slow", -1)
     rank.store.set("failed/rank_1", "")
-    assert rank.status()["reason"] == "hang"
+    assert rank.wait_for_status()["reason"] == "hang"
 
 
-def test_a_stop_request_after_a_lost_rank_is_reported_as_the_loss(start, neighbour, monkeypatch):
-    """torchrun sends SIGTERM to the others at once when a rank has died."""
+def test_stop_request_after_rank_loss_reports_the_loss(start, neighbour, monkeypatch):
+    """torchrun sends SIGTERM to the other ranks as soon as a rank has died."""
     rank = start()
-    rank.meet(neighbour)
+    rank.register_neighbour(neighbour)
     monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 60)
     rank.watch.__exit__()
     neighbour.kill()
@@ -179,7 +182,7 @@ def test_a_stop_request_after_a_lost_rank_is_reported_as_the_loss(start, neighbo
     assert rank.run.read_status()["reason"] == "rank_lost"
 
 
-def chained(first, then, *, cause_hidden=False):
+def chained_exception(first, then, *, cause_hidden=False):
     try:
         try:
             raise first
@@ -191,15 +194,15 @@ def chained(first, then, *, cause_hidden=False):
         return error
 
 
-LOST = "[gloo] Connection closed by peer [127.0.0.1]:4"
-WORKER = "DataLoader worker (pid 7) is killed by signal: Terminated."
+CONNECTION_LOST = "[gloo] Connection closed by peer [127.0.0.1]:4"
+WORKER_KILLED = "DataLoader worker (pid 7) is killed by signal: Terminated."
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_loader_process_that_torchrun_terminated_means_a_lost_rank(start, interrupted):
-    """Its exception comes while a lost connection is handled, or interrupts a training step."""
-    rank, error = start(), RuntimeError(WORKER)
-    error = error if interrupted else chained(RuntimeError(LOST), error)
+def test_terminated_loader_process_is_reported_as_rank_lost(start, interrupted):
+    """The exception is raised while a lost connection is handled, or interrupts a training step."""
+    rank, error = start(), RuntimeError(WORKER_KILLED)
+    error = error if interrupted else chained_exception(RuntimeError(CONNECTION_LOST), error)
     assert rank.failures.report_exception(error) == 1
     status = rank.run.read_status()
     assert status["reason"] == "rank_lost"
@@ -208,17 +211,20 @@ def test_a_loader_process_that_torchrun_terminated_means_a_lost_rank(start, inte
 
 
 def test_other_exceptions_are_their_own_first_cause():
-    error = chained(KeyError("a"), RuntimeError(WORKER))
+    error = chained_exception(KeyError("a"), RuntimeError(WORKER_KILLED))
     assert first_cause(error) is error
-    error = chained(RuntimeError(LOST), ValueError("b"), cause_hidden=True)
+    error = chained_exception(RuntimeError(CONNECTION_LOST), ValueError("b"), cause_hidden=True)
     assert first_cause(error) is error
 
 
 # Hang reports
 
 
-def recorded(*entries, state="started"):
-    """A flight recorder of collectives of group `shard`: number, name, whether it is finished."""
+def flight_record(*entries, state="started"):
+    """Returns flight-recorder data with collectives of group `shard`.
+
+    Each entry is (sequence number, name, finished).
+    """
     common = {"process_group": ["1", "shard"], "input_sizes": [[8]]}
     common |= {"retired": False, "is_p2p": False}
     lines = [
@@ -228,16 +234,19 @@ def recorded(*entries, state="started"):
     return json.dumps({"entries": [common | line for line in lines]}).encode()
 
 
-def test_the_oldest_unfinished_collective_is_compared_over_the_ranks():
-    """Ranks 0 and 2 have enqueued one more than the one that hangs; rank 1 has begun another."""
-    before, hangs = (6, "nccl:all_gather", True), (7, "nccl:all_reduce", False)
+def test_oldest_unfinished_collective_is_compared_across_ranks():
+    """Collective 7 is unfinished on ranks 0 and 2, which have also enqueued collective 8.
+
+    Rank 1 has started a different collective. Rank 3 has not started it, rank 4 has finished it.
+    """
+    before, unfinished = (6, "nccl:all_gather", True), (7, "nccl:all_reduce", False)
     after = (8, "nccl:reduce_scatter", False)
     ranks = [
-        recorded(before, hangs, after),
-        recorded(before, (7, "nccl:broadcast", False)),
-        recorded(hangs, after, state="scheduled"),
-        recorded(before),
-        recorded((7, "nccl:all_reduce", True)),
+        flight_record(before, unfinished, after),
+        flight_record(before, (7, "nccl:broadcast", False)),
+        flight_record(unfinished, after, state="scheduled"),
+        flight_record(before),
+        flight_record((7, "nccl:all_reduce", True)),
         None,
     ]
     (line,) = compare_collectives({rank: collectives(r) for rank, r in enumerate(ranks)})
@@ -245,24 +254,24 @@ def test_the_oldest_unfinished_collective_is_compared_over_the_ranks():
         "oldest unfinished collective of group 1 shard, number 7: finished: rank 4; "
         "nccl:all_reduce [[8]]: rank 0, 2; nccl:broadcast [[8]]: rank 1; not begun: rank 3"
     )
-    assert compare_collectives({0: collectives(ranks[3])}) == [], "nothing waits"
+    assert compare_collectives({0: collectives(ranks[3])}) == [], "no collective is unfinished"
     assert collectives(b"no JSON") == {}
 
 
 # The interface of gloo
 
 
-def test_gloo_listens_on_the_interface_that_leads_to_the_others(monkeypatch):
+def test_gloo_uses_the_interface_to_the_other_nodes(monkeypatch):
     environment = Environment(world_size=2, torchrun=True, meeting_point="127.0.0.1:1")
     variables = {}
     monkeypatch.setattr(os, "environ", variables)
     assert process_group.interface_to("127.0.0.1") == "lo"
     assert process_group.interface_to("no.such.host.invalid") is None
     process_group._choose_gloo_interface(environment)
-    assert variables == {}, "all on one machine: left to gloo"
+    assert variables == {}, "on one machine the choice is left to gloo"
     monkeypatch.setattr(process_group, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
     process_group._choose_gloo_interface(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "ib0"}
     variables["GLOO_SOCKET_IFNAME"] = "eth7"
     process_group._choose_gloo_interface(environment)
-    assert variables == {"GLOO_SOCKET_IFNAME": "eth7"}, "the user's"
+    assert variables == {"GLOO_SOCKET_IFNAME": "eth7"}, "the value of the user must be kept"

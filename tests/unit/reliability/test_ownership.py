@@ -18,7 +18,7 @@ from launcher.reliability.lock import Ownership, current_owner, succeeds
 from launcher.reliability.run_directory import RunFolder, read_jsonl
 from tests import REPOSITORY
 
-ALONE = Environment()
+SINGLE_PROCESS = Environment()
 RACE = """
 import sys, time
 from pathlib import Path
@@ -41,36 +41,36 @@ def record(run_dir):
 
 
 def rewrite(run_dir, **changes):
-    """Changes the owner in the record."""
+    """Changes fields of the owner in the newest record."""
     file = record(run_dir)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.fixture
 def take(tmp_path):
-    """Takes tmp_path/run; all are released at the end."""
+    """A function that locks tmp_path/run. All locks are released at the end of the test."""
     taken = []
 
-    def one(environment=ALONE):
+    def take(environment=SINGLE_PROCESS):
         taken.append(Ownership.take(tmp_path / "run", environment))
         return taken[-1]
 
-    yield one
+    yield take
     for each in taken:
         each.release()
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def short_lease(monkeypatch):
     monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.1)
     monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
 
 
-def everything(folder):
+def file_contents(folder):
     return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_nothing(tmp_path):
+def test_only_one_of_several_processes_gets_the_lock(tmp_path):
     command = [sys.executable, "-c", RACE, str(tmp_path / "run"), str(time.time() + 1.0)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen(command, cwd=REPOSITORY, **pipes) for _ in range(4)]
@@ -80,15 +80,15 @@ def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_no
         winner = racers[lines.index("mine")]
         for line in lines:
             assert line == "mine" or f"is in use: process {winner.pid} on " in line
-        before = everything(tmp_path)
+        before = file_contents(tmp_path)
         assert [Path(name).name for name in before] == ["00000001.json"]
         text = f"process {winner.pid} on .*nothing was changed there"
         with pytest.raises(RecipeError, match=text):
-            Ownership.take(tmp_path / "run", ALONE)
-        assert everything(tmp_path) == before
-        winner.kill()  # it releases nothing
+            Ownership.take(tmp_path / "run", SINGLE_PROCESS)
+        assert file_contents(tmp_path) == before
+        winner.kill()  # a killed process does not release the lock
         winner.wait(10)
-        after = Ownership.take(tmp_path / "run", ALONE)
+        after = Ownership.take(tmp_path / "run", SINGLE_PROCESS)
         assert after.name == "00000002.json"
         after.release()
     finally:
@@ -97,7 +97,7 @@ def test_one_of_several_racing_processes_takes_the_lock_and_the_others_change_no
             racer.communicate(timeout=10)
 
 
-def test_a_released_folder_and_one_with_a_reused_process_id_are_free(take, tmp_path):
+def test_released_and_stale_locks_can_be_taken(take, tmp_path):
     first = take()
     assert current_owner(tmp_path / "run")[1] is True
     first.release()
@@ -111,23 +111,19 @@ def test_a_released_folder_and_one_with_a_reused_process_id_are_free(take, tmp_p
     assert take().name == "00000003.json"
 
 
-def test_the_heartbeat_of_an_owner_on_another_machine_is_watched_without_comparing_clocks(
-    take, tmp_path, quick, caplog
-):
-    mine = take()
+def test_remote_heartbeat_is_checked_without_comparing_clocks(take, tmp_path, short_lease, caplog):
+    own_lock = take()
     rewrite(tmp_path / "run", machine="another", host="node7", pid=1)
     with pytest.raises(RecipeError, match="process 1 on node7"):
-        take()  # it touches its record
-    mine._released.set()
-    os.utime(record(tmp_path / "run"), (4e9, 4e9))  # a file server whose clock is far ahead
+        take()  # the owner updates the time of its record
+    own_lock._released.set()
+    os.utime(record(tmp_path / "run"), (4e9, 4e9))  # the clock of the file server is far ahead
     assert take().name == "00000002.json"
     assert re.search(r"process 1 on node7.*waiting up to 1 s for a heartbeat", caplog.text)
 
 
-def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_writes_nothing(
-    take, tmp_path, caplog
-):
-    job = dataclasses.replace(ALONE, job="17")
+def test_restarted_job_takes_over_and_fences_off_the_owner(take, tmp_path, caplog):
+    job = dataclasses.replace(SINGLE_PROCESS, job="17")
     folder = RunFolder(tmp_path / "run")
     folder.ownership = take(job)
     folder.create("a: 1\n")
@@ -137,10 +133,10 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
     follower.check()
     with pytest.raises(RecipeError, match="Slurm job 17"):
         take(job)
-    rewrite(tmp_path / "run", machine="another", host="node7")  # a node that Slurm has lost
+    rewrite(tmp_path / "run", machine="another", host="node7")  # Slurm lost the node
     take(dataclasses.replace(job, job_restart_count=1))
     assert "heartbeat" not in caplog.text
-    before = everything(tmp_path)
+    before = file_contents(tmp_path)
     writes = (
         lambda: folder.write_status("running", step=4),
         lambda: folder.note("saved", step=4),
@@ -152,7 +148,7 @@ def test_the_same_job_with_a_higher_restart_count_takes_over_and_the_old_owner_w
             write()
         assert raised.value.reason == "superseded"
     folder.release()
-    assert everything(tmp_path) == before
+    assert file_contents(tmp_path) == before
 
 
 def owner(job=None, job_restart_count=0, run_id=None, meeting_point=None):
@@ -169,7 +165,10 @@ def owner(job=None, job_restart_count=0, run_id=None, meeting_point=None):
     )
 
 
-NODE, LOCAL = owner(run_id="x", meeting_point="node1:1"), owner(run_id="x", meeting_point="::1:1")
+ON_NODE, ON_LOCALHOST = (
+    owner(run_id="x", meeting_point="node1:1"),
+    owner(run_id="x", meeting_point="::1:1"),
+)
 
 
 @pytest.mark.parametrize(
@@ -179,17 +178,21 @@ NODE, LOCAL = owner(run_id="x", meeting_point="node1:1"), owner(run_id="x", meet
         (owner("1"), owner("1", 1), False),
         (owner("2", 1), owner("1"), False),
         (owner(), owner(), False),
-        (NODE, NODE, True),
-        (NODE, owner(run_id="x", meeting_point="node2:1"), False),  # another torchrun of this id
-        (LOCAL, LOCAL, False),  # every machine has a localhost
+        (ON_NODE, ON_NODE, True),
+        (
+            ON_NODE,
+            owner(run_id="x", meeting_point="node2:1"),
+            False,
+        ),  # another torchrun with the same id
+        (ON_LOCALHOST, ON_LOCALHOST, False),  # localhost does not identify a machine
     ],
 )
-def test_later_starts_of_the_same_job(new, old, later):
+def test_succeeds_only_for_later_starts_of_a_job(new, old, later):
     assert succeeds(new, old) is later
 
 
-def test_a_slow_process_does_not_take_a_folder_back(take, tmp_path, monkeypatch):
-    """It found owner 1 dead, and creates number 2 after others created 2 and 3."""
+def test_slow_process_does_not_overwrite_a_newer_lock(take, tmp_path, monkeypatch):
+    """The process finds owner 1 dead. It creates record 2 after others created records 2 and 3."""
     take()
     rewrite(tmp_path / "run", started=0)
     create = lock._create
@@ -208,7 +211,7 @@ def test_a_slow_process_does_not_take_a_folder_back(take, tmp_path, monkeypatch)
     assert names == records
 
 
-def test_events_count_attempts_and_an_incomplete_line_is_skipped(tmp_path):
+def test_events_count_attempts_and_skip_incomplete_lines(tmp_path):
     folder = RunFolder(tmp_path)
     folder.log.mkdir()
     folder.note("started", ranks=2)
@@ -228,7 +231,7 @@ def test_events_count_attempts_and_an_incomplete_line_is_skipped(tmp_path):
     assert (lines[1]["found"], lines[1]["found_step"]) == ("running", 9)
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_file_instead_of_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
-        Ownership.take(tmp_path / "run", ALONE)
+        Ownership.take(tmp_path / "run", SINGLE_PROCESS)

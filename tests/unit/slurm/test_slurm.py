@@ -1,4 +1,7 @@
-"""The job's script as text, and which jobs are requeued: all of launcher/slurm that needs no cluster (tests/slurm has one)."""
+"""Tests of launcher/slurm without a cluster: job script, arguments, requeue decisions, preflight.
+
+The tests in tests/slurm use a real cluster.
+"""
 
 import json
 import os
@@ -48,7 +51,7 @@ def job(
 
 
 def options(text):
-    """Of the #SBATCH lines, read as a shell would, which is how sbatch does."""
+    """Returns the options in the #SBATCH lines, with the quoting rules of a shell, like sbatch."""
     return [
         shlex.split(line)[1]
         for line in text.replace("#SBATCH", "SBATCH").splitlines()
@@ -59,7 +62,7 @@ def options(text):
 # The script
 
 
-def test_the_script_has_all_options():
+def test_script_contains_all_options():
     same = {"time": "1-12:00:00", "partition": "gpu", "account": "me", "qos": "low"}
     same |= {"constraint": "h100", "exclude": "n[1-3]", "reservation": "r"}
     text = render(
@@ -86,18 +89,18 @@ def test_the_script_has_all_options():
     order = ["trap 'warned=1", "module load cuda", "NCCL_DEBUG=", "NCCL_SOCKET_IFNAME=ib0"]
     order += ["export NCCL_IB_HCA=mlx5", "exec /py"]
     assert sorted(order, key=text.index) == order
-    shown = job_options(text, "7", "9")
-    assert [run for run, _ in shown.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
-    assert (shown.lead, shown.script, shown.chain) == (300, "/spool/script", ["7", "9"])
+    parsed = options_of_job_program(text, "7", "9")
+    assert [run for run, _ in parsed.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
+    assert (parsed.lead, parsed.script, parsed.chain) == (300, "/spool/script", ["7", "9"])
     plain = render(job(nodes=2, ranks_per_node=3))
     assert plain.splitlines()[1] == "# a: 2 nodes, 3 ranks on each"
-    assert job_options(plain).chain == []
-    assert "--gpus-per-node" not in plain, "a node of CPUs"
-    assert len(plain.splitlines()) < 40, "read at a glance"
+    assert options_of_job_program(plain).chain == []
+    assert "--gpus-per-node" not in plain, "a CPU node has no GPU option"
+    assert len(plain.splitlines()) < 40, "the script must be short"
 
 
-def job_options(text, *arguments):
-    """What the program of the job reads, if the script has these arguments."""
+def options_of_job_program(text, *arguments):
+    """Returns the options of the job program if the script is started with these arguments."""
     values = {"\\\n": " ", "$warned": "0", "$terminated": "0", "$0": "/spool/script"}
     line = text[text.index("exec ") :]
     for name, value in values.items():
@@ -110,7 +113,7 @@ def job_options(text, *arguments):
     shutil.which("shellcheck") is None,
     reason="shellcheck is not installed (Debian: apt-get install shellcheck)",
 )
-def test_shellcheck_finds_nothing(tmp_path):
+def test_shellcheck_accepts_the_script(tmp_path):
     more = {"interface": "ib0", "setup": (":",), "environment": {"A": "b c"}}
     (tmp_path / "plain").write_text(render(job()))
     (tmp_path / "all").write_text(render(job(runs=3, srun_extra=("-v",), **more)))
@@ -122,8 +125,8 @@ def test_shellcheck_finds_nothing(tmp_path):
 HOSTILE = "we ird'\"; $(touch HACKED) `touch HACKED` #\\ %j &"
 
 
-def test_names_are_quoted(tmp_path):
-    """The script is run, with another program for the job: it gets the folder that was named."""
+def test_names_are_quoted_in_the_script(tmp_path):
+    """Runs the script with a replacement for Python, which must receive the folder unchanged."""
     run_dir = tmp_path / HOSTILE
     text = render(
         job(
@@ -134,16 +137,16 @@ def test_names_are_quoted(tmp_path):
             python=tmp_path / "python",
         )
     )
-    asked = options(text)
-    assert len(asked) == len(options(render(job(partition="p"))))
-    assert {f"--job-name={HOSTILE}", f"--partition={HOSTILE}"} <= set(asked)
+    requested = options(text)
+    assert len(requested) == len(options(render(job(partition="p"))))
+    assert {f"--job-name={HOSTILE}", f"--partition={HOSTILE}"} <= set(requested)
     (tmp_path / "python").write_text(
         '#!/bin/bash\nprintf "%s\\0" "$@" > arguments; printf %s "$VALUE" > value\n'
     )
     (tmp_path / "python").chmod(0o755)
     subprocess.run(["bash", "-c", text], cwd=tmp_path, check=True, timeout=60, capture_output=True)
-    shown = read_options((tmp_path / "arguments").read_text().split("\0")[2:-1])
-    assert shown.run == [[str(run_dir), f"{run_dir}/slurm/recipe_1.yaml"]]
+    parsed = read_options((tmp_path / "arguments").read_text().split("\0")[2:-1])
+    assert parsed.run == [[str(run_dir), f"{run_dir}/slurm/recipe_1.yaml"]]
     assert (tmp_path / "value").read_text() == HOSTILE + "\nmore"
     assert not list(tmp_path.rglob("HACKED"))
 
@@ -154,28 +157,28 @@ def test_line_breaks_are_refused(text):
         render(job(name=text))
 
 
-def test_nodes_and_ranks():
+def test_node_counts_and_ranks_per_node():
     assert [list(node_counts(Slurm(nodes=nodes))) for nodes in ("2-4", 2)] == [[2, 3, 4], [2]]
-    asked = Slurm(), Slurm(gpus_per_node=8), Slurm(gpus_per_node=8, ranks_per_node=2)
-    assert [ranks_per_node(slurm) for slurm in asked] == [1, 8, 2]
+    requested = Slurm(), Slurm(gpus_per_node=8), Slurm(gpus_per_node=8, ranks_per_node=2)
+    assert [ranks_per_node(slurm) for slurm in requested] == [1, 8, 2]
 
 
 # The arguments
 
 
-def submit_dry(*words, capsys):
+def dry_run(*words, capsys):
     assert launcher(["submit", "recipe=x.yaml", "--dry-run", *words]) == 0
     return capsys.readouterr().out
 
 
-def test_arguments_stay_text_and_win_over_the_recipe(folder, capsys):
+def test_arguments_override_the_recipe(folder, capsys):
     with (folder / "x.yaml").open("a") as recipe:
         recipe.write('slurm: {time: "9:00:00", partition: slow, account: "0123", nodes: 2}\n')
     words = ["time=1:30:00", "partition=0x10", "gpus_per_node=4", "sbatch_extra=--nice=5"]
-    asked = options(submit_dry(*words, "sbatch_extra=-H", capsys=capsys))
+    requested = options(dry_run(*words, "sbatch_extra=-H", capsys=capsys))
     expected = {"--time=1:30:00", "--partition=0x10", "--account=0123", "--nodes=2", "--nice=5"}
-    assert expected | {"--gpus-per-node=4", "-H", f"--chdir={folder}"} <= set(asked)
-    assert f"--output={folder}/runs/small/slurm/job_%j.log" in asked
+    assert expected | {"--gpus-per-node=4", "-H", f"--chdir={folder}"} <= set(requested)
+    assert f"--output={folder}/runs/small/slurm/job_%j.log" in requested
     assert not (folder / "runs").exists(), "a dry run writes nothing"
 
 
@@ -214,9 +217,9 @@ def test_mistakes_are_reported_before_submission(folder, word, problem):
     assert not (folder / "runs").exists()
 
 
-def test_a_sweep_has_a_folder_and_a_recipe_for_each_combination(folder, capsys):
+def test_sweep_has_one_folder_per_combination(folder, capsys):
     sweeps = ["optimizer.learning_rate=1e-3,2e-3", "optimizer.betas=[0.9,0.95],[0.8,0.9]"]
-    text = submit_dry(*(f"sweep.{sweep}" for sweep in sweeps), "throttle=3", capsys=capsys)
+    text = dry_run(*(f"sweep.{sweep}" for sweep in sweeps), "throttle=3", capsys=capsys)
     assert {"--array=0-3%3", "--job-name=small"} <= set(options(text))
     found = re.findall(r"runs/small/(\S+?)/slurm/recipe_", text)
     assert found == [
@@ -226,19 +229,19 @@ def test_a_sweep_has_a_folder_and_a_recipe_for_each_combination(folder, capsys):
     ]
 
 
-def test_a_run_is_not_warned_in_the_first_half_of_its_time(folder, capsys):
+def test_lead_is_at_most_half_of_the_time_limit(folder, capsys):
     leads = {"1:00:00": 300, "4": 120, "4:00": 120, "1-0": 300, "0:2:30": 75, "UNLIMITED": 300}
     leads |= {"0-0:4": 120, "0-0:4:30": 135}
-    assert "--signal=B:USR1@300" in options(submit_dry(capsys=capsys))
+    assert "--signal=B:USR1@300" in options(dry_run(capsys=capsys))
     for limit, lead in leads.items():
-        assert f"--signal=B:USR1@{lead}" in options(submit_dry(f"time={limit}", capsys=capsys))
+        assert f"--signal=B:USR1@{lead}" in options(dry_run(f"time={limit}", capsys=capsys))
 
 
 _PAGES = ("README.md", "docs/slurm.md", "docs/tutorials/slurm.md", "docs/containers.md")
 
 
-def test_documented_commands(tmp_path, monkeypatch, capsys):
-    """tests/slurm runs similar ones on a cluster."""
+def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
+    """tests/slurm runs similar commands on a cluster."""
     monkeypatch.chdir(tmp_path)
     lines = [line for page in _PAGES for line in (REPOSITORY / page).read_text().splitlines()]
     commands = {line for line in lines if line.startswith("launcher submit recipe")}
@@ -252,7 +255,7 @@ def test_documented_commands(tmp_path, monkeypatch, capsys):
 # The plan
 
 
-def test_another_process_makes_the_plan(folder, monkeypatch, capsys):
+def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
     def run(words, env):
         assert words[:3] == [sys.executable, "-m", "launcher.cli.main"]
         assert "SLURM_JOB_ID" not in env
@@ -265,21 +268,21 @@ def test_another_process_makes_the_plan(folder, monkeypatch, capsys):
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(command, "print_plan", lambda arguments: asked.append(arguments) or 3)
+def test_oversized_job_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
+    requested = []
+    monkeypatch.setattr(command, "print_plan", lambda arguments: requested.append(arguments) or 3)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert launcher(["submit", *words]) == 3
     overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
     size = ["nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]
-    assert asked == [["recipe=x.yaml", *overrides, *size]]
+    assert requested == [["recipe=x.yaml", *overrides, *size]]
     assert "not submitted: it does not fit" in capsys.readouterr().err
     assert not (folder / "runs").exists()
     assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
     note = "note: whether it fits was not checked: name the GPU, such as gpu=h100"
     assert note in capsys.readouterr().out
-    assert len(asked) == 1
+    assert len(requested) == 1
     assert launcher(["submit", *words, "--force"]) == 0
     assert "submitted job 7: small, 2 nodes x 4 GPUs" in capsys.readouterr().out
     (snapshot,) = (folder / "runs/small/slurm").glob("recipe_*.yaml")
@@ -291,7 +294,7 @@ def test_a_job_that_does_not_fit_is_not_submitted_unless_forced(folder, monkeypa
         launcher(["submit", *words, "--force"])
 
 
-def test_of_a_sweep_the_runs_of_different_memory_are_planned(folder, monkeypatch, capsys):
+def test_sweep_plans_only_runs_with_different_memory(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "print_plan", lambda arguments: 1)
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     sweeps = ["batch.micro_batch_size=1,2", "optimizer.learning_rate=1e-4,2e-4"]
@@ -302,7 +305,7 @@ def test_of_a_sweep_the_runs_of_different_memory_are_planned(folder, monkeypatch
     assert planned == [f"batch.micro_batch_size={size} {rate}" for size in (1, 2)]
 
 
-def test_without_slurm_the_error_says_so(folder, monkeypatch):
+def test_missing_slurm_is_reported(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     message = "sbatch: no such command; submit on a machine that has Slurm"
     with pytest.raises(RecipeError, match=message):
@@ -311,7 +314,7 @@ def test_without_slurm_the_error_says_so(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("left", "status", "shown"),
+    ("left", "status", "expected"),
     [
         ({"state": "finished", "step": 9}, 0, "finished after step 9\n"),
         ({"state": "stopped", "step": 9, "reason": "SIGTERM"}, 75, "stopped...9\n  SIGTERM\n"),
@@ -320,7 +323,7 @@ def test_without_slurm_the_error_says_so(folder, monkeypatch):
         ({"state": "finished", "refused": "x: wrong"}, 2, "refused\n  x: wrong\n"),
     ],
 )
-def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, status, shown):
+def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, status, expected):
     run_dir = folder / "runs/small"
 
     def sbatch(script):
@@ -336,8 +339,8 @@ def test_wait_reports_how_the_run_ended(folder, monkeypatch, capsys, left, statu
     monkeypatch.setattr(scheduler, "active_jobs", lambda: states.pop(0))
     monkeypatch.setattr(command, "_SQUEUE_SECONDS", 0.0)
     assert launcher(["submit", "recipe=x.yaml", "--wait"]) == status
-    said = capsys.readouterr().out
-    assert says(f"...runs/small: {shown}", said), said
+    printed = capsys.readouterr().out
+    assert says(f"...runs/small: {expected}", printed), printed
     assert not states
 
 
@@ -371,7 +374,7 @@ failed reason=no_valid_checkpoint                    -> end 2 0
 none                                                 -> requeue 1 1
 none failures=2                                      -> end 1 3
 """
-"""How an attempt ended -> what the job does, its exit status, and failures in a row."""
+"""End of an attempt -> action of the job, its exit status, consecutive failures."""
 
 
 @pytest.fixture
@@ -386,24 +389,24 @@ def checkpoint(run, step):
     (run.path / f"checkpoints/step_{step:08}").mkdir(parents=True)
 
 
-def attempts_of(run, job="7"):
+def read_attempts(run, job="7"):
     return Attempts.read(run.path, job, max_failures=3)
 
 
 def begin(run, job="7"):
-    """As another process begins an attempt."""
-    return attempts_of(run, job).begin()
+    """Begins an attempt like a new process."""
+    return read_attempts(run, job).begin()
 
 
 def end(run, known=JobInfo(), *, terminated=False, **status):  # noqa: B008
-    attempts = attempts_of(run)
+    attempts = read_attempts(run)
     decision = attempts.decide(status, known, warned=False, terminated=terminated)
     attempts.end(decision, killed=status.get("state") == "running")
     return decision
 
 
 @pytest.mark.parametrize("line", DECISIONS.strip().splitlines())
-def test_decide(run, line):
+def test_decide_after_an_attempt(run, line):
     how, _, expected = line.partition(" -> ")
     state, *words = how.split()
     values = dict(word.split("=") for word in words if "=" in word)
@@ -413,35 +416,35 @@ def test_decide(run, line):
     known = JobInfo(preempted="preempted" in words, timed_out="timed_out" in words)
     attempts = Attempts(run.path, 3, "7", failures=int(values.get("failures", 0)), checkpoint=5)
     checkpoint(run, 9 if "new_checkpoint" in words else 5)
-    asked = {name: name in words for name in ("warned", "terminated")}
-    found = attempts.decide({} if state == "none" else status, known, **asked)
+    requested = {name: name in words for name in ("warned", "terminated")}
+    found = attempts.decide({} if state == "none" else status, known, **requested)
     action = "requeue" if found.requeue else "end"
     assert f"{action} {found.status} {found.failures}" == expected, found.why
 
 
-def test_the_next_attempt_counts_one_that_was_lost_with_its_node(run):
+def test_attempt_lost_with_its_node_counts_as_failure(run):
     assert begin(run) is None
     checkpoint(run, 10)
     run.write_status("running", step=12)
-    assert begin(run) is None, "died after a new checkpoint"
-    assert attempts_of(run).failures == 1
+    assert begin(run) is None, "a new checkpoint resets the count"
+    assert read_attempts(run).failures == 1
     assert begin(run) is None
     why = begin(run)
     assert "failed 3 times in a row without a new checkpoint (slurm.max_failures=3)" in why
     assert run.read_status()["reason"] == "max_failures"
-    assert begin(run, job="8") is None, "another submission starts from scratch"
+    assert begin(run, job="8") is None, "another submission starts a new count"
 
 
-def test_a_stopped_attempt_is_no_failure(run):
+def test_stopped_attempt_is_not_a_failure(run):
     begin(run)
     run.write_status("stopped", step=3, reason="SIGTERM")
-    begin(run)  # scontrol requeue: the script was killed before it could say so
-    assert attempts_of(run).failures == 0
-    begin(run)  # that attempt said nothing: the status is the one that it found
-    assert attempts_of(run).failures == 1
+    begin(run)  # scontrol requeue: the script was killed before it could report the end
+    assert read_attempts(run).failures == 0
+    begin(run)  # that attempt wrote no status; the file still has the previous one
+    assert read_attempts(run).failures == 1
 
 
-def test_a_new_checkpoint_resets_the_count_of_failures(run):
+def test_new_checkpoint_resets_the_failure_count(run):
     for step in (None, None, 10, None):
         begin(run)
         if step is not None:
@@ -454,7 +457,7 @@ def test_a_new_checkpoint_resets_the_count_of_failures(run):
     assert run.read_status()["error"].endswith(f"{why}\nthe last: it broke")
 
 
-def test_a_killed_run_gets_a_failed_status(run):
+def test_killed_run_gets_a_failed_status(run):
     begin(run)
     run.write_status("running", step=4)
     end(run, JobInfo(timed_out=True), terminated=True, state="running")
@@ -467,7 +470,7 @@ _STARTED = "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00"
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [
         (
             f"{_STARTED} EndTime=2026-11-21T11:00:00 PreemptTime=None ExcNodeList=(null)",
@@ -483,21 +486,21 @@ _STARTED = "JobId=7 JobState=RUNNING Restarts=2 StartTime=2026-11-21T10:00:00"
         (None, None),
     ],
 )
-def test_job_info(monkeypatch, said, expected):
-    monkeypatch.setattr(scheduler, "scontrol", lambda *words: said)
+def test_job_info_from_scontrol(monkeypatch, output, expected):
+    monkeypatch.setattr(scheduler, "scontrol", lambda *words: output)
     known = JobInfo() if expected is None else JobInfo("RUNNING", 2, **expected)
     assert JobInfo.read("7") == known
 
 
-def test_only_scancel_cancels():
+def test_only_scancel_counts_as_cancelled():
     assert JobInfo("COMPLETING").cancelled
     assert JobInfo("CANCELLED").cancelled
     others = JobInfo("COMPLETING", timed_out=True), JobInfo("CANCELLED", preempted=True)
     assert not any(known.cancelled for known in (*others, JobInfo("RUNNING")))
 
 
-def test_scontrol_is_asked_again_while_the_controller_restarts(monkeypatch, capsys):
-    answers = ["Slurm refused: no connection", "said"]
+def test_scontrol_is_retried_while_the_controller_restarts(monkeypatch, capsys):
+    answers = ["Slurm refused: no connection", "answer"]
 
     def slurm(*words):
         answer = answers.pop(0)
@@ -507,14 +510,14 @@ def test_scontrol_is_asked_again_while_the_controller_restarts(monkeypatch, caps
 
     monkeypatch.setattr(scheduler, "slurm_command", slurm)
     monkeypatch.setattr(scheduler.time, "sleep", lambda seconds: None)
-    assert scheduler.scontrol("show", "job", "7") == "said"
+    assert scheduler.scontrol("show", "job", "7") == "answer"
     answers += ["Slurm refused: Invalid job id", "not asked again"]
     assert scheduler.scontrol("show", "job", "7") is None
     assert answers == ["not asked again"]
     assert "scontrol show job 7: Slurm refused: Invalid job id" in capsys.readouterr().err
 
 
-def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
+def test_lead_is_twice_a_measured_step_plus_save(run):
     assert attempts.measured_lead(run.path) is None
     lines = [{"step": 1, "step_seconds": seconds} for seconds in (30, 40.5, 20)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -527,8 +530,8 @@ def test_lead_time_is_twice_a_step_and_a_save_as_measured(run):
     ("nodes", "bad", "excluded"),
     [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)],
 )
-def test_a_bad_node_is_excluded(started, nodes, bad, excluded):
-    job, commands = started({"SLURM_JOB_NUM_NODES": str(nodes)}, "")
+def test_bad_node_is_excluded(start_job, nodes, bad, excluded):
+    job, commands = start_job({"SLURM_JOB_NUM_NODES": str(nodes)}, "")
     assert job.requeue(JobInfo("RUNNING", 0, excluded="n9"), bad)
     updates = [words for words in commands if words[0] == "update"]
     expected = [("update", "JobId=7", f"ExcNodeList={excluded}")]
@@ -536,10 +539,10 @@ def test_a_bad_node_is_excluded(started, nodes, bad, excluded):
 
 
 @pytest.mark.parametrize(
-    "said", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""]
+    "output", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""]
 )
-def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
-    job, commands = started({}, said)
+def test_job_ended_by_slurm_is_not_requeued(start_job, output):
+    job, commands = start_job({}, output)
     job.attempts.begin()
     known = JobInfo.read("7")
     assert not job.requeue(known, [])
@@ -549,18 +552,18 @@ def test_a_job_that_slurm_has_ended_is_left_to_its_successor(started, said):
         assert Attempts.read(job.run_dir, "7", max_failures=3).open
 
 
-def test_how_a_job_ends(started, capsys):
-    job, _ = started({}, "JobState=RUNNING Restarts=0")
+def test_exit_status_of_a_job(start_job, capsys):
+    job, _ = start_job({}, "JobState=RUNNING Restarts=0")
     run = RunFolder(job.run_dir)
     job.attempts.begin()
     job.refused.write_text("x: wrong\n")
     assert job.end(1, []) == 2
     assert "x: wrong" in capsys.readouterr().err
     run.write_status("running", step=3)
-    assert job.end(1, []) == 2, "refused when torchrun restarted it"
+    assert job.end(1, []) == 2, "refused after a restart by torchrun"
     assert run.read_status()["reason"] == "killed"
     run.write_status("finished", step=9)
-    assert job.end(0, []) == 0, "refused once, but trained after a restart"
+    assert job.end(0, []) == 0, "refused once, but finished after a restart"
     job.refused.unlink()
     run.write_status("failed", step=9, reason="error")
     assert job.end(1, []) == 0, "requeued"
@@ -579,8 +582,8 @@ def test_how_a_job_ends(started, capsys):
         (JobInfo("RUNNING", end_time=1.0), True, False),
     ],
 )
-def test_a_signal_before_the_program_listened_is_found(started, known, warned, terminated):
-    job, _ = started({}, "")
+def test_signal_before_handlers_are_installed_is_detected(start_job, known, warned, terminated):
+    job, _ = start_job({}, "")
     job._read_limits(known)
     assert (job.warned, job.terminated, job.lead) == (warned, terminated, 300)
     assert signal.alarm(0) == 0
@@ -589,14 +592,14 @@ def test_a_signal_before_the_program_listened_is_found(started, known, warned, t
 @pytest.mark.parametrize(
     ("left", "save", "lead"),
     [
-        (9_000, 50.0, 500),  # more than Slurm's lead of 300: the job warns itself
+        (9_000, 50.0, 500),  # longer than the lead of 300 s in Slurm: the job warns itself
         (9_000, 10.0, None),
-        (800, 50.0, 400),  # half of what is left, or nothing would be trained
+        (800, 50.0, 400),  # limited to half of the remaining time, so that the job trains at all
         (500, 50.0, None),
     ],
 )
-def test_a_job_warns_itself_if_the_lead_is_too_short(started, left, save, lead):
-    job, _ = started({}, "")
+def test_job_warns_itself_if_lead_is_short(start_job, left, save, lead):
+    job, _ = start_job({}, "")
     (job.run_dir / "metrics.jsonl").write_text('{"step_seconds": 200.0}\n' if save > 10 else "")
     saved = {"event": "saved", "seconds": save}
     (job.run_dir / "events.jsonl").write_text(json.dumps(saved) + "\n")
@@ -606,26 +609,26 @@ def test_a_job_warns_itself_if_the_lead_is_too_short(started, left, save, lead):
     assert not job.stopping
 
 
-def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkeypatch):
-    said, jobs = [], {}
-    slurm = lambda *words: said.append(words) or "8\n"  # noqa: E731
+def test_successor_is_queued_once_and_removed(run, monkeypatch):
+    commands, jobs = [], {}
+    slurm = lambda *words: commands.append(words) or "8\n"  # noqa: E731
     monkeypatch.setattr(scheduler, "slurm_command", slurm)
     monkeypatch.setattr(attempts, "slurm_command", slurm)
     monkeypatch.setattr(JobInfo, "read", lambda job: jobs.get(job, JobInfo()))
     begin(run)
-    attempts_of(run).submit_successor("7", "/spool/script", "n9")
+    read_attempts(run).submit_successor("7", "/spool/script", "n9")
     jobs["8"] = JobInfo("PENDING")
-    begin(run)  # requeued: the successor is still there
-    attempts_of(run).submit_successor("7", "/spool/script", "")
+    begin(run)  # requeued: the successor still exists
+    read_attempts(run).submit_successor("7", "/spool/script", "")
     options = ("--dependency=afternotok:7", "--kill-on-invalid-dep=yes", "--exclude=n9")
-    assert said == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
-    assert attempts.submitted_jobs(run.path) == ["8"], "no other job may be submitted meanwhile"
-    attempts_of(run).remove_successor()
-    assert said[1:] == [("scancel", "8")]
+    assert commands == [("sbatch", "--parsable", *options, "/spool/script", "7", "7")]
+    assert attempts.submitted_jobs(run.path) == ["8"], "the successor blocks other submissions"
+    read_attempts(run).remove_successor()
+    assert commands[1:] == [("scancel", "8")]
     begin(run, job="7_2")
-    attempts_of(run, "7_2").submit_successor("9_2", "/spool/script", "")
+    read_attempts(run, "7_2").submit_successor("9_2", "/spool/script", "")
     options = ("--dependency=afternotok:9_2", "--kill-on-invalid-dep=yes", "--array=2")
-    assert said[2][2:] == (*options, "/spool/script", "7_2", "9_2")
+    assert commands[2][2:] == (*options, "/spool/script", "7_2", "9_2")
     assert attempts.submitted_jobs(run.path) == ["8", "8_2"]
 
 
@@ -633,15 +636,15 @@ def test_a_successor_is_queued_once_and_removed_when_nothing_is_left(run, monkey
     ("state", "why"),
     [("RUNNING", None), ("TIMEOUT", None), ("", None), ("CANCELLED", "job 7 was cancelled")],
 )
-def test_when_a_successor_resumes_the_run(run, monkeypatch, state, why):
+def test_successor_resumes_unless_the_job_ended_normally(run, monkeypatch, state, why):
     monkeypatch.setattr(JobInfo, "read", lambda job: JobInfo(state))
     begin(run)
-    assert attempts_of(run).nothing_left("7") == why, "killed"
+    assert read_attempts(run).nothing_left("7") == why, "killed"
     end(run, state="failed", reason="error")
-    assert attempts_of(run).nothing_left("7") == (why or "job 7 has ended by itself")
+    assert read_attempts(run).nothing_left("7") == (why or "job 7 has ended by itself")
 
 
-# The program of the job, with an srun that runs the command here
+# The program of the job, with an srun that runs the command on this machine
 
 SRUN = """#!/bin/bash
 while [[ $1 == -* || $1 =~ ^[0-9]+$ ]]; do
@@ -652,7 +655,7 @@ exec "$@"
 """
 
 
-def program(file, text):
+def write_program(file, text):
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
     file.chmod(0o755)
@@ -660,9 +663,12 @@ def program(file, text):
 
 
 @pytest.fixture
-def started(tmp_path, folder, monkeypatch):
-    """Makes a start of job 7: (variables, what scontrol prints, more options) -> the job, commands of scontrol."""
-    program(tmp_path / "bin/srun", SRUN)
+def start_job(tmp_path, folder, monkeypatch):
+    """A function that starts job 7.
+
+    (variables, output of scontrol, options) -> (job, recorded commands of scontrol)
+    """
+    write_program(tmp_path / "bin/srun", SRUN)
     numbers = signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM
     before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -695,9 +701,9 @@ def started(tmp_path, folder, monkeypatch):
     os.environ.update(environment)
 
 
-def test_each_start_has_its_logs_its_port_and_its_environment(started):
-    job, _ = started({"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8"}, "", "--", "7", "8")
-    again, _ = started({"SLURM_JOB_ID": "9"}, "", "--", "7", "8")
+def test_each_start_has_its_own_logs_and_port(start_job):
+    job, _ = start_job({"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8"}, "", "--", "7", "8")
+    again, _ = start_job({"SLURM_JOB_ID": "9"}, "", "--", "7", "8")
     assert (job.job, job.this, job.after, job.restart, again.restart) == ("7", "9", "8", 0, 1)
     assert again.logs == job.run_dir / "slurm/job_7/restart_1"
     ports = [word for start in (job, again) for word in start.torchrun(restarts=0) if ":" in word]
@@ -706,7 +712,7 @@ def test_each_start_has_its_logs_its_port_and_its_environment(started):
     expected |= {"OMP_NUM_THREADS": "4", "SRUN_CPUS_PER_TASK": "8"}
     assert {name: os.environ[name] for name in expected} == expected
     array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}
-    task, _ = started(array, "", "--run", f"{job.run_dir}_1", "other.yaml")
+    task, _ = start_job(array, "", "--run", f"{job.run_dir}_1", "other.yaml")
     assert (task.this, task.job, str(task.run_dir)) == ("6_1", "6_1", f"{job.run_dir}_1")
 
 
@@ -718,34 +724,36 @@ time.sleep(20)
 """
 
 
-def test_a_warning_is_sent_to_the_ranks_repeatedly(started, tmp_path, monkeypatch):
-    """The first signals are lost: srun and the agent do not listen yet."""
-    python = program(tmp_path / "trains", TRAINS.format(python=sys.executable))
+def test_warning_is_sent_to_the_ranks_repeatedly(start_job, tmp_path, monkeypatch):
+    """The first signals are lost, because srun and the agent do not handle signals yet."""
+    python = write_program(tmp_path / "trains", TRAINS.format(python=sys.executable))
     monkeypatch.setattr(job_module, "_SIGNAL_AGAIN_SECONDS", 0.1)
-    job, _ = started({}, "JobState=RUNNING", python=python)
+    job, _ = start_job({}, "JobState=RUNNING", python=python)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     assert job.train() == 5
     assert (job.warned, job.terminated) == (True, False)
-    said = (job.logs / "node_%N.log").read_text().splitlines()
-    assert said[0].startswith("-m launcher.slurm.agent ")
-    assert said[0].endswith("-m launcher.train recipe=recipe.yaml")
-    assert "--nnodes 1 --nproc-per-node 2 --max-restarts 0 " in said[0]
-    assert "--rdzv-endpoint n1:20049 --rdzv-id 7.0 " in said[0]
-    assert said[1:] == ["saved"]
+    lines = (job.logs / "node_%N.log").read_text().splitlines()
+    assert lines[0].startswith("-m launcher.slurm.agent ")
+    assert lines[0].endswith("-m launcher.train recipe=recipe.yaml")
+    assert "--nnodes 1 --nproc-per-node 2 --max-restarts 0 " in lines[0]
+    assert "--rdzv-endpoint n1:20049 --rdzv-id 7.0 " in lines[0]
+    assert lines[1:] == ["saved"]
 
 
-def test_a_check_ends_if_it_takes_too_long_or_the_job_must_stop(started, tmp_path):
-    job, _ = started({}, "")
+def test_check_ends_at_timeout_or_stop_request(start_job, tmp_path):
+    job, _ = start_job({}, "")
     log = tmp_path / "log"
     assert job._check(60, log, "bash", "-c", "echo printed; exit 7") == 7
     assert log.read_text() == "printed\n"
     assert job._check(0, log, "sleep", "30") == preflight.LATE
-    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # blocked in this thread only
+    signal.pthread_kill(
+        threading.get_ident(), signal.SIGTERM
+    )  # the signal is blocked in this thread only
     job._check(60, log, "sleep", "30")
     assert job.terminated
 
 
-# The agent's side
+# The agent
 
 RANK = """
 import pathlib, signal, sys, time
@@ -764,8 +772,8 @@ sys.exit(max(rank.wait() for rank in ranks))
 @pytest.mark.parametrize(
     ("number", "importing"), [(signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)]
 )
-def test_the_signal_reaches_the_ranks_and_torchrun_survives(tmp_path, number, importing):
-    """Also where the ranks do not listen yet; and torchrun itself would die of either signal."""
+def test_signal_reaches_the_ranks_and_torchrun_survives(tmp_path, number, importing):
+    """Covers ranks that do not handle the signal yet. Either signal would end torchrun itself."""
     torchrun = [sys.executable, "-c", TORCHRUN, RANK, str(tmp_path), str(importing)]
     command = [sys.executable, "-m", "launcher.slurm.agent", *torchrun]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -782,7 +790,7 @@ def test_the_signal_reaches_the_ranks_and_torchrun_survives(tmp_path, number, im
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["saved", "saved"]
 
 
-def test_the_agent_replaces_words_that_depend_on_the_node():
+def test_agent_replaces_placeholders_of_the_node():
     words = ["sh", "-c", 'echo "$@"; exit 7', "sh", "--local-addr", "{address}"]
     done = subprocess.run(
         [sys.executable, "-m", "launcher.slurm.agent", *words, "is_host={is_host}", "$x"],
@@ -800,8 +808,8 @@ def test_the_agent_replaces_words_that_depend_on_the_node():
         agent.address("ib9")
 
 
-def test_a_refusal_is_written_for_the_job(tmp_path, folder):
-    """torchrun's exit status would be that of a crash."""
+def test_refusal_is_written_for_the_job(tmp_path, folder):
+    """The exit status of torchrun does not distinguish a refusal from a crash."""
     refused = tmp_path / "refused"
     environment = os.environ | {"LAUNCHER_REFUSED": str(refused)}
     train = [sys.executable, REPOSITORY / "launcher/train.py", "recipe=x.yaml", "run.sed=3"]
@@ -812,7 +820,7 @@ def test_a_refusal_is_written_for_the_job(tmp_path, folder):
 # The preflight
 
 
-def test_each_node_alone(tmp_path):
+def test_preflight_of_single_nodes(tmp_path):
     log, nodes = tmp_path / "log", ["n1", "n2", "n3"]
     log.write_text("n1 fit: 8 x H100\nn2 unfit: GPU 3: not free\nsrun: error: n3: task 2: Killed\n")
     unfit = ("n2", "unfit: GPU 3: not free")
@@ -823,11 +831,11 @@ def test_each_node_alone(tmp_path):
     log.write_text("run.dir: is not there\n")
     lines = ["no result; the srun ended with status 2", "run.dir: is not there"]
     found = preflight.each(log, nodes, status=2)
-    assert found == [("all nodes", line) for line in lines], "no node is blamed"
+    assert found == [("all nodes", line) for line in lines], "no single node may be blamed"
     assert [node for node, _ in preflight.each(log, nodes, status=preflight.LATE)] == nodes
 
 
-def test_all_nodes_together(tmp_path, capsys):
+def test_preflight_of_all_nodes_together(tmp_path, capsys):
     nodes, file = ["n1", "n2", "n3"], tmp_path / "preflight_all.json"
     late = preflight.together(file, status=preflight.LATE)
     assert late == [("all nodes", "the check took too long")]
@@ -849,8 +857,8 @@ def test_all_nodes_together(tmp_path, capsys):
     ]
     assert preflight.report(late, nodes, tmp_path / "x.log") == []
     assert preflight.report(found[2:], nodes, tmp_path / "x.log") == []
-    said = f"no node can be blamed, so training begins; details: {tmp_path}/x.log"
-    assert capsys.readouterr().err.count(said) == 2
+    message = f"no node can be blamed, so training begins; details: {tmp_path}/x.log"
+    assert capsys.readouterr().err.count(message) == 2
     assert preflight.report(found, nodes, tmp_path / "x.log") == ["n2"]
     printed = capsys.readouterr().err
     assert "not fit to train: n2; details: " in printed

@@ -1,7 +1,7 @@
-"""Stands in for nvidia-ml-py: answers from the JSON in FAKE_NVML, with the real module's names.
+"""A replacement for nvidia-ml-py with the same names. Its data is the JSON in FAKE_NVML.
 
 FAKE_NVML: {"driver": ..., "gpus": [{...}], "error": code of nvmlInit, "hang": true}. A GPU has a
-key for each question that it supports; `lost` makes it one that fell off the bus.
+key for each query that it supports. With `lost`, access to the GPU fails with this error code.
 """
 
 import json
