@@ -1,4 +1,4 @@
-"""Tokenization in several processes, bad rows, locks, and what changes a store."""
+"""Tokenization in several processes, bad rows, locks, and settings that change a store."""
 
 import json
 import os
@@ -25,7 +25,7 @@ BAD_LINE = "not JSON: Expecting property name enclosed in double quotes (column 
 
 @pytest.fixture
 def many_tasks(monkeypatch):
-    """Small inputs are taken for large ones: processes are started, and a task is some lines."""
+    """Sets small limits, so that a small input is split into many tasks for several processes."""
     monkeypatch.setattr(token_store, "_TASK_BYTES", 64)
     monkeypatch.setattr(token_store, "_STORE_ROWS", 7)
 
@@ -37,7 +37,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def opened(cache):
-    """The store of files; further arguments are of the recipe's data section."""
+    """Opens the store of files. Further arguments are settings of the recipe's data section."""
 
     def open_one(*patterns, tokenizer="bytes", build=True, validation=False, classes=None, **data):
         data = schema.Data(cache=str(cache), **data)
@@ -53,7 +53,7 @@ def opened(cache):
 
 
 @pytest.mark.parametrize("size", [1, 10, 33, 100, 10**6])
-def test_parts_of_a_file_are_its_rows(tmp_path, size):
+def test_jsonl_parts_contain_every_row_once(tmp_path, size):
     texts = [f"{number} " + "ü\u2028" * (number % 7) for number in range(50)]
     file = write(tmp_path / "a.jsonl", texts)
     lines = file.read_text(encoding="utf-8").split("\n")
@@ -70,7 +70,7 @@ def test_parts_of_a_file_are_its_rows(tmp_path, size):
         assert whole[number].where == f"{file}:{number + (1 if number < 8 else 3)}"
 
 
-def test_parts_of_parquet(tmp_path):
+def test_parquet_parts_contain_every_row_once(tmp_path):
     texts = [str(number) for number in range(95)]
     file = write(tmp_path / "a.parquet", texts, row_group_size=10)
     parts = split(file_part(file), 1)
@@ -79,10 +79,10 @@ def test_parts_of_parquet(tmp_path):
     assert rows == [({"text": text}, f"{file} row {int(text) + 1}") for text in texts]
 
 
-# In processes
+# Several processes
 
 
-def test_the_order_is_that_of_files_and_lines_however_many_processes(
+def test_document_order_is_independent_of_process_count(
     tmp_path, cache, opened, many_tasks, capfd, messages, monkeypatch
 ):
     texts = [[f"{name}{number} " + "x" * (number % 13) for number in range(60)] for name in "abc"]
@@ -108,7 +108,7 @@ def test_the_order_is_that_of_files_and_lines_however_many_processes(
     assert [line for line in messages() if line.startswith("tokenized 181 documents")]
     printed = capfd.readouterr()
     assert "Generating" not in printed.out + printed.err
-    # An existing store needs neither tokenizer nor data sets
+    # An existing store is opened without these packages
     for module in ("datasets", "transformers"):
         monkeypatch.setitem(sys.modules, module, None)
     assert opened(data, processes=4).documents == 181
@@ -143,7 +143,9 @@ def broken_rows(tmp_path, bad):
     return file
 
 
-def test_errors_in_processes(tmp_path, cache, opened, many_tasks, monkeypatch):
+def test_errors_in_tokenization_processes_are_reported(
+    tmp_path, cache, opened, many_tasks, monkeypatch
+):
     file = broken_rows(tmp_path, [47])
     with pytest.raises(RecipeError) as refused:
         opened(file, processes=2)
@@ -160,7 +162,7 @@ def test_errors_in_processes(tmp_path, cache, opened, many_tasks, monkeypatch):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_skipped_rows_are_listed_at_every_start(tmp_path, opened, many_tasks, processes):
+def test_skipped_rows_are_reported_at_every_start(tmp_path, opened, many_tasks, processes):
     file = broken_rows(tmp_path, [3, 47])
     for _ in range(2):
         found = opened(file, processes=processes, on_error="skip")
@@ -186,11 +188,14 @@ def test_several_bad_rows_are_reported_together(tmp_path, cache, opened):
     assert stores(cache) == []
 
 
-# Locks, and stores that exist
+# Locks and existing stores
 
 
 def lock_of_another_process(cache, opened, file, **owner):
-    """The name of a store that is missing, a file for its lock, and what another process writes there."""
+    """Creates and removes the store of `file`.
+
+    Returns its name, the path of another process's lock file, and the content of that file.
+    """
     opened(file)
     (name,) = stores(cache)
     shutil.rmtree(cache / name)
@@ -201,7 +206,7 @@ def lock_of_another_process(cache, opened, file, **owner):
     return name, folder / "owner/00000009.json", json.dumps(values | owner)
 
 
-def test_a_killed_process_is_taken_over_and_its_files_are_removed(tmp_path, cache, opened):
+def test_lock_of_a_killed_process_is_taken_over(tmp_path, cache, opened):
     file = write(tmp_path / "a.jsonl", ["x"])
     name, record, dead = lock_of_another_process(cache, opened, file, started=1)
     record.write_text(dead)
@@ -210,8 +215,8 @@ def test_a_killed_process_is_taken_over_and_its_files_are_removed(tmp_path, cach
     assert stores(cache) == [name]
 
 
-def test_a_process_that_tokenizes_is_waited_for(tmp_path, cache, opened, monkeypatch, messages):
-    """It is on another machine: its heartbeat is what shows that it runs."""
+def test_waits_for_another_tokenizing_process(tmp_path, cache, opened, monkeypatch, messages):
+    """The other process is on another machine, so only its heartbeat shows that it is running."""
     monkeypatch.setattr(lock, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(token_store, "_LOGGED_SECONDS", 0.3)
     monkeypatch.setattr(token_store, "_POLL_SECONDS", 0.5)
@@ -229,11 +234,11 @@ def test_a_process_that_tokenizes_is_waited_for(tmp_path, cache, opened, monkeyp
     assert messages()[before].startswith("waiting for process ")
     assert " on node7, since " in messages()[before]
     waiting.join(30)
-    assert found == [["x"]], "no heartbeat any more: taken over"
+    assert found == [["x"]], "the lock must be taken over after the heartbeat stops"
 
 
-def test_waiting_processes_look_less_and_less_often(tmp_path, opened, monkeypatch):
-    """A thousand ranks may wait for hours on one file system."""
+def test_waiting_process_polls_less_often_over_time(tmp_path, opened, monkeypatch):
+    """A thousand ranks may poll the same file system for hours."""
     now, slept, file = [0.0], [], write(tmp_path / "a.jsonl", ["x"])
 
     def sleep(seconds):
@@ -250,7 +255,7 @@ def test_waiting_processes_look_less_and_less_often(tmp_path, opened, monkeypatc
     assert (slept[0] < 0.1, slept[-1]) == (True, token_store._POLL_SECONDS)
 
 
-def test_settings_that_change_the_store(tmp_path, cache, opened):
+def test_only_relevant_settings_change_the_store(tmp_path, cache, opened):
     file = write(tmp_path / "a.jsonl", ["x"])
     opened(file)
     instruct = {"kind": "instruct", "prompt_column": "text", "response_column": "text"}
@@ -262,12 +267,12 @@ def test_settings_that_change_the_store(tmp_path, cache, opened):
     assert len(stores(cache)) == 3
 
 
-# The hub: `load_dataset` is replaced, since there is no network here
+# Hub data sets: `load_dataset` is replaced, because tests have no network access
 
 
 @pytest.fixture
 def hub_sets(monkeypatch, tmp_path):
-    """Hub data sets by (repository, config); what was asked for is noted."""
+    """Fake hub data sets by (repository, config), and the list of requests for them."""
     import datasets
 
     monkeypatch.chdir(tmp_path)
@@ -313,7 +318,7 @@ def test_hub_data_sets(tmp_path, opened, hub_sets):
         opened("me/set:dev")
 
 
-def test_a_hub_data_set_stays_the_one_that_was_read(opened, hub_sets, many_tasks):
+def test_hub_data_set_is_cached_after_the_first_read(opened, hub_sets, many_tasks):
     sets, asked = hub_sets
     texts = sets["me/set", None]["train"] = [f"text {number}" for number in range(50)]
     opened("me/set", processes=2)
