@@ -1,4 +1,7 @@
-"""Conversations and prompts: which tokens carry loss, by the template's marks or by a rendering that is verified."""
+"""Conversations and prompts: which tokens carry loss.
+
+The template marks them, or a second rendering finds and verifies them.
+"""
 
 import itertools
 
@@ -16,7 +19,10 @@ SPECIAL = ["<bos>", "<eos>", "<|begin|>", "<|end|>", "<|head|>", "<|neck|>", "<t
 
 
 def trained(*, trim=False):
-    """A byte-level BPE tokenizer with some merges. trim: white space is excluded from the offsets, as Llama 3 has it."""
+    """A byte-level BPE tokenizer with some merges.
+
+    trim: token offsets exclude white space, as in Llama 3's tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +39,10 @@ def trained(*, trim=False):
 
 
 def sentencepiece():
-    """In the shape of Llama 2's: spaces are written out, one is put in front, what has no token is spelt in bytes."""
+    """A tokenizer like that of Llama 2.
+
+    Spaces become `▁`, one is prepended to the text, and unknown characters are encoded as bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,7 +73,8 @@ def tokenizer(request):
     return trained(trim=request.param == "trimmed")
 
 
-# Templates in the shape of real ones. What the assistant says stands between [[ and ]]: taken out, or turned into marks.
+# Templates like those of real models. [[ and ]] enclose the assistant's text: `bare` removes them,
+# and `marked` replaces them by generation marks.
 CHATML = "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}" + (
     "{% if m.role == 'assistant' %}[[{{ m.content + '<|end|>' }}]]{{ '\n' }}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
@@ -113,7 +123,7 @@ def marked(template):
 
 
 def said(*contents):
-    """A conversation, the user first."""
+    """Messages that alternate between user and assistant, starting with the user."""
     roles = ("user", "assistant") * len(contents)
     return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
 
@@ -124,7 +134,7 @@ def encoded(tokenizer, template, messages, tools=None, loss_from=0):
 
 
 def learned(tokenizer, template, messages, **more):
-    """The runs of text that carry loss."""
+    """The decoded spans that carry loss."""
     ids, labels = encoded(tokenizer, template, messages, **more)
     assert ((labels == IGNORED) | (labels == ids)).all()
     runs = itertools.groupby(zip(ids, labels, strict=True), key=lambda one: one[1] != IGNORED)
@@ -157,7 +167,7 @@ def test_marks_and_verified_rendering_agree(tokenizer, name, conversation):
     assert [run.strip() for run in runs] == [answer + end for answer in answers]
 
 
-def test_marks_are_read_as_transformers_reads_them():
+def test_marks_give_the_same_mask_as_transformers():
     tokenizer = trained()
     for messages in CONVERSATIONS.values():
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -167,7 +177,7 @@ def test_marks_are_read_as_transformers_reads_them():
         assert [int(label != IGNORED) for label in labels] == found["assistant_masks"]
 
 
-def test_a_system_turn_and_turns_without_an_answer(tokenizer):
+def test_system_and_unanswered_turns_carry_no_loss(tokenizer):
     messages = [{"role": "system", "content": "no"}, *said("yes", "no", "no")]
     for template in (CHATML, HEADERS, GEMMA):
         runs = learned(tokenizer, bare(template), messages)
@@ -185,14 +195,14 @@ def test_thinking_of_earlier_turns_is_dropped(tokenizer):
         assert learned(tokenizer, template, messages) == expected
     one_line = said("a", "<think>long</think>yes", "b", "<think>short</think>no")
     assert learned(tokenizer, bare(THINKING), one_line) == expected
-    # a template that knows nothing of it keeps it as it is
+    # A template that does not handle thinking keeps the text unchanged
     assert learned(tokenizer, bare(CHATML), one_line) == [
         "<think>long</think>yes<|end|>",
         "<think>short</think>no<|end|>",
     ]
 
 
-def test_calls_of_tools_and_reasoning_are_learned(tokenizer):
+def test_tool_calls_and_reasoning_carry_loss(tokenizer):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "maybe"}}]}
     thought = {"role": "assistant", "content": "yes", "reasoning_content": "what"}
     for last in (call, thought):
@@ -204,19 +214,19 @@ def test_calls_of_tools_and_reasoning_are_learned(tokenizer):
         assert runs[1] == ("\n<call>maybe</call><|end|>" if last is call else thinking)
 
 
-def test_an_answer_without_an_end_of_turn_gets_the_end_of_text(tokenizer):
+def test_eos_is_added_if_the_end_of_turn_is_missing(tokenizer):
     ids, _ = encoded(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))
     assert ids[-1] == tokenizer.eos_token_id
     last = learned(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))[-1]
     assert last.strip("\n ") in ("no\n<eos>", "no<eos>")
     ids, _ = encoded(tokenizer, bare(CHATML), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
-    # an end of turn that is no token of its own is learned with it
+    # An end of turn that is not a special token carries loss, too
     spelt = bare(CHATML).replace("<|end|>", "##")
     assert learned(tokenizer, spelt, said("a", "yes", "b", "no"))[-1] == "no##\n<eos>"
     open_ended = learned(tokenizer, bare(PLAIN), said("a", "yes", "b"))
     assert [run.strip() for run in open_ended] == ["yes"]
-    # marks are taken as they are
+    # With generation marks, no EOS token is added
     ids, labels = encoded(tokenizer, marked(PLAIN), said("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
     assert labels[-1] == IGNORED
@@ -235,13 +245,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("template", "messages", "what"), REFUSED)
-def test_a_conversation_that_cannot_be_used(template, messages, what):
+def test_unusable_conversations_are_refused(template, messages, what):
     with pytest.raises(RowError) as refused:
         encoded(trained(), template, messages)
     assert what in str(refused.value)
 
 
-def test_templates_and_tokenizers_that_cannot_be_used():
+def test_unusable_templates_and_tokenizers_are_refused():
     with pytest.raises(RecipeError, match=r"^data.chat_template: line 2: "):
         encoded(trained(), "{{ 'x' }}\n{% for %}", ANSWERED)
     missing = (
@@ -261,7 +271,7 @@ def test_templates_and_tokenizers_that_cannot_be_used():
 # Messages
 
 
-def test_messages():
+def test_message_formats_are_normalized():
     speakers = {"system": "s", "human": "h", "gpt": "g", "tool": "t"}
     turns = [{"from": name, "value": text, "weight": None} for name, text in speakers.items()]
     roles = zip(("system", "user", "assistant", "tool"), "shgt", strict=True)
@@ -291,7 +301,7 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
         ([{"role": "user", "content": [{"type": "image"}]}], "message 1: only text can be"),
     ],
 )
-def test_broken_messages(messages, what):
+def test_invalid_messages_are_refused(messages, what):
     with pytest.raises(RowError) as refused:
         read_messages(messages, "messages")
     assert str(refused.value).startswith(what)
@@ -315,7 +325,7 @@ def results(tmp_path, rows, kind, folder, **data):
 
 
 def shown(one, tokenizer):
-    """(what carries no loss, what does)"""
+    """Returns the text without loss and the text with loss."""
     ids = one.ids.tolist()
     first = next(number for number, label in enumerate(one.labels.tolist()) if label != IGNORED)
     assert one.labels.tolist() == [IGNORED] * first + ids[first:]
@@ -338,7 +348,7 @@ def test_instruct_rows(tmp_path, folder):
     tokenizer = trained()
     found = results(tmp_path, [row for row, _ in INSTRUCT], "instruct", folder)
     assert [shown(one, tokenizer) for one in found] == [expected for _, expected in INSTRUCT]
-    # Prompt and response are tokenized each by itself
+    # Prompt and response are tokenized separately
     prompt = tokenizer("what? ")["input_ids"]
     assert found[0].ids.tolist()[: len(prompt)] == prompt
     columns = {"prompt_column": "q", "response_column": "a"}
@@ -350,7 +360,7 @@ def test_instruct_rows(tmp_path, folder):
     ]
     for one in results(tmp_path, rows, "instruct", folder):
         assert tokenizer.decode([t for t in one.labels if t != IGNORED]) == "no<|end|>"
-    # A chat template makes conversations of prompts
+    # With a chat template, prompts and responses become conversations
     template = str(write(tmp_path / "template.jinja", marked(CHATML)))
     rows = [{"prompt": "a", "response": "no"}, {"instruction": "a", "input": "b", "output": "no"}]
     found = results(tmp_path, rows, "instruct", folder, chat_template=template)
@@ -371,7 +381,7 @@ def test_chat_rows(tmp_path, folder):
     assert len({tuple(one.labels.tolist()) for one in found}) == 1
 
 
-def test_a_bad_row_between_good_ones(tmp_path, folder):
+def test_bad_rows_do_not_affect_good_rows(tmp_path, folder):
     good, surrogate = {"messages": ANSWERED}, {"messages": said("a", "\ud83d")}
     rows = [good, {"messages": said("a")}, {"text": "x"}, surrogate, good]
     found = results(tmp_path, rows, "chat", folder)
@@ -396,7 +406,7 @@ BROKEN_INSTRUCT = [
 ]
 
 
-def test_broken_instruct_rows(tmp_path, folder):
+def test_invalid_instruct_rows_are_reported(tmp_path, folder):
     found = results(tmp_path, [row for row, _ in BROKEN_INSTRUCT], "instruct", folder)
     for one, (_, expected) in zip(found, BROKEN_INSTRUCT, strict=True):
         assert one.problem.startswith(expected), one.problem
