@@ -1,4 +1,4 @@
-"""From files to micro-batches: each token once, and each problem with its file and line."""
+"""From files to micro-batches: each token is used once, and errors name file and line."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def cache(tmp_path):
 
 
 def read_documents(file):
-    """The texts of a file; raises what open_store would, for the first row that cannot be used."""
+    """The texts of a file. Raises the same error as open_store for the first unusable row."""
     encoder = make_encoder("text", schema.Data(), tokenizer="bytes")
     for encoded in encoder.encode_rows(read_rows(file_part(file))):
         if encoded.problem:
@@ -50,7 +50,7 @@ def read_documents(file):
 # Files
 
 
-def test_files_of_patterns(tmp_path, monkeypatch):
+def test_patterns_match_files(tmp_path, monkeypatch):
     names = "b.txt a.txt c.jsonl tree/z.py tree/.git/x.py tree/y.md tree/.hidden d[1].txt"
     for name in [*names.split(), "tree/__pycache__/y.pyc", "tree/x.PNG"]:
         write(tmp_path / name, "x")
@@ -103,7 +103,7 @@ NUMBERS = [str(number) for number in range(2500)]
         ("long.parquet", NUMBERS, NUMBERS),
     ],
 )
-def test_documents(tmp_path, name, content, documents):
+def test_documents_of_each_file_format(tmp_path, name, content, documents):
     assert list(read_documents(write(tmp_path / name, content))) == documents
 
 
@@ -139,14 +139,14 @@ BROKEN_FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), BROKEN_FILES)
-def test_broken_files_name_file_and_line(tmp_path, name, content, said):
+def test_errors_name_file_and_line(tmp_path, name, content, said):
     file = write(tmp_path / name, content)
     with pytest.raises(RecipeError) as refused:
         list(read_documents(file))
     assert says(f"{file}{said}", str(refused.value)), str(refused.value)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     file = write(tmp_path / "a.parquet", [{"text": "x" * 1000}])
     whole = file.read_bytes()
     for damaged in (whole[:100], whole[:-20], whole[:4] + b"\0" * 100 + whole[104:], b""):
@@ -162,7 +162,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
-    """A tokenizer of six words that puts <s> before a text where special tokens are asked for."""
+    """A tokenizer with six words. It puts <s> before a text if special tokens are requested."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -196,7 +196,7 @@ def test_hugging_face_tokenizer(tokenizer_folder):
     assert tokenizer.ids(["small " * 100_000])[0].shape == (100_000,)
 
 
-def test_the_identity_of_a_tokenizer_follows_its_files(tokenizer_folder, tmp_path):
+def test_tokenizer_identity_changes_with_its_files(tokenizer_folder, tmp_path):
     identity = tokenizer_identity(str(tokenizer_folder))
     copy = copied(tokenizer_folder, tmp_path / "copy")
     write(copy / "model.safetensors", b"weights")
@@ -208,7 +208,7 @@ def test_the_identity_of_a_tokenizer_follows_its_files(tokenizer_folder, tmp_pat
         (copy / name).unlink()
 
 
-def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path, cache):
+def test_tokenizer_without_eos_token_is_refused(tokenizer_folder, tmp_path, cache):
     copy = copied(tokenizer_folder, tmp_path / "copy")
     config = json.loads((copy / "tokenizer_config.json").read_text())
     del config["eos_token"]
@@ -219,7 +219,7 @@ def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path, cache):
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "garbage"])
-def test_folder_without_a_tokenizer(tmp_path, content):
+def test_folder_without_a_tokenizer_is_refused(tmp_path, content):
     if content is not None:
         write(tmp_path / "tokenizer.json", content)
     what = f"^data.tokenizer: {tmp_path}: no tokenizer could be loaded: "
@@ -246,7 +246,7 @@ def test_store_of_text(tmp_path, cache, tokenizer_folder):
     assert documents_of(words) == [[0, 3, 4, 5, 1]]
 
 
-def test_a_store_is_tokenized_once(tmp_path, cache, messages):
+def test_store_is_tokenized_once(tmp_path, cache, messages):
     file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
     first = store_of(file, cache=cache)
     assert says("tokenizing 1 files (0.0 MiB)", messages()[0])
@@ -256,7 +256,7 @@ def test_a_store_is_tokenized_once(tmp_path, cache, messages):
     assert documents_of(first) == [[97, 98, END]]
     assert stores(cache) == [first.folder.name]
     assert len(messages()) == 2
-    # Another column and other content of the same size change the store
+    # A different column, or different content of the same size, gives a new store
     assert documents_of(store_of(file, cache=cache, column="body")) == [[99, END]]
     write(file, [{"text": "xy", "body": "c"}])
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
@@ -322,12 +322,12 @@ BROKEN_TOKENS = [
 
 
 @pytest.mark.parametrize(("rows", "said"), BROKEN_TOKENS)
-def test_broken_token_rows(tmp_path, cache, rows, said):
+def test_invalid_token_rows_are_refused(tmp_path, cache, rows, said):
     file = write(tmp_path / "a.jsonl", rows)
     with pytest.raises(RecipeError) as refused:
         store_of(file, cache=cache, kind="tokens")
     assert says(f"{file}{said}", str(refused.value))
-    assert stores(cache) == [], "half a store is left behind"
+    assert stores(cache) == [], "an incomplete store is left behind"
 
 
 NO_ROWS = "{file}: it has no rows; remove it, or leave it out of the patterns"
@@ -343,7 +343,7 @@ NO_ROWS = "{file}: it has no rows; remove it, or leave it out of the patterns"
         ("a.jsonl", [""], "data: no document with text in 2 files"),
     ],
 )
-def test_files_without_a_document(tmp_path, cache, name, content, said):
+def test_files_without_documents_are_refused(tmp_path, cache, name, content, said):
     file, empty = write(tmp_path / name, content), write(tmp_path / "b.txt", "")
     with pytest.raises(RecipeError) as refused:
         store_of(file, empty, cache=cache)
@@ -356,7 +356,7 @@ PACKINGS = {"stream": packing.stream, "separate": packing.separate, "best_fit": 
 
 
 def counting_store(sizes):
-    """Documents of these sizes; each token's id is its own place, so that none can be taken for another."""
+    """Documents of these sizes. The id of a token is its index in the store, so ids are unique."""
     offsets = np.cumsum([0, *sizes], dtype=np.int64)
     ids = np.arange(offsets[-1], dtype=np.int32)
     return TokenStore(ids=ids, labels=None, offsets=offsets, largest_id=len(ids) - 1)
@@ -377,7 +377,7 @@ def cases(times=120):
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_every_token_is_in_one_piece_and_one_target(name):
+def test_packing_keeps_every_token_and_target_once(name):
     for sizes, length in cases():
         store = counting_store(sizes)
         sequences = PACKINGS[name](store.offsets, length)
@@ -391,14 +391,16 @@ def test_every_token_is_in_one_piece_and_one_target(name):
             assert row["input_ids"] == tokens
             assert row["position_ids"] == [place for _, size in pieces for place in range(size)]
             for start, size in pieces:
-                assert not firsts & set(range(start + 1, start + size)), "more than one document"
+                assert not firsts & set(range(start + 1, start + size)), (
+                    "a piece has tokens of more than one document"
+                )
             ids += tokens
             targets += row["targets"]
         assert sorted(ids) == list(range(sum(sizes))), (sizes, length)
         assert targets == [IGNORED if token in lasts else token + 1 for token in ids]
 
 
-def test_where_documents_are_cut():
+def test_documents_are_split_at_the_expected_positions():
     for sizes, length in cases():
         offsets, total = counting_store(sizes).offsets, sum(sizes)
         sequences = packing.stream(offsets, length)
@@ -416,13 +418,15 @@ def test_where_documents_are_cut():
         fitted = packing.best_fit(offsets, length)
         assert sorted(itertools.chain(*pieces_of(fitted))) == [one for (one,) in pieces_of(alone)]
         filled = sorted(sum(size for _, size in pieces) for pieces in pieces_of(fitted))
-        assert len(filled) == 1 or filled[0] + filled[1] > length, "two sequences could be joined"
+        assert len(filled) == 1 or filled[0] + filled[1] > length, (
+            "two sequences would fit into one"
+        )
         longer = sum(size > length for size in sizes)
         assert alone.split_documents == fitted.split_documents == longer
 
 
-def test_best_fit_is_near_the_fewest_sequences():
-    """Documents that are known to fit into so many sequences, without a token of padding."""
+def test_best_fit_is_close_to_the_optimum():
+    """The documents fit into a known number of sequences without padding."""
     chance = random.Random(3)
     for full in (1, 7, 40, 200):
         sizes = []
@@ -433,7 +437,7 @@ def test_best_fit_is_near_the_fewest_sequences():
         assert full <= len(packing.best_fit(counting_store(sizes).offsets, 64)) <= 11 / 9 * full + 4
     sequences = packing.best_fit(counting_store([3, 9, 2, 5, 10, 1]).offsets, 10)
     in_order = [[(0, 3), (12, 2), (14, 5)], [(3, 9), (29, 1)], [(19, 10)]]
-    assert pieces_of(sequences) == in_order, "it stays near the order of the files"
+    assert pieces_of(sequences) == in_order, "sequences must stay close to the order of the files"
 
 
 # Micro-batches
@@ -443,13 +447,13 @@ def test_best_fit_is_near_the_fewest_sequences():
     ("length", "targets"),
     [
         (4, [[IGNORED, 7, 8, IGNORED], [9, IGNORED]]),
-        # The first label of a piece is the target of the piece before
+        # The first label of a piece is the last target of the previous piece
         (2, [[IGNORED, 7], [8, IGNORED], [9, IGNORED]]),
         (1, [[IGNORED], [7], [8], [IGNORED], [9], [IGNORED]]),
     ],
 )
 def test_labels_are_shifted(length, targets):
-    """[5 6 7 8] with a loss on 7 and 8, and [3 4] with a loss on 4, which counts as 9."""
+    """Documents [5 6 7 8], with loss on 7 and 8, and [3 4], where the label of 4 is 9."""
     store = TokenStore(
         ids=np.array([5, 6, 7, 8, 3, 4], dtype=np.int32),
         labels=np.array([IGNORED, IGNORED, 7, 8, 3, 9], dtype=np.int32),
@@ -479,7 +483,7 @@ def test_rows_are_padded_on_the_right():
     assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
 
 
-def test_packed_rows_have_the_full_length_and_positions_of_their_own():
+def test_packed_rows_have_full_length_and_separate_positions():
     dataset = dataset_of([3, 2, 6], 6, packed=True)
     collated = dataset.collate([dataset[0], dataset[1]])
     tensors = {name: tensor.tolist() for name, tensor in collated["tensors"].items()}
@@ -487,17 +491,17 @@ def test_packed_rows_have_the_full_length_and_positions_of_their_own():
     assert tensors["targets"] == [[1, 2, IGNORED, 4, IGNORED, IGNORED], [6, 7, 8, 9, 10, IGNORED]]
     assert tensors["position_ids"] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     assert (collated["tokens"], collated["loss_tokens"]) == (11, 8)
-    # Padding is a document of its own
+    # Padding is a separate document
     dataset = dataset_of([2, 1], 6, packed=True)
     assert dataset.collate([dataset[0]])["tensors"]["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
     one_each = dataset_of([6, 4], 6, packed=True)
     tensors = one_each.collate([one_each[0], one_each[1]])["tensors"]
-    assert "position_ids" not in tensors, "no row holds several documents"
+    assert "position_ids" not in tensors, "no row has several documents, so no positions are needed"
     assert tensors["input_ids"].shape == (2, 6)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_rows_without_a_sample_weigh_nothing(packed):
+def test_rows_without_a_sample_have_zero_weight(packed):
     dataset = dataset_of([3], 4, packed=packed)
     alone = dataset.collate([dataset[0]])
     with_nothing = dataset.collate([dataset[0], dataset[NO_SAMPLE], dataset[NO_SAMPLE]])
@@ -512,7 +516,7 @@ def test_rows_without_a_sample_weigh_nothing(packed):
     assert nothing["tensors"]["input_ids"].shape == (1, 4 if packed else 1)
 
 
-# All of it
+# From files to sequences
 
 
 def opened(file, cache, *, vocabulary=1000, **more):
@@ -521,7 +525,7 @@ def opened(file, cache, *, vocabulary=1000, **more):
     return open_dataset(data, data.train, tokenizer="bytes", model=model, build=True)
 
 
-def test_packing_of_each_kind(tmp_path, cache):
+def test_default_packing_of_each_kind(tmp_path, cache):
     text = write(tmp_path / "a.jsonl", ["abc", "de", "f"])
     stream = opened(text, cache, sequence_length=4)
     sequences = [stream[index]["input_ids"].tolist() for index in range(len(stream))]
@@ -535,7 +539,7 @@ def test_packing_of_each_kind(tmp_path, cache):
         assert len(opened(file, cache, kind=kind, sequence_length=8, packing=False)) == 3
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
+def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
     text = write(tmp_path / "a.txt", "abc")
     assert len(opened(text, cache, vocabulary=257)) == 1
     what = r"token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$"

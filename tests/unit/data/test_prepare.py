@@ -1,4 +1,4 @@
-"""`launcher prepare`: afterwards everything is in the cache, and what trains needs no network."""
+"""`launcher prepare` fills the cache, so that training needs no network."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def recipe(tmp_path, monkeypatch):
     return "recipe=x.yaml"
 
 
-def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, messages):
+def test_every_data_set_is_tokenized_and_cached(recipe, capsys, monkeypatch, messages):
     assert main(["prepare", recipe]) == 0
     printed = capsys.readouterr().out
     sets = {
@@ -73,7 +73,7 @@ def test_bad_data_is_reported(recipe, capsys):
     assert capsys.readouterr().err == f"ids.jsonl:2: {what}\n"
 
 
-def test_what_is_streamed_is_not_fetched(recipe, capsys):
+def test_streamed_data_is_not_fetched(recipe, capsys):
     streamed = ["data.train=[prose.jsonl, me/large]", "data.streaming=true"]
     assert main(["prepare", recipe, *streamed]) == 0
     printed = capsys.readouterr().out
@@ -83,8 +83,8 @@ def test_what_is_streamed_is_not_fetched(recipe, capsys):
     assert printed.endswith("\nready\n")
 
 
-def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
-    """In a process of its own: the hub's library reads its environment once."""
+def test_model_in_the_hub_cache_is_found(recipe, tmp_path):
+    """Runs in a subprocess, because the hub's library reads its environment variables only once."""
     from tests.unit.data.test_data_chat import CHATML, bare, trained
 
     model = tmp_path / "home/hub/models--me--model"
