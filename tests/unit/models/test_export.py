@@ -1,4 +1,4 @@
-"""`launcher export`, adapters, and the folders that are written."""
+"""`launcher export`, adapters, and the exported folders."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ GPT2 = {"model_type": "gpt2", "n_positions": 64}
 
 
 def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True):
-    """A model with adapters that do something."""
+    """A model with adapters. If `trained`, they change the logits."""
     labels = ["a", "b", "c"] if task != "causal_lm" else None
     model = build_model(Model(path=str(folder), task=task), sequence_length=16, labels=labels)
     found = open_checkpoint(folder, model)
@@ -48,7 +48,7 @@ def export(*arguments):
 
 
 def run_of(tmp_path, model):
-    """What a finished run leaves."""
+    """Creates the folder of a finished run."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text("run: {}\n")
@@ -71,7 +71,7 @@ def mixtral(tmp_path_factory):
     return save(tmp_path_factory.mktemp("mixtral"), model_type="mixtral", **experts)
 
 
-def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
+def test_all_linear_layers_of_blocks_are_adapted_by_default(llama):
     model = adapted(llama)
     adapters = named(model, ".lora_A.")
     assert len(adapters) == 2 * 7
@@ -80,8 +80,8 @@ def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
     assert trained == named(model, "lora_").keys()
 
 
-def test_a_layer_of_the_same_name_outside_the_blocks_is_not_adapted():
-    """OPT's blocks have fc1 and out_proj; here a projection outside of them is called fc1 too."""
+def test_layers_outside_the_blocks_are_not_adapted():
+    """OPT's blocks have a layer fc1. This model also has a layer fc1 outside its blocks."""
     config = {"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     model = build_model(Model(config=config), sequence_length=16)
@@ -93,7 +93,7 @@ def test_a_layer_of_the_same_name_outside_the_blocks_is_not_adapted():
     assert "model.fc1" not in layers
 
 
-def test_target_modules_that_are_not_there(llama):
+def test_unknown_target_modules_are_refused(llama):
     with pytest.raises(RecipeError) as error:
         adapted(llama, lora=Lora(target_modules=("q_proj", "query", "embed_tokens")))
     assert error.value.problems == [
@@ -103,7 +103,7 @@ def test_target_modules_that_are_not_there(llama):
     ]
 
 
-def test_adapters_start_at_zero_from_the_seed_on_a_base_of_fewer_bits(llama):
+def test_new_adapters_are_seeded_float32_and_without_effect(llama):
     models = [adapted(llama, seed=seed, trained=False) for seed in (1, 1, 2)]
     assert torch.equal(logits(models[0]), reference(llama))
     name = "model.layers.1.mlp.up_proj.lora_A.default.weight"
@@ -116,7 +116,7 @@ def test_adapters_start_at_zero_from_the_seed_on_a_base_of_fewer_bits(llama):
     assert {p.dtype for key, p in half.items() if "lora_" not in key} == {torch.bfloat16}
 
 
-def test_experts_get_no_adapters_and_a_note(mixtral, messages):
+def test_experts_get_no_adapters_and_are_logged(mixtral, messages):
     adapted(mixtral)
     assert messages() == [
         "note: experts are not linear layers and get no adapters: 4 tensors such as "
@@ -124,14 +124,14 @@ def test_experts_get_no_adapters_and_a_note(mixtral, messages):
     ]
 
 
-def test_gpt2s_adapted_projections_start_at_zero(tmp_path):
-    """Its class draws every c_proj again in the block, but not the adapter in it."""
+def test_gpt2_adapters_start_at_zero(tmp_path):
+    """GPT-2 initializes every c_proj again in the block. The adapter in it must not change."""
     model = adapted(save(tmp_path, **GPT2), trained=False)
     assert all(p.abs().max() == 0 for p in named(model, ".lora_B.").values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtype_tokenizer_and_generation_config_of_an_export(tmp_path, dtype):
+def test_export_writes_dtype_tokenizer_and_generation_config(tmp_path, dtype):
     base = save(tmp_path / "base")
     generation = {"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]}
     (base / "generation_config.json").write_text(json.dumps(generation))
@@ -148,7 +148,7 @@ def test_dtype_tokenizer_and_generation_config_of_an_export(tmp_path, dtype):
     assert json.loads((out / "generation_config.json").read_text()).items() >= generation.items()
 
 
-def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
+def test_export_replaces_an_older_export_completely(llama, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("")
     out = exported(adapted(llama), tmp_path / "out")
@@ -160,8 +160,8 @@ def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
     assert [config[key] for key in keys] == [4, 6, "CAUSAL_LM", str(llama)]
 
 
-def test_an_interrupted_export_leaves_the_older_one(tmp_path, monkeypatch):
-    """Whenever the process is killed, one whole folder is there."""
+def test_interrupted_export_keeps_a_complete_folder(tmp_path, monkeypatch):
+    """At any moment, the old or the new folder is complete."""
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "model").write_text("old")
@@ -181,13 +181,13 @@ def test_an_interrupted_export_leaves_the_older_one(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, observed)
     with appearing(folder) as scratch:
         (scratch / "model").write_text("new")
-    assert {"hf.old": "old", "hf.writing": "new"} in found  # the moment between the two renames
+    assert {"hf.old": "old", "hf.writing": "new"} in found  # between the two renames
     assert all({"old", "new"} & set(state.values()) for state in found)
     assert found[-1] == {"hf": "new"}
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_the_written_files_are_what_safetensors_reads(tmp_path, adapter, monkeypatch):
+def test_written_files_are_readable_by_safetensors(tmp_path, adapter, monkeypatch):
     monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 150)
     tensors = {
         "a": torch.randn(3, 5, dtype=torch.float64),
@@ -249,7 +249,7 @@ def test_export_of_an_adapter(tmp_path, request, architecture):
     assert (logits(model) - expected).abs().max() < 5e-3
 
 
-def test_export_of_a_classifiers_adapter(tmp_path, llama):
+def test_export_of_a_classifier_adapter(tmp_path, llama):
     model, out = adapted(llama, task="sequence_classification"), tmp_path / "merged"
     assert export(run_of(tmp_path, model), out, "merged=true") == 0
     assert (reference(out, CLASSIFIER) - logits(model)).abs().max() < 2e-6
@@ -257,7 +257,7 @@ def test_export_of_a_classifiers_adapter(tmp_path, llama):
     assert labels == {"0": "a", "1": "b", "2": "c"}
 
 
-def test_export_refused(tmp_path, capsys):
+def test_invalid_exports_are_refused(tmp_path, capsys):
     def error_of(*arguments):
         assert export(*arguments) == 2
         return capsys.readouterr().err
@@ -281,7 +281,7 @@ def test_export_refused(tmp_path, capsys):
     assert "exists and is not empty" in error_of(run, out)
 
 
-def test_an_adapter_whose_base_is_gone_or_another(tmp_path, capsys):
+def test_merge_with_a_missing_or_wrong_base_is_refused(tmp_path, capsys):
     base = save(tmp_path / "base")
     run = run_of(tmp_path, adapted(base))
     base.rename(tmp_path / "moved")
