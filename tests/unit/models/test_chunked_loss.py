@@ -1,4 +1,4 @@
-"""The loss without full logits: values, gradients, and the models that it applies to."""
+"""The loss without full logits: values, gradients, and supported models."""
 
 import copy
 
@@ -30,7 +30,7 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Of 64 entries of the vocabulary for 32 tokens."""
+    """Sets chunks of 64 vocabulary entries for 32 tokens."""
     monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 32 * 64)
 
 
@@ -47,7 +47,7 @@ def summed(logits, targets):
     "transform", [Transform(), Transform(0.25), Transform(1.5, 4.0)], ids=["", "scale", "softcap"]
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_values_and_gradients(transform, bias):
+def test_values_and_gradients_match_cross_entropy(transform, bias):
     leaves = [drawn(32, 8), drawn(300, 8), *([drawn(300)] if bias else [])]
     inputs, weight, added = (*leaves, None)[:3]
     targets = torch.randint(300, (32,))
@@ -65,7 +65,7 @@ def test_values_and_gradients(transform, bias):
             assert (one - other).norm() <= 1e-6 * other.norm()
 
 
-def test_bfloat16_is_as_close_to_the_exact_gradient_as_full_logits():
+def test_bfloat16_gradients_are_as_accurate_as_full_logits():
     inputs, weight = drawn(32, 64, dtype=torch.bfloat16), drawn(300, 64, dtype=torch.bfloat16)
     targets, settings = torch.randint(300, (32,)), {"transform": Transform(), "width": 64}
     losses = [
@@ -78,7 +78,7 @@ def test_bfloat16_is_as_close_to_the_exact_gradient_as_full_logits():
         assert (chunked - exact).norm() <= 1.2 * (plain - exact).norm()
 
 
-def test_no_target_at_all():
+def test_loss_without_targets_is_zero():
     inputs, weight = drawn(4, 8), drawn(300, 8)
     settings = {"transform": Transform(), "width": 64}
     for targets in (torch.full((4,), IGNORED), torch.zeros(0, dtype=torch.long)):
@@ -92,7 +92,7 @@ def test_no_target_at_all():
     ("tokens", "vocabulary", "width"),
     [(4096, 128256, 16064), (128, 32000, 32000), (1, 100, 100), (2**20, 32000, 64)],
 )
-def test_width_of_chunks(tokens, vocabulary, width):
+def test_chunk_width(tokens, vocabulary, width):
     assert chunk_width(tokens, vocabulary) == width
 
 
@@ -124,7 +124,7 @@ def built(lora=None, **config):
 )
 @pytest.mark.parametrize("lora", [None, Lora(rank=2, target_modules=("lm_head", "q_proj"))])
 @pytest.mark.parametrize("few", [False, True], ids=["all targets", "few targets"])
-def test_models(config, lora, few):
+def test_loss_of_models_matches_full_logits(config, lora, few):
     if lora is not None and config.get("tie_word_embeddings"):
         pytest.skip("peft refuses an adapter of a tied head")
     model = built(lora, **config)
@@ -164,7 +164,7 @@ class Doubled(torch.nn.Module):
         return outputs
 
 
-def test_a_model_that_changes_its_logits_computes_them_in_full():
+def test_model_with_modified_logits_uses_full_logits():
     config = SMALL | {"model_type": "llama"}
     with torch.device("meta"):
         model = Doubled(build_model(Model(config=config), sequence_length=16))
@@ -173,7 +173,7 @@ def test_a_model_that_changes_its_logits_computes_them_in_full():
     assert "forward" not in vars(model) | vars(model.lm_head) | vars(model.base_model)
 
 
-def test_a_copy_of_the_model_computes_with_its_own_weights():
+def test_copied_model_uses_its_own_weights():
     model = built(model_type="llama")
     other = copy.deepcopy(model)
     other.lm_head.weight.data.zero_()
