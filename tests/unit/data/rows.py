@@ -34,6 +34,6 @@ def texts_of(store):
     return [bytes(ids[:-1]).decode() for ids in documents_of(store)]
 
 
-def stores(cache):
+def store_names(cache):
     """Names of the stores in the cache, including incomplete ones."""
     return sorted({path.name for path in cache.iterdir()} - {"locks"})

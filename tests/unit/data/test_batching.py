@@ -34,9 +34,9 @@ def test_permuted_is_a_permutation_for_every_size(seed):
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 1, 10**15])
 def test_permuted_has_no_collisions_in_huge_ranges(size):
-    chance = random.Random(size)
-    drawn = [chance.randrange(size) for _ in range(2000)]
-    indices = [*range(1000), *range(size - 1000, size), *drawn]
+    rng = random.Random(size)
+    random_indices = [rng.randrange(size) for _ in range(2000)]
+    indices = [*range(1000), *range(size - 1000, size), *random_indices]
     results = {index: permuted(index, size=size, seed=1, epoch=0) for index in indices}
     assert all(0 <= result < size for result in results.values())
     assert len(set(results.values())) == len(results)
@@ -106,12 +106,12 @@ def test_ranks_and_micro_batches_do_not_change_the_order(ranks, micro, epochs):
     """The micro-batches of all ranks, interleaved, contain the samples in order of position."""
     # Two epochs have 42 samples, and three steps have 48 positions
     order = SampleOrder(samples=21, seed=9, shuffle=True, epochs=epochs)
-    of_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
+    by_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
     accumulation = 16 // (micro * ranks)
-    assert {len(batches) for batches in of_rank} == {3 * accumulation}
-    assert {len(batch) for batches in of_rank for batch in batches} == {micro}
+    assert {len(batches) for batches in by_rank} == {3 * accumulation}
+    assert {len(batch) for batches in by_rank for batch in batches} == {micro}
     read = [
-        sample for batches in zip(*of_rank, strict=True) for batch in batches for sample in batch
+        sample for batches in zip(*by_rank, strict=True) for batch in batches for sample in batch
     ]
     assert read == [order.sample(position) for position in range(48)]
     assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
@@ -169,9 +169,9 @@ def test_mixture_reads_each_source_completely_before_repeating():
     samples = [order.sample(position) for position in range(20000)]
     offset = 0
     for source, size in enumerate(sizes):
-        mine = [sample - offset for sample in samples if source_of(sample, sizes) == source]
-        assert len(mine) >= 4, "a source with a tiny weight must appear in each period"
-        passes = [mine[start : start + size] for start in range(0, len(mine) - size + 1, size)]
+        own = [sample - offset for sample in samples if source_of(sample, sizes) == source]
+        assert len(own) >= 4, "a source with a tiny weight must appear in each period"
+        passes = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
         assert all(sorted(one) == list(range(size)) for one in passes)
         if size > 3:
             assert len({tuple(one) for one in passes[:5]}) == 5, (
@@ -207,14 +207,14 @@ def test_token_budget_is_kept_and_samples_are_unchanged(ranks):
     order = SampleOrder(samples=113, seed=1, shuffle=True, epochs=1)
     common = {"order": order, "global_batch_size": 50, "steps": 3}
     budget = common | {"lengths": lengths, "micro_batch_tokens": 256, "ranks": ranks}
-    of_rank = [TokenBatchSampler(rank=rank, **budget) for rank in range(ranks)]
-    batches = [list(sampler) for sampler in of_rank]
+    by_rank = [TokenBatchSampler(rank=rank, **budget) for rank in range(ranks)]
+    batches = [list(sampler) for sampler in by_rank]
     assert len({len(one) for one in batches}) == 1, (
         "all ranks must have the same number of micro-batches"
     )
     together, position = list(zip(*batches, strict=True)), 0
     for step in range(3):
-        (number,) = {sampler.micro_batches(step) for sampler in of_rank}
+        (number,) = {sampler.micro_batches(step) for sampler in by_rank}
         found = itertools.chain(*together[position : position + number])
         samples = {order.sample(p) for p in range(50 * step, 50 * step + 50)} - {NO_SAMPLE}
         assert sorted({*itertools.chain(*found)} - {NO_SAMPLE}) == sorted(samples)

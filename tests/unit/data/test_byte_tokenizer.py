@@ -36,10 +36,10 @@ def tokenizer(request, tmp_path_factory):
 
 
 def test_ids_are_bytes_and_decode_to_the_text(tokenizer):
-    chance = random.Random(3)
+    rng = random.Random(3)
     planes = [range(0x80), range(0x80, 0x800), range(0x800, 0xD800), range(0x10000, 0x110000)]
-    sizes = [chance.randrange(40) for _ in range(300)]
-    odd = ["".join(chr(chance.choice(chance.choice(planes))) for _ in range(n)) for n in sizes]
+    sizes = [rng.randrange(40) for _ in range(300)]
+    odd = ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(n)) for n in sizes]
     for text in TEXTS + odd:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == list(text.encode())
@@ -69,13 +69,13 @@ def test_chat_template_marks_assistant_text(tokenizer):
     ids, masks = rendered["input_ids"], rendered["assistant_masks"]
     marked = [token for token, mark in zip(ids, masks, strict=True) if mark]
     assert marked == [*b" yo", 256, *b"b\n", 256]
-    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
-    assert asked["input_ids"] == expected[: expected.index(259) + 1]
+    prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
+    assert prompt["input_ids"] == expected[: expected.index(259) + 1]
     with pytest.raises(Exception, match="a role must be system, user or assistant; got tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
-class SaysThenEnds(LogitsProcessor):
+class ForcedTokens(LogitsProcessor):
     """Forces the model to generate the given tokens."""
 
     def __init__(self, tokens):
@@ -90,18 +90,18 @@ class SaysThenEnds(LogitsProcessor):
 def test_generation_stops_at_the_end_of_the_turn(tokenizer):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=260, num_hidden_layers=1, **sizes))
-    asked = tokenizer.apply_chat_template(
+    prompt = tokenizer.apply_chat_template(
         CHAT[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
-    said = model.generate(
-        **asked,
+    generated = model.generate(
+        **prompt,
         max_new_tokens=20,
         do_sample=False,
-        logits_processor=[SaysThenEnds([*b"42", 256, *b"more"])],
+        logits_processor=[ForcedTokens([*b"42", 256, *b"more"])],
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    assert said[0, asked["input_ids"].shape[1] :].tolist() == [*b"42", 256]
+    assert generated[0, prompt["input_ids"].shape[1] :].tolist() == [*b"42", 256]
 
 
 def test_store_identity_matches_the_tokenizer():

@@ -95,7 +95,7 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     more |= {"ranks": ranks, "steps": steps, "first_step": first_step}
     streams = [make_stream(source, rank=rank, **more) for rank in range(ranks)]
     assert streams[0].workers(workers) == workers
-    running = [
+    iterators = [
         [stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams
     ]
     sampler = streams[0]._sampler
@@ -103,14 +103,14 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     found, states = [], []
     for step in range(first_step, steps):
         positions, rows = {}, []
-        for of_rank in running:
+        for rank_iterators in iterators:
             for number in range(micro_batches):
-                collated = next(of_rank[number % workers])
+                collated = next(rank_iterators[number % workers])
                 rows += [row for row in rows_of([collated]) if any(row[0])]
                 positions |= collated["positions"]
         found.append(sorted(rows))
-        alone = SimpleNamespace(size=1)
-        states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=alone))
+        one_rank = SimpleNamespace(size=1)
+        states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=one_rank))
     return found, json.loads(json.dumps(states))
 
 
@@ -129,8 +129,10 @@ def test_every_row_is_in_exactly_one_shard(texts, monkeypatch, size, shuffle):
     )
     rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
     assert sorted(rows) == TEXTS, "each line must be read by exactly one shard"
-    held = [sum(part.size for part in shard) for shard in assigned]
-    assert max(held) - min(held) <= max(part.size for shard in assigned for part in shard)
+    shard_bytes = [sum(part.size for part in shard) for shard in assigned]
+    assert max(shard_bytes) - min(shard_bytes) <= max(
+        part.size for shard in assigned for part in shard
+    )
     assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
@@ -262,8 +264,8 @@ def test_ranks_divide_the_tokenization(texts, small_shards):
     assert set.union(*read) == set(range(8))
     size = "in 8 shards, sequences of up to 16, packed; each rank reads 4 shards"
     assert streams[0].describe()[0].endswith(size)
-    of_six = make_stream(texts, batch=6, micro=1, ranks=6).describe()
-    assert "each shard is tokenized by 3 ranks" in of_six[1]
+    six_ranks = make_stream(texts, batch=6, micro=1, ranks=6).describe()
+    assert "each shard is tokenized by 3 ranks" in six_ranks[1]
 
 
 @pytest.mark.parametrize(("wanted", "workers"), [(0, 0), (1, 1), (2, 2), (3, 2), (8, 4)])
@@ -277,12 +279,12 @@ def test_documents_that_fit_are_not_split(tmp_path):
     file = write(tmp_path / "a.jsonl", rows)
     options = {"batch": 1, "micro": 1, "kind": "tokens", "shuffle": False}
     rows = rows_of(make_stream(file, steps=5, **options))
-    assert [[ids[place] for place in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
+    assert [[ids[index] for index in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
     assert [ids.count(20) for ids, _ in rows] == [0, 0, 16, 4, 0]
     next_pass = [20] * 4 + [3] * 3 + [5] * 5 + [0]
     assert rows[3][0][:13] == next_pass, "the next pass must follow without padding"
-    loose = rows_of(make_stream(file, steps=6, packing=False, **options))
-    assert [len(ids) for ids, _ in loose] == [5, 6, 9, 16, 4, 3]
+    unpacked = rows_of(make_stream(file, steps=6, packing=False, **options))
+    assert [len(ids) for ids, _ in unpacked] == [5, 6, 9, 16, 4, 3]
 
 
 def test_unusable_rows_are_refused_or_skipped(texts, small_shards):
@@ -312,8 +314,8 @@ def test_few_documents_can_fill_a_large_batch(tmp_path):
 
 
 def test_token_id_beyond_the_vocabulary_is_refused(texts):
-    what = r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
-    with pytest.raises(RecipeError, match=what):
+    message = r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
+    with pytest.raises(RecipeError, match=message):
         rows_of(make_stream(texts, vocabulary=256))
 
 
@@ -325,10 +327,10 @@ def test_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
     for number in range(3):
         texts = [f"<{number}.{row}>" for row in range(8)]
         files.append(str(write(tmp_path / f"{number}.jsonl", texts)))
-    asked = []
+    requests = []
 
     def load_dataset(repository, config, *, split, streaming):
-        asked.append((repository, config, split, streaming))
+        requests.append((repository, config, split, streaming))
         cache = str(tmp_path / "cache")
         return real("json", data_files=files, split="train", streaming=True, cache_dir=cache)
 
@@ -345,4 +347,4 @@ def test_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
     rows = rows_of(make_stream("owner/set", **options))
     seen = {text for shard in (0, 1) for text in documents(rows[shard::2])}
     assert seen >= {f"<{number}.{row}>" for number in range(3) for row in range(8)}
-    assert set(asked) == {("owner/set", None, "train", True)}
+    assert set(requests) == {("owner/set", None, "train", True)}
