@@ -84,7 +84,7 @@ def reference(folder, auto="AutoModelForCausalLM", **options):
     return logits(model.eval())
 
 
-def refusal(folder, **section):
+def load_error(folder, **section):
     with pytest.raises(RecipeError) as error:
         load(folder, **section)
     return str(error.value)
@@ -98,7 +98,7 @@ def test_all_tensor_mismatches_are_reported_together(copy):
         "model.layers.7.new": torch.zeros(1),
     }
     change(copy, changes)
-    title, *problems = refusal(copy).splitlines()
+    title, *problems = load_error(copy).splitlines()
     assert title.endswith("does not fit a LlamaForCausalLM with its config:")
     assert problems == [
         "lm_head.weight: missing in the checkpoint",
@@ -118,13 +118,13 @@ def test_skipped_head_of_another_task_is_logged(copy, messages):
 
 def test_base_model_checkpoint_requires_a_tied_head(tmp_path):
     """Its names lack the prefix, and it has no head, which is an error unless the head is tied."""
-    message = refusal(save(tmp_path, auto="AutoModel"))
+    message = load_error(save(tmp_path, auto="AutoModel"))
     assert message.splitlines()[1:] == ["lm_head.weight: missing in the checkpoint"]
     save(tmp_path, auto="AutoModel", tie_word_embeddings=True)
     assert not any(name.startswith("model.") for name in load_file(tmp_path / "model.safetensors"))
     assert torch.equal(logits(load(tmp_path)), reference(tmp_path))
     change_config(tmp_path, num_hidden_layers=1)
-    assert "layers.1.mlp.up_proj.weight: in the checkpoint, but not" in refusal(tmp_path)
+    assert "layers.1.mlp.up_proj.weight: in the checkpoint, but not" in load_error(tmp_path)
 
 
 def test_checkpoint_with_a_stored_tied_head(tmp_path, messages):
@@ -177,12 +177,12 @@ def test_missing_expert_is_named(tmp_path):
     save(tmp_path, model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
     names = load_file(tmp_path / "model.safetensors")
     change(tmp_path, {next(name for name in names if ".experts.1.w1" in name): None})
-    assert "experts.gate_up_proj" in refusal(tmp_path)
+    assert "experts.gate_up_proj" in load_error(tmp_path)
 
 
 def test_checkpoint_without_weights_is_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    message = refusal(copy)
+    message = load_error(copy)
     for advice in ("model.init: random", "merged=true", "Pickled weights", "save_pretrained"):
         assert advice in message
     model = build_model(Model(path=str(copy), init="random"), sequence_length=16)
@@ -193,27 +193,27 @@ def test_damaged_files_are_refused(copy):
     whole = (copy / "model.safetensors").read_bytes()
     for content in (whole[:-100], whole[:5], b"<html>not found</html>"):
         (copy / "model.safetensors").write_bytes(content)
-        assert "is damaged, or no safetensors file" in refusal(copy)
+        assert "is damaged, or no safetensors file" in load_error(copy)
 
 
 def test_missing_file_of_the_index_is_named(tmp_path):
     save(tmp_path, max_shard_size="20KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
     lost.unlink()
-    assert f"lacks {lost.name}, which its index names" in refusal(tmp_path)
+    assert f"lacks {lost.name}, which its index names" in load_error(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert "has no weight_map" in refusal(tmp_path)
+    assert "has no weight_map" in load_error(tmp_path)
 
 
 def test_unsupported_configs_are_refused(copy):
     (copy / "mine.py").write_text("raise SystemExit('was run')")
     code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}
     change_config(copy, quantization_config={"quant_method": "fp8"})
-    assert "quantized weights cannot be trained" in refusal(copy)
+    assert "quantized weights cannot be trained" in load_error(copy)
     change_config(copy, model_type="mine", auto_map=code)
-    assert "set model.trust_remote_code: true" in refusal(copy)
+    assert "set model.trust_remote_code: true" in load_error(copy)
     (copy / "config.json").write_text("{")
-    assert refusal(copy).startswith("model.path: transformers refuses it")
+    assert load_error(copy).startswith("model.path: transformers refuses it")
 
 
 MINE = """
@@ -260,9 +260,9 @@ def test_trusted_remote_code_is_run_and_exported(tmp_path, monkeypatch):
 
 def test_non_causal_models_are_refused(tmp_path):
     save(tmp_path, model_type="bert", auto="AutoModelForMaskedLM")
-    assert "bert is an encoder" in refusal(tmp_path)
+    assert "bert is an encoder" in load_error(tmp_path)
     transformers.T5Config(vocab_size=64, d_model=16, num_layers=1).save_pretrained(tmp_path)
-    assert "give a causal language model" in refusal(tmp_path)
+    assert "give a causal language model" in load_error(tmp_path)
 
 
 def test_sequence_length_beyond_positions_is_refused(saved):
@@ -287,5 +287,5 @@ def test_checkpoint_with_another_class_count_is_refused(tmp_path):
     save(tmp_path, auto=CLASSIFIER, num_labels=3, pad_token_id=0)
     classifier = load(tmp_path, task="sequence_classification")
     assert torch.equal(logits(classifier), reference(tmp_path, CLASSIFIER))
-    message = refusal(tmp_path, task="sequence_classification", num_labels=4)
+    message = load_error(tmp_path, task="sequence_classification", num_labels=4)
     assert "score.weight: is [3, 32] in the checkpoint, and [4, 32] in the model" in message

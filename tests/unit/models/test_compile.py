@@ -15,7 +15,7 @@ from tests.unit.models.test_packed_attention import build, isolate
 
 
 @pytest.fixture(autouse=True)
-def _new():
+def _reset_dynamo():
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -32,7 +32,7 @@ def test_compile_cache_folder():
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]) == Path.cwd() / "relative" / "inductor"
 
 
-class Reads(nn.Module):
+class ReadsTensorValue(nn.Module):
     """Breaks the graph, because its code depends on the value of a tensor."""
 
     def forward(self, x):
@@ -40,7 +40,7 @@ class Reads(nn.Module):
 
 
 def test_each_graph_break_reason_is_reported_once():
-    model = nn.Sequential(nn.Linear(2, 2), Reads(), Reads())
+    model = nn.Sequential(nn.Linear(2, 2), ReadsTensorValue(), ReadsTensorValue())
     for block in model:
         block.compile(backend="eager")
     assert graph_breaks() == []
@@ -71,8 +71,8 @@ def test_number_of_documents_does_not_cause_recompilation():
     for block in find_blocks(model).values():
         block.compile(backend="eager")
     graphs = set()
-    for starts, own in zip(packings, expected, strict=True):
-        assert torch.allclose(logits(*starts), own, atol=1e-6)
+    for starts, reference in zip(packings, expected, strict=True):
+        assert torch.allclose(logits(*starts), reference, atol=1e-6)
         graphs.add(counters["stats"]["unique_graphs"])
     (reason,) = graph_breaks()
     assert "attention of one document after the other" in reason

@@ -81,11 +81,13 @@ def test_packed_documents_match_separate_documents(model_type, attention):
     ids, weight = torch.randint(64, (2, 16)), torch.randn(2, 16, 64)
     rows = []
     for row, sizes in zip(ids, DOCUMENTS, strict=True):
-        alone = [model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)]
-        rows.append(torch.cat(alone, dim=1))
-    alone = torch.cat(rows)
+        separate = [
+            model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)
+        ]
+        rows.append(torch.cat(separate, dim=1))
+    separate = torch.cat(rows)
     parameters = [parameter for _, parameter in sorted(model.named_parameters())]
-    expected = torch.autograd.grad((alone * weight).sum(), parameters, allow_unused=True)
+    expected = torch.autograd.grad((separate * weight).sum(), parameters, allow_unused=True)
     model.set_attn_implementation(name)
     positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
     inputs = {"position_ids": torch.stack(positions)}
@@ -94,7 +96,7 @@ def test_packed_documents_match_separate_documents(model_type, attention):
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 16, "max_length_k": 16}
     packed = model(input_ids=ids, use_cache=False, **inputs).logits
-    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
     found = torch.autograd.grad((packed * weight).sum(), parameters, allow_unused=True)
     for one, other in zip(found, expected, strict=True):
         if other is not None:
@@ -115,9 +117,9 @@ def test_unpacked_rows_need_no_document_bounds():
 def test_padded_rows_need_no_mask(model_type, monkeypatch):
     """Without transformers' mask, logits and gradients of tokens with targets are bit-identical."""
     attention = None if model_type == "gemma2" else "sdpa"  # gemma2 supports only eager attention
-    shape = build(model_type, attention, "meta")
-    drop_causal_mask(shape)
-    name = shape.config._attn_implementation
+    meta_model = build(model_type, attention, "meta")
+    drop_causal_mask(meta_model)
+    name = meta_model.config._attn_implementation
     assert name == (VARLEN if attention else "eager")
     model = build(model_type, attention)
     ids, weight = torch.randint(3, 64, (2, 16)), torch.randn(2, 16, 64)
@@ -172,7 +174,7 @@ def test_sdpa_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "more"),
+    ("model_type", "settings"),
     [
         ("bloom", {}),  # alibi is part of the mask
         ("llama4_text", {"attention_chunk_size": 4}),
@@ -180,8 +182,8 @@ def test_sdpa_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
         ("llama", {"is_causal": False}),
     ],
 )
-def test_models_with_special_masks_are_unchanged(model_type, more):
-    model = build(model_type, device="meta", **BASE | more)
+def test_models_with_special_masks_are_unchanged(model_type, settings):
+    model = build(model_type, device="meta", **BASE | settings)
     before = model.config._attn_implementation
     drop_causal_mask(model)
     assert model.config._attn_implementation == before
