@@ -217,7 +217,9 @@ def test_lock_of_a_killed_process_is_taken_over(tmp_path, cache, open_files):
     assert store_names(cache) == [name]
 
 
-def test_waits_for_another_tokenizing_process(tmp_path, cache, open_files, monkeypatch, messages):
+def test_process_waits_while_another_process_tokenizes(
+    tmp_path, cache, open_files, monkeypatch, messages
+):
     """The other process is on another machine, so only its heartbeat shows that it is running."""
     monkeypatch.setattr(lock, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(token_store, "_LOGGED_SECONDS", 0.3)

@@ -274,7 +274,10 @@ def test_loader_process_count_divides_the_micro_batches(texts, wanted, workers):
 
 
 def test_documents_that_fit_are_not_split(tmp_path):
-    """With kind tokens, a sequence ends early if the next row does not fit. Long rows are split."""
+    """With kind tokens, a sequence ends early if the next row does not fit.
+
+    Rows longer than a sequence are split.
+    """
     rows = [{"input_ids": [size] * size} for size in (5, 6, 9, 20, 3)]
     file = write(tmp_path / "a.jsonl", rows)
     options = {"batch": 1, "micro": 1, "kind": "tokens", "shuffle": False}

@@ -36,7 +36,7 @@ MASKED = {"doge", "gemma4_text"}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Checks and records the calls of variable-length attention. Pretends that it has a kernel."""
+    """Checks and records calls of variable-length attention, as if the device had a kernel."""
     found, original = [], varlen.varlen_attn
 
     def strict(query, key, value, *arguments, **options):
@@ -62,7 +62,7 @@ def build(model_type):
 
 
 def outcome(model_type, calls):
-    """How the model isolates packed documents. Runs a forward pass if it uses varlen.
+    """How the model masks packed documents. Runs a forward pass if it uses varlen.
 
     refused: RecipeError. mask: transformers' own mask. varlen: variable-length attention.
     """

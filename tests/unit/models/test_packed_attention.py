@@ -212,7 +212,7 @@ def test_packing_without_position_ids_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_errors_are_not_reported_as_crossing(dtype):
+def test_rounding_errors_pass_the_document_masking_check(dtype):
     """Logits may differ by rounding errors, because kernels may sum in a different order.
 
     A difference of 0.08 means that attention crosses documents.
