@@ -1,4 +1,4 @@
-"""Files of rows, and what is in a token store."""
+"""Helpers that write files of rows and read token stores."""
 
 import itertools
 import json
@@ -8,7 +8,10 @@ import pyarrow.parquet
 
 
 def write(file, content, **options):
-    """Text and bytes as they are; a list as the rows of a .jsonl, .json or .parquet file, texts as rows of `text`."""
+    """Writes text or bytes unchanged, and a list as the rows of a .jsonl, .json or .parquet file.
+
+    A string in the list becomes a row with the column `text`.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, str | bytes):
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -31,6 +34,6 @@ def texts_of(store):
     return [bytes(ids[:-1]).decode() for ids in documents_of(store)]
 
 
-def stores(cache):
-    """What is in the cache, apart from the locks."""
+def store_names(cache):
+    """Names of the stores in the cache, including incomplete ones."""
     return sorted({path.name for path in cache.iterdir()} - {"locks"})

@@ -1,4 +1,4 @@
-"""The order of samples and who computes which: pure integers."""
+"""The order of samples, and their division among ranks and micro-batches."""
 
 import collections
 import itertools
@@ -23,7 +23,7 @@ def permutation(size, *, seed=0, epoch=0):
 
 
 @pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
-def test_every_size_is_permuted(seed):
+def test_permuted_is_a_permutation_for_every_size(seed):
     for size in [*range(1, 71), 4097, 2**14]:
         for epoch in (0, 1):
             assert sorted(permutation(size, seed=seed, epoch=epoch)) == list(range(size)), (
@@ -33,17 +33,17 @@ def test_every_size_is_permuted(seed):
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40 + 1, 10**15])
-def test_in_huge_sizes_no_two_of_many_meet(size):
-    chance = random.Random(size)
-    drawn = [chance.randrange(size) for _ in range(2000)]
-    indices = [*range(1000), *range(size - 1000, size), *drawn]
+def test_permuted_has_no_collisions_in_huge_ranges(size):
+    rng = random.Random(size)
+    random_indices = [rng.randrange(size) for _ in range(2000)]
+    indices = [*range(1000), *range(size - 1000, size), *random_indices]
     results = {index: permuted(index, size=size, seed=1, epoch=0) for index in indices}
     assert all(0 <= result < size for result in results.values())
     assert len(set(results.values())) == len(results)
 
 
-def test_the_order_does_not_change_between_versions():
-    """A run that resumes after an upgrade must see the samples that it has not seen: these values may not change."""
+def test_permuted_values_are_stable_across_versions():
+    """These values must not change: a run that resumes after an upgrade continues in this order."""
     assert permutation(10, seed=1234, epoch=0) == [3, 8, 6, 4, 5, 9, 1, 0, 2, 7]
     assert permutation(10, seed=1234, epoch=1) == [8, 9, 2, 3, 1, 4, 6, 7, 0, 5]
     assert [permuted(index, size=10**12, seed=7, epoch=3) for index in range(3)] == [
@@ -53,17 +53,17 @@ def test_the_order_does_not_change_between_versions():
     ]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_give_different_orders():
     keys = itertools.product((0, 1, 2), (0, 1, 2))
     orders = [permutation(1000, seed=seed, epoch=epoch) for seed, epoch in keys]
     for first, second in itertools.combinations(orders, 2):
-        # Two random permutations agree in one place on average, and hardly ever in ten
+        # Two random permutations agree at one index on average, and almost never at ten
         assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
 
 
 @pytest.mark.parametrize("size", [1000, 1024, 3000])
-def test_it_looks_random(size):
-    """Fixed points, how far samples move, neighbours and halves are as in a random permutation."""
+def test_permuted_order_looks_random(size):
+    """Fixed points, distances, neighbours and halves are like those of a random permutation."""
     orders = [permutation(size, seed=11, epoch=epoch) for epoch in range(8)]
     fixed = statistics.mean(
         sum(index == result for index, result in enumerate(order)) for order in orders
@@ -102,22 +102,22 @@ def batches_of(ranks, micro, *, size=16, steps=3, **part):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2, 4])
 @pytest.mark.parametrize("epochs", [None, 2])
-def test_any_ranks_and_micro_batches_share_the_same_steps(ranks, micro, epochs):
-    """Read micro-batch by micro-batch and rank by rank, the samples of a step stand in the order of their positions."""
-    # 42 samples of the 48 places of 3 steps
+def test_ranks_and_micro_batches_do_not_change_the_order(ranks, micro, epochs):
+    """The micro-batches of all ranks, interleaved, contain the samples in order of position."""
+    # Two epochs have 42 samples, and three steps have 48 positions
     order = SampleOrder(samples=21, seed=9, shuffle=True, epochs=epochs)
-    of_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
+    by_rank = [batches_of(ranks, micro, rank=rank, order=order) for rank in range(ranks)]
     accumulation = 16 // (micro * ranks)
-    assert {len(batches) for batches in of_rank} == {3 * accumulation}
-    assert {len(batch) for batches in of_rank for batch in batches} == {micro}
+    assert {len(batches) for batches in by_rank} == {3 * accumulation}
+    assert {len(batch) for batches in by_rank for batch in batches} == {micro}
     read = [
-        sample for batches in zip(*of_rank, strict=True) for batch in batches for sample in batch
+        sample for batches in zip(*by_rank, strict=True) for batch in batches for sample in batch
     ]
     assert read == [order.sample(position) for position in range(48)]
     assert read.count(NO_SAMPLE) == (0 if epochs is None else 6)
 
 
-def test_a_sampler_can_start_at_a_later_step():
+def test_sampler_can_start_at_a_later_step():
     order = SampleOrder(samples=100, seed=9, shuffle=True)
     whole = batches_of(2, 4, rank=1, order=order, steps=5)
     assert batches_of(2, 4, rank=1, order=order, steps=5, first_step=2) == whole[2 * 2 :]
@@ -128,12 +128,12 @@ def test_a_sampler_can_start_at_a_later_step():
     ("micro", "ranks", "accumulation"),
     [(1, 1, 64), (8, 1, 8), (8, 2, 4), (8, 8, 1), (64, 1, 1), (1, 64, 1), (8, 3, 3)],
 )
-def test_accumulation(micro, ranks, accumulation):
+def test_accumulation_steps(micro, ranks, accumulation):
     found = accumulation_steps(global_batch_size=64, micro_batch_size=micro, ranks=ranks)
     assert found == accumulation
 
 
-def test_the_last_step_of_the_last_epoch_holds_the_rest():
+def test_last_step_contains_the_remaining_samples():
     order = SampleOrder(samples=21, seed=0, shuffle=True, epochs=3)
     batches = [
         batch for rank in (0, 1) for batch in batches_of(2, 2, rank=rank, order=order, steps=4)
@@ -150,7 +150,7 @@ def source_of(sample, sizes):
     ("weights", "shares"),
     [((3, 1), (0.75, 0.25)), ((1, 1), (0.5, 0.5)), ((1, 2, 5), (0.125, 0.25, 0.625))],
 )
-def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
+def test_mixture_keeps_its_shares_in_every_window(weights, shares):
     sizes = (10, 1000, 77)[: len(weights)]
     order = MixtureOrder(sizes=sizes, weights=weights, seed=4, shuffle=True)
     sources = [source_of(order.sample(position), sizes) for position in range(9000)]
@@ -163,32 +163,34 @@ def test_a_mixture_keeps_its_shares_everywhere(weights, shares):
     )
 
 
-def test_each_source_of_a_mixture_is_read_completely_before_it_repeats():
+def test_mixture_reads_each_source_completely_before_repeating():
     sizes = (10, 100, 3)
     order = MixtureOrder(sizes=sizes, weights=(3, 1, 0.001), seed=4, shuffle=True)
     samples = [order.sample(position) for position in range(20000)]
     offset = 0
     for source, size in enumerate(sizes):
-        mine = [sample - offset for sample in samples if source_of(sample, sizes) == source]
-        assert len(mine) >= 4, "a source with next to no weight still has a turn in each period"
-        passes = [mine[start : start + size] for start in range(0, len(mine) - size + 1, size)]
+        own = [sample - offset for sample in samples if source_of(sample, sizes) == source]
+        assert len(own) >= 4, "a source with a tiny weight must appear in each period"
+        passes = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
         assert all(sorted(one) == list(range(size)) for one in passes)
         if size > 3:
-            assert len({tuple(one) for one in passes[:5]}) == 5, "each pass in another order"
+            assert len({tuple(one) for one in passes[:5]}) == 5, (
+                "each pass must have a different order"
+            )
         offset += size
 
 
-def test_a_mixture_ends_after_its_epochs():
+def test_mixture_ends_after_its_epochs():
     order = MixtureOrder(sizes=(5, 6), weights=(1, 1), seed=0, shuffle=False, epochs=2)
     samples = [order.sample(position) for position in range(25)]
     assert samples[22:] == [NO_SAMPLE] * 3
     assert NO_SAMPLE not in samples[:22]
     assert [sample for sample in samples[:22] if sample < 5] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0], (
-        "shuffle: false keeps each source's order"
+        "shuffle: false must keep the order of each source"
     )
 
 
-def test_other_seeds_give_other_mixtures_and_sources_are_not_in_step():
+def test_seeds_and_sources_of_a_mixture_differ_in_order():
     orders = (
         MixtureOrder(sizes=(64, 64), weights=(1, 1), seed=seed, shuffle=True) for seed in (1, 2)
     )
@@ -199,18 +201,20 @@ def test_other_seeds_give_other_mixtures_and_sources_are_not_in_step():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
+def test_token_budget_is_kept_and_samples_are_unchanged(ranks):
     generator = random.Random(3)
     lengths = [generator.choice([1, 7, 30, 100, 128]) for _ in range(113)]
     order = SampleOrder(samples=113, seed=1, shuffle=True, epochs=1)
     common = {"order": order, "global_batch_size": 50, "steps": 3}
     budget = common | {"lengths": lengths, "micro_batch_tokens": 256, "ranks": ranks}
-    of_rank = [TokenBatchSampler(rank=rank, **budget) for rank in range(ranks)]
-    batches = [list(sampler) for sampler in of_rank]
-    assert len({len(one) for one in batches}) == 1, "every rank has as many micro-batches"
+    by_rank = [TokenBatchSampler(rank=rank, **budget) for rank in range(ranks)]
+    batches = [list(sampler) for sampler in by_rank]
+    assert len({len(one) for one in batches}) == 1, (
+        "all ranks must have the same number of micro-batches"
+    )
     together, position = list(zip(*batches, strict=True)), 0
     for step in range(3):
-        (number,) = {sampler.micro_batches(step) for sampler in of_rank}
+        (number,) = {sampler.micro_batches(step) for sampler in by_rank}
         found = itertools.chain(*together[position : position + number])
         samples = {order.sample(p) for p in range(50 * step, 50 * step + 50)} - {NO_SAMPLE}
         assert sorted({*itertools.chain(*found)} - {NO_SAMPLE}) == sorted(samples)
@@ -221,6 +225,6 @@ def test_a_token_budget_holds_and_keeps_the_steps_samples(ranks):
     assert max(padded) <= 256
     rows = RankBatchSampler(micro_batch_size=2, **(common | {"steps": 2}))
     unsorted = sum(2 * max(lengths[sample] for sample in batch) for batch in rows)
-    assert sum(padded) < unsorted, "like lengths meet: less padding"
+    assert sum(padded) < unsorted, "grouping by length must reduce padding"
     later = list(TokenBatchSampler(rank=0, first_step=2, **budget))
     assert later == batches[0][-len(later) :]

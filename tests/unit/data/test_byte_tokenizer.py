@@ -1,4 +1,4 @@
-"""The tokenizer `bytes` for transformers: the same ids as ByteTokenizer, lossless, with a chat template."""
+"""The tokenizer `bytes` for transformers: ids, lossless decoding, and its chat template."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from launcher.data.tokenizer import ByteTokenizer, hugging_face_byte_tokenizer, 
 TEXTS = [
     "", " ", "  a", "a  ", "\n", "\r\n\t a\n\n", "é", "日本語", "🙂", "👩‍👩‍👧‍👦 e\u0301", "\x00\x01\x7f\x80\xad\u0100\u0120Ġ",
     "\ufeff\ufffd", "don't , n't ' s .", "don 't do that ! ?", "\U0010ffff", "<|en d|>", "x" * 3000,
-]  # "<|end|>" itself is the token
+]  # without "<|end|>", which is a special token
 # fmt: on
 CHAT = [
     {"role": "system", "content": " be  kind\n"},
@@ -35,18 +35,18 @@ def tokenizer(request, tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def test_the_ids_are_the_bytes_and_decode_to_the_text(tokenizer):
-    chance = random.Random(3)
+def test_ids_are_bytes_and_decode_to_the_text(tokenizer):
+    rng = random.Random(3)
     planes = [range(0x80), range(0x80, 0x800), range(0x800, 0xD800), range(0x10000, 0x110000)]
-    sizes = [chance.randrange(40) for _ in range(300)]
-    odd = ["".join(chr(chance.choice(chance.choice(planes))) for _ in range(n)) for n in sizes]
+    sizes = [rng.randrange(40) for _ in range(300)]
+    odd = ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(n)) for n in sizes]
     for text in TEXTS + odd:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == list(text.encode())
         assert ids == ByteTokenizer().ids([text])[0].tolist()
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode([*ids, 256, 258], skip_special_tokens=True) == text
-    assert tokenizer("a")["input_ids"] == [97]  # nothing is put in front or behind
+    assert tokenizer("a")["input_ids"] == [97]  # no special tokens are added
 
 
 def test_special_tokens(tokenizer):
@@ -57,7 +57,7 @@ def test_special_tokens(tokenizer):
     assert tokenizer.decode([97, 256, 259, 98]) == "a<|end|><|assistant|>b"
 
 
-def test_chat_template_marks_what_the_assistant_says(tokenizer):
+def test_chat_template_marks_assistant_text(tokenizer):
     rendered = tokenizer.apply_chat_template(
         CHAT, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -69,14 +69,14 @@ def test_chat_template_marks_what_the_assistant_says(tokenizer):
     ids, masks = rendered["input_ids"], rendered["assistant_masks"]
     marked = [token for token, mark in zip(ids, masks, strict=True) if mark]
     assert marked == [*b" yo", 256, *b"b\n", 256]
-    asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
-    assert asked["input_ids"] == expected[: expected.index(259) + 1]
+    prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
+    assert prompt["input_ids"] == expected[: expected.index(259) + 1]
     with pytest.raises(Exception, match="a role must be system, user or assistant; got tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
-class SaysThenEnds(LogitsProcessor):
-    """The model's next tokens are given."""
+class ForcedTokens(LogitsProcessor):
+    """Forces the model to generate the given tokens."""
 
     def __init__(self, tokens):
         self.tokens = list(tokens)
@@ -90,22 +90,22 @@ class SaysThenEnds(LogitsProcessor):
 def test_generation_stops_at_the_end_of_the_turn(tokenizer):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=260, num_hidden_layers=1, **sizes))
-    asked = tokenizer.apply_chat_template(
+    prompt = tokenizer.apply_chat_template(
         CHAT[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
-    said = model.generate(
-        **asked,
+    generated = model.generate(
+        **prompt,
         max_new_tokens=20,
         do_sample=False,
-        logits_processor=[SaysThenEnds([*b"42", 256, *b"more"])],
+        logits_processor=[ForcedTokens([*b"42", 256, *b"more"])],
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    assert said[0, asked["input_ids"].shape[1] :].tolist() == [*b"42", 256]
+    assert generated[0, prompt["input_ids"].shape[1] :].tolist() == [*b"42", 256]
 
 
-def test_the_identity_in_store_names_follows_the_tokenizer():
-    """After a change of the ids or the template: a new `_BYTES_IDENTITY`, and this digest."""
+def test_store_identity_matches_the_tokenizer():
+    """If the ids or the template change, update `_BYTES_IDENTITY` and this digest."""
     tokenizer = hugging_face_byte_tokenizer()
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
     assert hashlib.sha256(content.encode()).hexdigest().startswith("852a5c324591")

@@ -1,4 +1,4 @@
-"""Data of a user's own: what a builder must return, and what an incomplete batch weighs."""
+"""Custom data: invalid builders, and the weight of incomplete batches."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from tests.distributed import vision
 HERE = "tests.unit.data.test_custom_data"
 
 
-def a_dict():
+def build_dict():
     return {"train": [1, 2]}
 
 
-def empty():
+def build_empty():
     return CustomData(train=[], collate=lambda rows: {}, loss=lambda model, batch: torch.zeros(()))
 
 
@@ -23,7 +23,7 @@ VISION = "tests.distributed.vision"
 
 
 @pytest.mark.parametrize(
-    ("builder", "arguments", "says"),
+    ("builder", "arguments", "message"),
     [
         (f"{VISION}:datas", None, r"builder: .* has no function datas; it has .*data"),
         (
@@ -36,16 +36,20 @@ VISION = "tests.distributed.vision"
             {"numbers": 3},
             r"arguments: .*\(number=50\) cannot be called .*numbers",
         ),
-        (f"{HERE}:a_dict", None, r"builder: .* must return a launcher\..*\.CustomData; got dict"),
-        (f"{HERE}:empty", None, r"builder: .* returned an empty training set"),
+        (
+            f"{HERE}:build_dict",
+            None,
+            r"builder: .* must return a launcher\..*\.CustomData; got dict",
+        ),
+        (f"{HERE}:build_empty", None, r"builder: .* returned an empty training set"),
     ],
 )
-def test_builders_that_do_not_work(builder, arguments, says):
-    with pytest.raises(RecipeError, match=rf"^data\.{says}"):
+def test_invalid_builders_are_refused(builder, arguments, message):
+    with pytest.raises(RecipeError, match=rf"^data\.{message}"):
         build_custom_data(builder, arguments)
 
 
-def test_rows_without_a_sample_weigh_nothing():
+def test_rows_without_a_sample_have_zero_weight():
     data = build_custom_data("tests.distributed.vision:data", {"number": 6})
     dataset = CustomDataset(data.train, data, "vision")
     net = vision.model()
@@ -57,13 +61,13 @@ def test_rows_without_a_sample_weigh_nothing():
     assert losses[0] > losses[1] > losses[2] == 0
     losses[2].backward()
     assert all(parameter.grad is not None for parameter in net.parameters()), (
-        "its backward pass reaches every parameter, as sharding needs"
+        "the backward pass must reach every parameter, which sharding requires"
     )
 
 
-def test_a_loss_that_is_no_sum_is_refused():
+def test_non_scalar_loss_is_refused():
     data = CustomData(train=[1.0], collate=torch.tensor, loss=lambda model, batch: batch["x"])
     dataset, batch = CustomDataset([1.0], data, "x"), {"x": torch.ones(2)}
-    what = r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)"
-    with pytest.raises(RecipeError, match=what):
+    message = r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)"
+    with pytest.raises(RecipeError, match=message):
         dataset.loss(torch.nn.Identity(), {"batch": batch, "weight": 1.0})

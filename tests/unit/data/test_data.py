@@ -1,4 +1,4 @@
-"""From files to micro-batches: each token once, and each problem with its file and line."""
+"""From files to micro-batches: each token is used once, and errors name file and line."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from tests.unit.data.rows import documents_of, stores, write
+from tests.unit.data.rows import documents_of, store_names, write
 from tests.unit.small_recipe import says
 
 END = ByteTokenizer.end
@@ -38,7 +38,7 @@ def cache(tmp_path):
 
 
 def read_documents(file):
-    """The texts of a file; raises what open_store would, for the first row that cannot be used."""
+    """The texts of a file. Raises the same error as open_store for the first unusable row."""
     encoder = make_encoder("text", schema.Data(), tokenizer="bytes")
     for encoded in encoder.encode_rows(read_rows(file_part(file))):
         if encoded.problem:
@@ -50,7 +50,7 @@ def read_documents(file):
 # Files
 
 
-def test_files_of_patterns(tmp_path, monkeypatch):
+def test_patterns_match_files(tmp_path, monkeypatch):
     names = "b.txt a.txt c.jsonl tree/z.py tree/.git/x.py tree/y.md tree/.hidden d[1].txt"
     for name in [*names.split(), "tree/__pycache__/y.pyc", "tree/x.PNG"]:
         write(tmp_path / name, "x")
@@ -67,10 +67,10 @@ def test_files_of_patterns(tmp_path, monkeypatch):
     assert found("**/*.py") == ["tree/z.py"]
     assert found("d[1].txt") == ["d[1].txt"]
     (tmp_path / "empty").mkdir()
-    for nothing in ("*.csv", "gone.txt", "empty"):
-        where = f"^data: '{nothing.replace('*', '.')}' matches no file .in {tmp_path}.$"
+    for unmatched in ("*.csv", "gone.txt", "empty"):
+        where = f"^data: '{unmatched.replace('*', '.')}' matches no file .in {tmp_path}.$"
         with pytest.raises(RecipeError, match=where):
-            found("b.txt", nothing)
+            found("b.txt", unmatched)
     write(tmp_path / "set/README.md", "a folder of rows may have a README")
     write(tmp_path / "set/a.jsonl", ["x"])
     assert found("set", kind="chat") == ["set/a.jsonl"]
@@ -103,7 +103,7 @@ NUMBERS = [str(number) for number in range(2500)]
         ("long.parquet", NUMBERS, NUMBERS),
     ],
 )
-def test_documents(tmp_path, name, content, documents):
+def test_documents_of_each_file_format(tmp_path, name, content, documents):
     assert list(read_documents(write(tmp_path / name, content))) == documents
 
 
@@ -138,15 +138,15 @@ BROKEN_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "said"), BROKEN_FILES)
-def test_broken_files_name_file_and_line(tmp_path, name, content, said):
+@pytest.mark.parametrize(("name", "content", "expected"), BROKEN_FILES)
+def test_errors_name_file_and_line(tmp_path, name, content, expected):
     file = write(tmp_path / name, content)
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError) as error:
         list(read_documents(file))
-    assert says(f"{file}{said}", str(refused.value)), str(refused.value)
+    assert says(f"{file}{expected}", str(error.value)), str(error.value)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     file = write(tmp_path / "a.parquet", [{"text": "x" * 1000}])
     whole = file.read_bytes()
     for damaged in (whole[:100], whole[:-20], whole[:4] + b"\0" * 100 + whole[104:], b""):
@@ -162,7 +162,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
-    """A tokenizer of six words that puts <s> before a text where special tokens are asked for."""
+    """A tokenizer with six words. It puts <s> before a text if special tokens are requested."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -179,7 +179,7 @@ def tokenizer_folder(tmp_path_factory):
     return folder
 
 
-def copied(folder, to):
+def copy_folder(folder, to):
     for file in folder.iterdir():
         write(to / file.name, file.read_bytes())
     return to
@@ -196,9 +196,9 @@ def test_hugging_face_tokenizer(tokenizer_folder):
     assert tokenizer.ids(["small " * 100_000])[0].shape == (100_000,)
 
 
-def test_the_identity_of_a_tokenizer_follows_its_files(tokenizer_folder, tmp_path):
+def test_tokenizer_identity_changes_with_its_files(tokenizer_folder, tmp_path):
     identity = tokenizer_identity(str(tokenizer_folder))
-    copy = copied(tokenizer_folder, tmp_path / "copy")
+    copy = copy_folder(tokenizer_folder, tmp_path / "copy")
     write(copy / "model.safetensors", b"weights")
     write(copy / "model.safetensors.index.json", b"{}")
     assert tokenizer_identity(str(copy)) == identity
@@ -208,73 +208,76 @@ def test_the_identity_of_a_tokenizer_follows_its_files(tokenizer_folder, tmp_pat
         (copy / name).unlink()
 
 
-def test_tokenizer_without_an_end_of_text(tokenizer_folder, tmp_path, cache):
-    copy = copied(tokenizer_folder, tmp_path / "copy")
+def test_tokenizer_without_eos_token_is_refused(tokenizer_folder, tmp_path, cache):
+    copy = copy_folder(tokenizer_folder, tmp_path / "copy")
     config = json.loads((copy / "tokenizer_config.json").read_text())
     del config["eos_token"]
     write(copy / "tokenizer_config.json", json.dumps(config))
-    what = r"has no end-of-text token \(eos_token\), which ends each document"
-    with pytest.raises(RecipeError, match=rf"data.tokenizer: .*copy: {what}"):
-        store_of(write(tmp_path / "a.txt", "a"), cache=cache, tokenizer=str(copy))
+    message = r"has no end-of-text token \(eos_token\), which ends each document"
+    with pytest.raises(RecipeError, match=rf"data.tokenizer: .*copy: {message}"):
+        create_store(write(tmp_path / "a.txt", "a"), cache=cache, tokenizer=str(copy))
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "garbage"])
-def test_folder_without_a_tokenizer(tmp_path, content):
+def test_folder_without_a_tokenizer_is_refused(tmp_path, content):
     if content is not None:
         write(tmp_path / "tokenizer.json", content)
-    what = f"^data.tokenizer: {tmp_path}: no tokenizer could be loaded: "
-    with pytest.raises(RecipeError, match=what):
+    message = f"^data.tokenizer: {tmp_path}: no tokenizer could be loaded: "
+    with pytest.raises(RecipeError, match=message):
         load_tokenizer(str(tmp_path))
 
 
 # Stores
 
 
-def store_of(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True):
+def create_store(*patterns, cache, kind="text", tokenizer="bytes", column="text", build=True):
     data = schema.Data(kind=kind, text_column=column, cache=str(cache))
     return open_store(tuple(map(str, patterns)), data, tokenizer=tokenizer, build=build)
 
 
 def test_store_of_text(tmp_path, cache, tokenizer_folder):
     text = write(tmp_path / "b.txt", "ab")
-    store = store_of(text, write(tmp_path / "a.jsonl", ["ä", "", "z\r\n"]), cache=cache)
+    store = create_store(text, write(tmp_path / "a.jsonl", ["ä", "", "z\r\n"]), cache=cache)
     assert documents_of(store) == [[97, 98, END], [0xC3, 0xA4, END], [122, 13, 10, END]]
     assert (store.documents, store.largest_id, store.labels) == (3, END, None)
     assert isinstance(store.ids, np.memmap)
     assert store.ids.dtype == np.int32
-    words = store_of(write(text, "a small world"), cache=cache, tokenizer=str(tokenizer_folder))
+    words = create_store(write(text, "a small world"), cache=cache, tokenizer=str(tokenizer_folder))
     assert documents_of(words) == [[0, 3, 4, 5, 1]]
 
 
-def test_a_store_is_tokenized_once(tmp_path, cache, messages):
+def test_store_is_tokenized_once(tmp_path, cache, messages):
     file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
-    first = store_of(file, cache=cache)
+    first = create_store(file, cache=cache)
     assert says("tokenizing 1 files (0.0 MiB)", messages()[0])
     assert says("tokenized 1 documents, 3 tokens in ... s (... tokens/s)", messages()[1])
-    again, other_rank = store_of(file, cache=cache), store_of(file, cache=cache, build=False)
+    again, other_rank = (
+        create_store(file, cache=cache),
+        create_store(file, cache=cache, build=False),
+    )
     assert documents_of(first) == documents_of(again) == documents_of(other_rank)
     assert documents_of(first) == [[97, 98, END]]
-    assert stores(cache) == [first.folder.name]
+    assert store_names(cache) == [first.folder.name]
     assert len(messages()) == 2
-    # Another column and other content of the same size change the store
-    assert documents_of(store_of(file, cache=cache, column="body")) == [[99, END]]
+    # A different column, or different content of the same size, gives a new store
+    assert documents_of(create_store(file, cache=cache, column="body")) == [[99, END]]
     write(file, [{"text": "xy", "body": "c"}])
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
-    assert documents_of(store_of(file, cache=cache)) == [[120, 121, END]]
-    assert len(messages()) == 2 * len(stores(cache)) == 6
+    assert documents_of(create_store(file, cache=cache)) == [[120, 121, END]]
+    assert len(messages()) == 2 * len(store_names(cache)) == 6
 
 
 def test_other_ranks_wait_for_the_store(tmp_path, cache):
     file, waited = write(tmp_path / "a.txt", "ab"), []
 
     def wait():
-        waited.append(documents_of(store_of(file, cache=cache, build=False)))
+        waited.append(documents_of(create_store(file, cache=cache, build=False)))
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     waiting.join(0.15)
     assert waiting.is_alive()
-    store_of(file, cache=cache)
+    create_store(file, cache=cache)
     waiting.join(10)
     assert waited == [[[97, 98, END]]]
 
@@ -287,22 +290,22 @@ def test_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder(None) == tmp_path / ".cache" / "launcher"
     file = write(tmp_path / "a.txt", "ab")
-    what = f"^data.cache: {file} cannot be written to: Not a directory$"
-    with pytest.raises(RecipeError, match=what):
-        store_of(file, cache=file)
+    message = f"^data.cache: {file} cannot be written to: Not a directory$"
+    with pytest.raises(RecipeError, match=message):
+        create_store(file, cache=file)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
 def test_store_of_tokens(tmp_path, cache, name):
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": []}, {"input_ids": [7]}]
-    store = store_of(write(tmp_path / name, rows), cache=cache, kind="tokens")
+    store = create_store(write(tmp_path / name, rows), cache=cache, kind="tokens")
     assert (documents_of(store), store.labels, store.largest_id) == ([[1, 2, 3], [7]], None, 7)
     rows = [
         {"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]},
         {"input_ids": [4, 5]},
         {"input_ids": [6], "labels": None},
     ]
-    store = store_of(write(tmp_path / f"more_{name}", rows), cache=cache, kind="tokens")
+    store = create_store(write(tmp_path / f"more_{name}", rows), cache=cache, kind="tokens")
     assert documents_of(store) == [[1, 2, 3], [4, 5], [6]]
     assert store.labels.tolist() == [IGNORED, 9, 3, 4, 5, 6]
     assert store.largest_id == 9
@@ -321,20 +324,20 @@ BROKEN_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "said"), BROKEN_TOKENS)
-def test_broken_token_rows(tmp_path, cache, rows, said):
+@pytest.mark.parametrize(("rows", "expected"), BROKEN_TOKENS)
+def test_invalid_token_rows_are_refused(tmp_path, cache, rows, expected):
     file = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(RecipeError) as refused:
-        store_of(file, cache=cache, kind="tokens")
-    assert says(f"{file}{said}", str(refused.value))
-    assert stores(cache) == [], "half a store is left behind"
+    with pytest.raises(RecipeError) as error:
+        create_store(file, cache=cache, kind="tokens")
+    assert says(f"{file}{expected}", str(error.value))
+    assert store_names(cache) == [], "an incomplete store is left behind"
 
 
 NO_ROWS = "{file}: it has no rows; remove it, or leave it out of the patterns"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "expected"),
     [
         ("a.jsonl", "", NO_ROWS),
         ("a.jsonl", "\n\n", NO_ROWS),
@@ -343,11 +346,11 @@ NO_ROWS = "{file}: it has no rows; remove it, or leave it out of the patterns"
         ("a.jsonl", [""], "data: no document with text in 2 files"),
     ],
 )
-def test_files_without_a_document(tmp_path, cache, name, content, said):
+def test_files_without_documents_are_refused(tmp_path, cache, name, content, expected):
     file, empty = write(tmp_path / name, content), write(tmp_path / "b.txt", "")
-    with pytest.raises(RecipeError) as refused:
-        store_of(file, empty, cache=cache)
-    assert str(refused.value) == said.format(file=file)
+    with pytest.raises(RecipeError) as error:
+        create_store(file, empty, cache=cache)
+    assert str(error.value) == expected.format(file=file)
 
 
 # Packing
@@ -356,7 +359,7 @@ PACKINGS = {"stream": packing.stream, "separate": packing.separate, "best_fit": 
 
 
 def counting_store(sizes):
-    """Documents of these sizes; each token's id is its own place, so that none can be taken for another."""
+    """Documents of these sizes. The id of a token is its index in the store, so ids are unique."""
     offsets = np.cumsum([0, *sizes], dtype=np.int64)
     ids = np.arange(offsets[-1], dtype=np.int32)
     return TokenStore(ids=ids, labels=None, offsets=offsets, largest_id=len(ids) - 1)
@@ -368,17 +371,17 @@ def pieces_of(sequences):
     return [pieces[start:end] for start, end in itertools.pairwise(sequences.bounds.tolist())]
 
 
-def cases(times=120):
-    chance = random.Random(5)
+def random_cases(times=120):
+    rng = random.Random(5)
     for _ in range(times):
-        longest = chance.choice([1, 3, 10, 40])
-        sizes = [chance.randint(1, longest) for _ in range(chance.randint(1, 30))]
-        yield sizes, chance.choice([1, 2, 3, 5, 8, 16, 64])
+        longest = rng.choice([1, 3, 10, 40])
+        sizes = [rng.randint(1, longest) for _ in range(rng.randint(1, 30))]
+        yield sizes, rng.choice([1, 2, 3, 5, 8, 16, 64])
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_every_token_is_in_one_piece_and_one_target(name):
-    for sizes, length in cases():
+def test_packing_keeps_every_token_and_target_once(name):
+    for sizes, length in random_cases():
         store = counting_store(sizes)
         sequences = PACKINGS[name](store.offsets, length)
         dataset = SequenceDataset(store, sequences, length, packed=name != "separate")
@@ -389,17 +392,21 @@ def test_every_token_is_in_one_piece_and_one_target(name):
             assert 1 <= len(row["input_ids"]) <= length, (sizes, length)
             tokens = [token for start, size in pieces for token in range(start, start + size)]
             assert row["input_ids"] == tokens
-            assert row["position_ids"] == [place for _, size in pieces for place in range(size)]
+            assert row["position_ids"] == [
+                position for _, size in pieces for position in range(size)
+            ]
             for start, size in pieces:
-                assert not firsts & set(range(start + 1, start + size)), "more than one document"
+                assert not firsts & set(range(start + 1, start + size)), (
+                    "a piece has tokens of more than one document"
+                )
             ids += tokens
             targets += row["targets"]
         assert sorted(ids) == list(range(sum(sizes))), (sizes, length)
         assert targets == [IGNORED if token in lasts else token + 1 for token in ids]
 
 
-def test_where_documents_are_cut():
-    for sizes, length in cases():
+def test_documents_are_split_at_the_expected_positions():
+    for sizes, length in random_cases():
         offsets, total = counting_store(sizes).offsets, sum(sizes)
         sequences = packing.stream(offsets, length)
         filled = [sum(size for _, size in pieces) for pieces in pieces_of(sequences)]
@@ -407,33 +414,37 @@ def test_where_documents_are_cut():
         bounds = list(itertools.pairwise(offsets.tolist()))
         cut = sum((end - 1) // length > start // length for start, end in bounds)
         assert sequences.split_documents == cut
-        alone = packing.separate(offsets, length)
-        assert pieces_of(alone) == [
+        separate = packing.separate(offsets, length)
+        assert pieces_of(separate) == [
             [(at, min(length, end - at))]
             for start, end in bounds
             for at in range(start, end, length)
         ]
         fitted = packing.best_fit(offsets, length)
-        assert sorted(itertools.chain(*pieces_of(fitted))) == [one for (one,) in pieces_of(alone)]
+        assert sorted(itertools.chain(*pieces_of(fitted))) == [
+            one for (one,) in pieces_of(separate)
+        ]
         filled = sorted(sum(size for _, size in pieces) for pieces in pieces_of(fitted))
-        assert len(filled) == 1 or filled[0] + filled[1] > length, "two sequences could be joined"
+        assert len(filled) == 1 or filled[0] + filled[1] > length, (
+            "two sequences would fit into one"
+        )
         longer = sum(size > length for size in sizes)
-        assert alone.split_documents == fitted.split_documents == longer
+        assert separate.split_documents == fitted.split_documents == longer
 
 
-def test_best_fit_is_near_the_fewest_sequences():
-    """Documents that are known to fit into so many sequences, without a token of padding."""
-    chance = random.Random(3)
+def test_best_fit_is_close_to_the_optimum():
+    """The documents fit into a known number of sequences without padding."""
+    rng = random.Random(3)
     for full in (1, 7, 40, 200):
         sizes = []
         for _ in range(full):
-            cuts = sorted({0, 64, *(chance.randrange(1, 64) for _ in range(chance.randint(0, 6)))})
+            cuts = sorted({0, 64, *(rng.randrange(1, 64) for _ in range(rng.randint(0, 6)))})
             sizes += [end - start for start, end in itertools.pairwise(cuts)]
-        chance.shuffle(sizes)
+        rng.shuffle(sizes)
         assert full <= len(packing.best_fit(counting_store(sizes).offsets, 64)) <= 11 / 9 * full + 4
     sequences = packing.best_fit(counting_store([3, 9, 2, 5, 10, 1]).offsets, 10)
     in_order = [[(0, 3), (12, 2), (14, 5)], [(3, 9), (29, 1)], [(19, 10)]]
-    assert pieces_of(sequences) == in_order, "it stays near the order of the files"
+    assert pieces_of(sequences) == in_order, "sequences must stay close to the order of the files"
 
 
 # Micro-batches
@@ -443,13 +454,13 @@ def test_best_fit_is_near_the_fewest_sequences():
     ("length", "targets"),
     [
         (4, [[IGNORED, 7, 8, IGNORED], [9, IGNORED]]),
-        # The first label of a piece is the target of the piece before
+        # The first label of a piece is the last target of the previous piece
         (2, [[IGNORED, 7], [8, IGNORED], [9, IGNORED]]),
         (1, [[IGNORED], [7], [8], [IGNORED], [9], [IGNORED]]),
     ],
 )
 def test_labels_are_shifted(length, targets):
-    """[5 6 7 8] with a loss on 7 and 8, and [3 4] with a loss on 4, which counts as 9."""
+    """Documents [5 6 7 8], with loss on 7 and 8, and [3 4], where the label of 4 is 9."""
     store = TokenStore(
         ids=np.array([5, 6, 7, 8, 3, 4], dtype=np.int32),
         labels=np.array([IGNORED, IGNORED, 7, 8, 3, 9], dtype=np.int32),
@@ -479,7 +490,7 @@ def test_rows_are_padded_on_the_right():
     assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
 
 
-def test_packed_rows_have_the_full_length_and_positions_of_their_own():
+def test_packed_rows_have_full_length_and_separate_positions():
     dataset = dataset_of([3, 2, 6], 6, packed=True)
     collated = dataset.collate([dataset[0], dataset[1]])
     tensors = {name: tensor.tolist() for name, tensor in collated["tensors"].items()}
@@ -487,62 +498,62 @@ def test_packed_rows_have_the_full_length_and_positions_of_their_own():
     assert tensors["targets"] == [[1, 2, IGNORED, 4, IGNORED, IGNORED], [6, 7, 8, 9, 10, IGNORED]]
     assert tensors["position_ids"] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     assert (collated["tokens"], collated["loss_tokens"]) == (11, 8)
-    # Padding is a document of its own
+    # Padding is a separate document
     dataset = dataset_of([2, 1], 6, packed=True)
     assert dataset.collate([dataset[0]])["tensors"]["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
-    one_each = dataset_of([6, 4], 6, packed=True)
-    tensors = one_each.collate([one_each[0], one_each[1]])["tensors"]
-    assert "position_ids" not in tensors, "no row holds several documents"
+    one_document_rows = dataset_of([6, 4], 6, packed=True)
+    tensors = one_document_rows.collate([one_document_rows[0], one_document_rows[1]])["tensors"]
+    assert "position_ids" not in tensors, "no row has several documents, so no positions are needed"
     assert tensors["input_ids"].shape == (2, 6)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_rows_without_a_sample_weigh_nothing(packed):
+def test_rows_without_a_sample_have_zero_weight(packed):
     dataset = dataset_of([3], 4, packed=packed)
-    alone = dataset.collate([dataset[0]])
-    with_nothing = dataset.collate([dataset[0], dataset[NO_SAMPLE], dataset[NO_SAMPLE]])
+    single = dataset.collate([dataset[0]])
+    with_empty_rows = dataset.collate([dataset[0], dataset[NO_SAMPLE], dataset[NO_SAMPLE]])
     for count in ("tokens", "loss_tokens"):
-        assert with_nothing[count] == alone[count] > 0
-    targets = with_nothing["tensors"]["targets"]
-    assert targets[0].tolist() == alone["tensors"]["targets"][0].tolist()
+        assert with_empty_rows[count] == single[count] > 0
+    targets = with_empty_rows["tensors"]["targets"]
+    assert targets[0].tolist() == single["tensors"]["targets"][0].tolist()
     assert targets[1:].eq(IGNORED).all()
-    assert with_nothing["tensors"]["input_ids"].shape == (3, 4 if packed else 3)
-    nothing = dataset.collate([dataset[NO_SAMPLE]])
-    assert (nothing["tokens"], nothing["loss_tokens"]) == (0, 0)
-    assert nothing["tensors"]["input_ids"].shape == (1, 4 if packed else 1)
+    assert with_empty_rows["tensors"]["input_ids"].shape == (3, 4 if packed else 3)
+    empty = dataset.collate([dataset[NO_SAMPLE]])
+    assert (empty["tokens"], empty["loss_tokens"]) == (0, 0)
+    assert empty["tensors"]["input_ids"].shape == (1, 4 if packed else 1)
 
 
-# All of it
+# From files to sequences
 
 
-def opened(file, cache, *, vocabulary=1000, **more):
+def dataset_from_file(file, cache, *, vocabulary=1000, **more):
     data = schema.Data(train=(str(file),), cache=str(cache), tokenizer="bytes", **more)
     model = ModelInputs(vocabulary=vocabulary)
     return open_dataset(data, data.train, tokenizer="bytes", model=model, build=True)
 
 
-def test_packing_of_each_kind(tmp_path, cache):
+def test_default_packing_of_each_kind(tmp_path, cache):
     text = write(tmp_path / "a.jsonl", ["abc", "de", "f"])
-    stream = opened(text, cache, sequence_length=4)
+    stream = dataset_from_file(text, cache, sequence_length=4)
     sequences = [stream[index]["input_ids"].tolist() for index in range(len(stream))]
     assert sequences == [[*b"abc", END], [*b"de", END, *b"f"], [END]]
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}, {"input_ids": [7]}]
     tokens = write(tmp_path / "b.jsonl", rows)
-    fitted = opened(tokens, cache, kind="tokens", sequence_length=4)
+    fitted = dataset_from_file(tokens, cache, kind="tokens", sequence_length=4)
     sequences = [fitted[index]["input_ids"].tolist() for index in range(len(fitted))]
     assert sequences in ([[1, 2, 3, 7], [4, 5, 6]], [[1, 2, 3], [4, 5, 6, 7]])
     for file, kind in ((text, "text"), (tokens, "tokens")):
-        assert len(opened(file, cache, kind=kind, sequence_length=8, packing=False)) == 3
+        assert len(dataset_from_file(file, cache, kind=kind, sequence_length=8, packing=False)) == 3
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
+def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
     text = write(tmp_path / "a.txt", "abc")
-    assert len(opened(text, cache, vocabulary=257)) == 1
-    what = r"token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$"
-    with pytest.raises(RecipeError, match=rf"a.txt: {what}"):
-        opened(text, cache, vocabulary=256)
+    assert len(dataset_from_file(text, cache, vocabulary=257)) == 1
+    message = r"token id 256 is beyond the model's vocabulary of 256 \(model.config.vocab_size\)$"
+    with pytest.raises(RecipeError, match=rf"a.txt: {message}"):
+        dataset_from_file(text, cache, vocabulary=256)
     label = write(tmp_path / "b.jsonl", [{"input_ids": [1, 2], "labels": [1, 12]}])
     with pytest.raises(
         RecipeError, match=r"b.jsonl:1: token id 12 is beyond the model's .* of 10 "
     ):
-        opened(label, cache, kind="tokens", vocabulary=10)
+        dataset_from_file(label, cache, kind="tokens", vocabulary=10)

@@ -1,4 +1,7 @@
-"""Conversations and prompts: which tokens carry loss, by the template's marks or by a rendering that is verified."""
+"""Conversations and prompts: which tokens carry loss.
+
+The template marks them, or a second rendering finds and verifies them.
+"""
 
 import itertools
 
@@ -15,8 +18,11 @@ from tests.unit.data.rows import write
 SPECIAL = ["<bos>", "<eos>", "<|begin|>", "<|end|>", "<|head|>", "<|neck|>", "<turn>", "</turn>"]
 
 
-def trained(*, trim=False):
-    """A byte-level BPE tokenizer with some merges. trim: white space is excluded from the offsets, as Llama 3 has it."""
+def bpe_tokenizer(*, trim=False):
+    """A byte-level BPE tokenizer with some merges.
+
+    trim: token offsets exclude white space, as in Llama 3's tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -32,15 +38,18 @@ def trained(*, trim=False):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
 
 
-def sentencepiece():
-    """In the shape of Llama 2's: spaces are written out, one is put in front, what has no token is spelt in bytes."""
+def sentencepiece_tokenizer():
+    """A tokenizer like that of Llama 2.
+
+    Spaces become `▁`, one is prepended to the text, and unknown characters are encoded as bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
     merges = [("a", "n"), ("▁", "a"), ("n", "o"), ("y", "e"), ("ye", "s"), ("▁", "t"), ("▁t", "h")]
-    spelt = [f"<0x{byte:02X}>" for byte in range(256)]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = ["▁", *(chr(code) for code in range(0x21, 0x7F))]
-    words = ["<unk>", *SPECIAL, *spelt, *letters, *(a + b for a, b in merges)]
+    words = ["<unk>", *SPECIAL, *byte_tokens, *letters, *(a + b for a, b in merges)]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>")
@@ -60,11 +69,12 @@ def sentencepiece():
 @pytest.fixture(scope="module", params=["bytes", "trimmed", "sentencepiece"])
 def tokenizer(request):
     if request.param == "sentencepiece":
-        return sentencepiece()
-    return trained(trim=request.param == "trimmed")
+        return sentencepiece_tokenizer()
+    return bpe_tokenizer(trim=request.param == "trimmed")
 
 
-# Templates in the shape of real ones. What the assistant says stands between [[ and ]]: taken out, or turned into marks.
+# Templates like those of real models. [[ and ]] enclose the assistant's text: `without_marks`
+# removes them, and `with_marks` replaces them by generation marks.
 CHATML = "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}" + (
     "{% if m.role == 'assistant' %}[[{{ m.content + '<|end|>' }}]]{{ '\n' }}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
@@ -104,16 +114,16 @@ TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "inst": INST, "gemma": GEMMA}
 TEMPLATES["thinking"] = THINKING
 
 
-def bare(template):
+def without_marks(template):
     return template.replace("[[", "").replace("]]", "")
 
 
-def marked(template):
+def with_marks(template):
     return template.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
 
 
-def said(*contents):
-    """A conversation, the user first."""
+def dialogue(*contents):
+    """Messages that alternate between user and assistant, starting with the user."""
     roles = ("user", "assistant") * len(contents)
     return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
 
@@ -123,8 +133,8 @@ def encoded(tokenizer, template, messages, tools=None, loss_from=0):
     return chat.tokens([chat.render(messages, tools, loss_from=loss_from)])[0]
 
 
-def learned(tokenizer, template, messages, **more):
-    """The runs of text that carry loss."""
+def loss_texts(tokenizer, template, messages, **more):
+    """The decoded spans that carry loss."""
     ids, labels = encoded(tokenizer, template, messages, **more)
     assert ((labels == IGNORED) | (labels == ids)).all()
     runs = itertools.groupby(zip(ids, labels, strict=True), key=lambda one: one[1] != IGNORED)
@@ -132,100 +142,106 @@ def learned(tokenizer, template, messages, **more):
 
 
 CONVERSATIONS = {
-    "one": said("what is this?", "the answer is forty two"),
-    "many": said("yes", "no", "what?", "the quick answer", "maybe", "no"),
-    "the user says the same": said("no", "no", "no", "no"),
-    "characters of several tokens": said("日本?", "🙂日本🙂", "ü", "é🙂"),
-    "white space": said("a", "  two  spaces \n", "b", "\n\nlines\n\n"),
+    "one": dialogue("what is this?", "the answer is forty two"),
+    "many": dialogue("yes", "no", "what?", "the quick answer", "maybe", "no"),
+    "the user says the same": dialogue("no", "no", "no", "no"),
+    "characters of several tokens": dialogue("日本?", "🙂日本🙂", "ü", "é🙂"),
+    "white space": dialogue("a", "  two  spaces \n", "b", "\n\nlines\n\n"),
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 def test_marks_and_verified_rendering_agree(tokenizer, name, conversation):
-    messages, bare_ = CONVERSATIONS[conversation], bare(TEMPLATES[name])
-    ids, labels = encoded(tokenizer, bare_, messages)
-    marked_ids, marked_labels = encoded(tokenizer, marked(TEMPLATES[name]), messages)
-    expected = tokenizer.apply_chat_template(messages, chat_template=bare_)["input_ids"]
+    messages, unmarked = CONVERSATIONS[conversation], without_marks(TEMPLATES[name])
+    ids, labels = encoded(tokenizer, unmarked, messages)
+    marked_ids, marked_labels = encoded(tokenizer, with_marks(TEMPLATES[name]), messages)
+    expected = tokenizer.apply_chat_template(messages, chat_template=unmarked)["input_ids"]
     assert ids.tolist() == marked_ids.tolist() == expected
     assert labels.tolist() == marked_labels.tolist()
     end = {"inst": " <eos>", "gemma": "</turn>"}.get(name, "<|end|>")
     answers = [message["content"].lstrip() for message in messages[1::2]]
     if name in ("headers", "inst", "gemma"):
         answers = [answer.strip() for answer in answers]
-    runs = learned(tokenizer, bare_, messages)
+    runs = loss_texts(tokenizer, unmarked, messages)
     assert [run.strip() for run in runs] == [answer + end for answer in answers]
 
 
-def test_marks_are_read_as_transformers_reads_them():
-    tokenizer = trained()
+def test_marks_give_the_same_mask_as_transformers():
+    tokenizer = bpe_tokenizer()
     for messages in CONVERSATIONS.values():
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = tokenizer.apply_chat_template(messages, chat_template=marked(CHATML), **options)
-        ids, labels = encoded(tokenizer, marked(CHATML), messages)
+        found = tokenizer.apply_chat_template(messages, chat_template=with_marks(CHATML), **options)
+        ids, labels = encoded(tokenizer, with_marks(CHATML), messages)
         assert ids.tolist() == found["input_ids"]
         assert [int(label != IGNORED) for label in labels] == found["assistant_masks"]
 
 
-def test_a_system_turn_and_turns_without_an_answer(tokenizer):
-    messages = [{"role": "system", "content": "no"}, *said("yes", "no", "no")]
+def test_system_and_unanswered_turns_carry_no_loss(tokenizer):
+    messages = [{"role": "system", "content": "no"}, *dialogue("yes", "no", "no")]
     for template in (CHATML, HEADERS, GEMMA):
-        runs = learned(tokenizer, bare(template), messages)
+        runs = loss_texts(tokenizer, without_marks(template), messages)
         assert len(runs) == 1
-        assert runs == learned(tokenizer, marked(template), messages)
-    for template in (bare(CHATML), marked(CHATML)):
-        four = said("a", "yes", "b", "no")
-        assert learned(tokenizer, template, four, loss_from=2) == ["no<|end|>"]
+        assert runs == loss_texts(tokenizer, with_marks(template), messages)
+    for template in (without_marks(CHATML), with_marks(CHATML)):
+        four = dialogue("a", "yes", "b", "no")
+        assert loss_texts(tokenizer, template, four, loss_from=2) == ["no<|end|>"]
 
 
 def test_thinking_of_earlier_turns_is_dropped(tokenizer):
-    messages = said("a", "<think>\nlong\n</think>\n\nyes", "b", "<think>\nshort\n</think>\n\nno")
+    messages = dialogue(
+        "a", "<think>\nlong\n</think>\n\nyes", "b", "<think>\nshort\n</think>\n\nno"
+    )
     expected = ["yes<|end|>", "<think>\nshort\n</think>\n\nno<|end|>"]
-    for template in (marked(THINKING), bare(THINKING)):
-        assert learned(tokenizer, template, messages) == expected
-    one_line = said("a", "<think>long</think>yes", "b", "<think>short</think>no")
-    assert learned(tokenizer, bare(THINKING), one_line) == expected
-    # a template that knows nothing of it keeps it as it is
-    assert learned(tokenizer, bare(CHATML), one_line) == [
+    for template in (with_marks(THINKING), without_marks(THINKING)):
+        assert loss_texts(tokenizer, template, messages) == expected
+    one_line = dialogue("a", "<think>long</think>yes", "b", "<think>short</think>no")
+    assert loss_texts(tokenizer, without_marks(THINKING), one_line) == expected
+    # A template that does not handle thinking keeps the text unchanged
+    assert loss_texts(tokenizer, without_marks(CHATML), one_line) == [
         "<think>long</think>yes<|end|>",
         "<think>short</think>no<|end|>",
     ]
 
 
-def test_calls_of_tools_and_reasoning_are_learned(tokenizer):
+def test_tool_calls_and_reasoning_carry_loss(tokenizer):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "maybe"}}]}
     thought = {"role": "assistant", "content": "yes", "reasoning_content": "what"}
     for last in (call, thought):
-        messages = [*said("a", "no", "b"), last]
-        runs = learned(tokenizer, bare(THINKING), messages)
-        assert runs == learned(tokenizer, marked(THINKING), messages)
+        messages = [*dialogue("a", "no", "b"), last]
+        runs = loss_texts(tokenizer, without_marks(THINKING), messages)
+        assert runs == loss_texts(tokenizer, with_marks(THINKING), messages)
         assert runs[0] == "no<|end|>"
         thinking = "<think>\nwhat\n</think>\n\nyes<|end|>"
         assert runs[1] == ("\n<call>maybe</call><|end|>" if last is call else thinking)
 
 
-def test_an_answer_without_an_end_of_turn_gets_the_end_of_text(tokenizer):
-    ids, _ = encoded(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))
+def test_eos_is_added_if_the_end_of_turn_is_missing(tokenizer):
+    ids, _ = encoded(tokenizer, without_marks(PLAIN), dialogue("a", "yes", "b", "no"))
     assert ids[-1] == tokenizer.eos_token_id
-    last = learned(tokenizer, bare(PLAIN), said("a", "yes", "b", "no"))[-1]
+    last = loss_texts(tokenizer, without_marks(PLAIN), dialogue("a", "yes", "b", "no"))[-1]
     assert last.strip("\n ") in ("no\n<eos>", "no<eos>")
-    ids, _ = encoded(tokenizer, bare(CHATML), said("a", "yes"))
+    ids, _ = encoded(tokenizer, without_marks(CHATML), dialogue("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
-    # an end of turn that is no token of its own is learned with it
-    spelt = bare(CHATML).replace("<|end|>", "##")
-    assert learned(tokenizer, spelt, said("a", "yes", "b", "no"))[-1] == "no##\n<eos>"
-    open_ended = learned(tokenizer, bare(PLAIN), said("a", "yes", "b"))
+    # An end of turn that is not a special token carries loss, too
+    text_end = without_marks(CHATML).replace("<|end|>", "##")
+    assert loss_texts(tokenizer, text_end, dialogue("a", "yes", "b", "no"))[-1] == "no##\n<eos>"
+    open_ended = loss_texts(tokenizer, without_marks(PLAIN), dialogue("a", "yes", "b"))
     assert [run.strip() for run in open_ended] == ["yes"]
-    # marks are taken as they are
-    ids, labels = encoded(tokenizer, marked(PLAIN), said("a", "yes"))
+    # With generation marks, no EOS token is added
+    ids, labels = encoded(tokenizer, with_marks(PLAIN), dialogue("a", "yes"))
     assert ids[-1] != tokenizer.eos_token_id
     assert labels[-1] == IGNORED
 
 
-ANSWERED = said("a", "yes")
+ANSWERED = dialogue("a", "yes")
 REFUSED = [
-    (bare(INST), [*ANSWERED, ANSWERED[1]], "refuses this conversation: turns must go user, assis"),
-    (bare(CHATML), said("a"), "no assistant turn, so nothing to learn from"),
+    (
+        without_marks(INST),
+        [*ANSWERED, ANSWERED[1]],
+        "refuses this conversation: turns must go user, assis",
+    ),
+    (without_marks(CHATML), dialogue("a"), "no assistant turn, so nothing to learn from"),
     ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ANSWERED, "message 2: the"),
     ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", ANSWERED, "; put {% gen"),
     ("{{ messages[0].content }}", ANSWERED, "cannot be verified"),
@@ -234,21 +250,21 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("template", "messages", "what"), REFUSED)
-def test_a_conversation_that_cannot_be_used(template, messages, what):
-    with pytest.raises(RowError) as refused:
-        encoded(trained(), template, messages)
-    assert what in str(refused.value)
+@pytest.mark.parametrize(("template", "messages", "expected"), REFUSED)
+def test_unusable_conversations_are_refused(template, messages, expected):
+    with pytest.raises(RowError) as error:
+        encoded(bpe_tokenizer(), template, messages)
+    assert expected in str(error.value)
 
 
-def test_templates_and_tokenizers_that_cannot_be_used():
+def test_unusable_templates_and_tokenizers_are_refused():
     with pytest.raises(RecipeError, match=r"^data.chat_template: line 2: "):
-        encoded(trained(), "{{ 'x' }}\n{% for %}", ANSWERED)
+        encoded(bpe_tokenizer(), "{{ 'x' }}\n{% for %}", ANSWERED)
     missing = (
         r"^data.tokenizer: it: has no chat template; set data.chat_template to a file with one$"
     )
     with pytest.raises(RecipeError, match=missing):
-        ChatTemplate(trained(), "it", None)
+        ChatTemplate(bpe_tokenizer(), "it", None)
 
     class Slow:
         chat_template, is_fast = "x", False
@@ -261,7 +277,7 @@ def test_templates_and_tokenizers_that_cannot_be_used():
 # Messages
 
 
-def test_messages():
+def test_message_formats_are_normalized():
     speakers = {"system": "s", "human": "h", "gpt": "g", "tool": "t"}
     turns = [{"from": name, "value": text, "weight": None} for name, text in speakers.items()]
     roles = zip(("system", "user", "assistant", "tool"), "shgt", strict=True)
@@ -280,7 +296,7 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
 
 
 @pytest.mark.parametrize(
-    ("messages", "what"),
+    ("messages", "expected"),
     [
         ("x", f"{LIST} str"),
         ([], f"{LIST} an empty list"),
@@ -291,10 +307,10 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
         ([{"role": "user", "content": [{"type": "image"}]}], "message 1: only text can be"),
     ],
 )
-def test_broken_messages(messages, what):
-    with pytest.raises(RowError) as refused:
+def test_invalid_messages_are_refused(messages, expected):
+    with pytest.raises(RowError) as error:
         read_messages(messages, "messages")
-    assert str(refused.value).startswith(what)
+    assert str(error.value).startswith(expected)
 
 
 # Rows
@@ -303,19 +319,19 @@ def test_broken_messages(messages, what):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = trained()
-    tokenizer.chat_template = bare(CHATML)
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = without_marks(CHATML)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-def results(tmp_path, rows, kind, folder, **data):
+def encode_file(tmp_path, rows, kind, folder, **data):
     encoder = make_encoder(kind, schema.Data(kind=kind, **data), tokenizer=folder)
     return list(encoder.encode_rows(read_rows(file_part(write(tmp_path / "a.jsonl", rows)))))
 
 
-def shown(one, tokenizer):
-    """(what carries no loss, what does)"""
+def split_by_loss(one, tokenizer):
+    """Returns the text without loss and the text with loss."""
     ids = one.ids.tolist()
     first = next(number for number, label in enumerate(one.labels.tolist()) if label != IGNORED)
     assert one.labels.tolist() == [IGNORED] * first + ids[first:]
@@ -335,46 +351,50 @@ INSTRUCT = [
 
 
 def test_instruct_rows(tmp_path, folder):
-    tokenizer = trained()
-    found = results(tmp_path, [row for row, _ in INSTRUCT], "instruct", folder)
-    assert [shown(one, tokenizer) for one in found] == [expected for _, expected in INSTRUCT]
-    # Prompt and response are tokenized each by itself
+    tokenizer = bpe_tokenizer()
+    found = encode_file(tmp_path, [row for row, _ in INSTRUCT], "instruct", folder)
+    assert [split_by_loss(one, tokenizer) for one in found] == [
+        expected for _, expected in INSTRUCT
+    ]
+    # Prompt and response are tokenized separately
     prompt = tokenizer("what? ")["input_ids"]
     assert found[0].ids.tolist()[: len(prompt)] == prompt
     columns = {"prompt_column": "q", "response_column": "a"}
-    (named,) = results(tmp_path, [{"q": "a", "a": "no"}], "instruct", folder, **columns)
-    assert shown(named, tokenizer) == ("a", "no<eos>")
+    (named,) = encode_file(tmp_path, [{"q": "a", "a": "no"}], "instruct", folder, **columns)
+    assert split_by_loss(named, tokenizer) == ("a", "no<eos>")
     rows = [
-        {"prompt": said("a", "b", "c"), "completion": said("", "no")[1:]},
-        {"prompt": said("a"), "response": "no"},
+        {"prompt": dialogue("a", "b", "c"), "completion": dialogue("", "no")[1:]},
+        {"prompt": dialogue("a"), "response": "no"},
     ]
-    for one in results(tmp_path, rows, "instruct", folder):
+    for one in encode_file(tmp_path, rows, "instruct", folder):
         assert tokenizer.decode([t for t in one.labels if t != IGNORED]) == "no<|end|>"
-    # A chat template makes conversations of prompts
-    template = str(write(tmp_path / "template.jinja", marked(CHATML)))
+    # With a chat template, prompts and responses become conversations
+    template = str(write(tmp_path / "template.jinja", with_marks(CHATML)))
     rows = [{"prompt": "a", "response": "no"}, {"instruction": "a", "input": "b", "output": "no"}]
-    found = results(tmp_path, rows, "instruct", folder, chat_template=template)
+    found = encode_file(tmp_path, rows, "instruct", folder, chat_template=template)
     assert [tokenizer.decode(one.ids) for one in found] == [
-        f"<|begin|>user\n{asked}<|end|>\n<|begin|>assistant\nno<|end|>\n"
-        for asked in ("a", "a\n\nb")
+        f"<|begin|>user\n{question}<|end|>\n<|begin|>assistant\nno<|end|>\n"
+        for question in ("a", "a\n\nb")
     ]
 
 
 def test_chat_rows(tmp_path, folder):
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "no"}]
-    found = results(tmp_path, [{"messages": ANSWERED}], "chat", folder)
+    found = encode_file(tmp_path, [{"messages": ANSWERED}], "chat", folder)
     turns[1]["value"] = "yes"
-    found += results(tmp_path, [{"conversations": turns}], "chat", folder)
-    found += results(tmp_path, [{"talk": ANSWERED}], "chat", folder, messages_column="talk")
-    ids = trained().apply_chat_template(ANSWERED, chat_template=bare(CHATML))["input_ids"]
+    found += encode_file(tmp_path, [{"conversations": turns}], "chat", folder)
+    found += encode_file(tmp_path, [{"talk": ANSWERED}], "chat", folder, messages_column="talk")
+    ids = bpe_tokenizer().apply_chat_template(ANSWERED, chat_template=without_marks(CHATML))[
+        "input_ids"
+    ]
     assert [one.ids.tolist() for one in found] == [ids] * 3
     assert len({tuple(one.labels.tolist()) for one in found}) == 1
 
 
-def test_a_bad_row_between_good_ones(tmp_path, folder):
-    good, surrogate = {"messages": ANSWERED}, {"messages": said("a", "\ud83d")}
-    rows = [good, {"messages": said("a")}, {"text": "x"}, surrogate, good]
-    found = results(tmp_path, rows, "chat", folder)
+def test_bad_rows_do_not_affect_good_rows(tmp_path, folder):
+    good, surrogate = {"messages": ANSWERED}, {"messages": dialogue("a", "\ud83d")}
+    rows = [good, {"messages": dialogue("a")}, {"text": "x"}, surrogate, good]
+    found = encode_file(tmp_path, rows, "chat", folder)
     assert [one.problem for one in found] == [
         "",
         "no assistant turn, so nothing to learn from",
@@ -392,12 +412,12 @@ BROKEN_INSTRUCT = [
     ({"prompt": "a", "output": ""}, "column 'output' is empty, so there is nothing to learn from"),
     ({"prompt": 3, "output": "x"}, "column 'prompt' must hold text or a list of messages; got"),
     ({"instruction": 3, "output": "x"}, "column 'instruction' must hold text; got int"),
-    ({"prompt": "a", "completion": said("x")}, "no assistant turn, so nothing to learn from"),
+    ({"prompt": "a", "completion": dialogue("x")}, "no assistant turn, so nothing to learn from"),
 ]
 
 
-def test_broken_instruct_rows(tmp_path, folder):
-    found = results(tmp_path, [row for row, _ in BROKEN_INSTRUCT], "instruct", folder)
+def test_invalid_instruct_rows_are_reported(tmp_path, folder):
+    found = encode_file(tmp_path, [row for row, _ in BROKEN_INSTRUCT], "instruct", folder)
     for one, (_, expected) in zip(found, BROKEN_INSTRUCT, strict=True):
         assert one.problem.startswith(expected), one.problem
 
@@ -405,9 +425,9 @@ def test_broken_instruct_rows(tmp_path, folder):
 def test_classification_rows(tmp_path, folder):
     labels = (1, "0", "good", 2, None, True)
     rows = [{"text": "yes", "label": label} for label in labels] + [{"text": "", "label": 1}]
-    found = results(tmp_path, rows, "classification", folder, labels=("bad", "good"))
+    found = encode_file(tmp_path, rows, "classification", folder, labels=("bad", "good"))
     assert [one.category for one in found] == [1, 0, 1, None, None, None, None]
-    assert found[0].ids.tolist() == trained()("yes")["input_ids"]
+    assert found[0].ids.tolist() == bpe_tokenizer()("yes")["input_ids"]
     form = "is no class; it must be a whole number from 0 to 1, or a name: bad, good"
     assert [one.problem for one in found[3:]] == [
         f"column 'label': 2 {form}",
@@ -415,5 +435,5 @@ def test_classification_rows(tmp_path, folder):
         f"column 'label': True {form}",
         "column 'text' is empty",
     ]
-    unnamed = results(tmp_path, rows, "classification", folder)
+    unnamed = encode_file(tmp_path, rows, "classification", folder)
     assert [one.category for one in unnamed] == [1, 0, None, 2, None, None, None]

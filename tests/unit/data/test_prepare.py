@@ -1,4 +1,4 @@
-"""`launcher prepare`: afterwards everything is in the cache, and what trains needs no network."""
+"""`launcher prepare` fills the cache, so that training needs no network."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def recipe(tmp_path, monkeypatch):
     return "recipe=x.yaml"
 
 
-def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, messages):
+def test_every_data_set_is_tokenized_and_cached(recipe, capsys, monkeypatch, messages):
     assert main(["prepare", recipe]) == 0
     printed = capsys.readouterr().out
     sets = {
@@ -69,11 +69,11 @@ def test_every_set_is_tokenized_and_found_again(recipe, capsys, monkeypatch, mes
 def test_bad_data_is_reported(recipe, capsys):
     Path("ids.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [300]}\n')
     assert main(["prepare", recipe]) == 2
-    what = "token id 300 is beyond the model's vocabulary of 300 (model.config.vocab_size)"
-    assert capsys.readouterr().err == f"ids.jsonl:2: {what}\n"
+    message = "token id 300 is beyond the model's vocabulary of 300 (model.config.vocab_size)"
+    assert capsys.readouterr().err == f"ids.jsonl:2: {message}\n"
 
 
-def test_what_is_streamed_is_not_fetched(recipe, capsys):
+def test_streamed_data_is_not_fetched(recipe, capsys):
     streamed = ["data.train=[prose.jsonl, me/large]", "data.streaming=true"]
     assert main(["prepare", recipe, *streamed]) == 0
     printed = capsys.readouterr().out
@@ -83,17 +83,17 @@ def test_what_is_streamed_is_not_fetched(recipe, capsys):
     assert printed.endswith("\nready\n")
 
 
-def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
-    """In a process of its own: the hub's library reads its environment once."""
-    from tests.unit.data.test_data_chat import CHATML, bare, trained
+def test_model_in_the_hub_cache_is_found(recipe, tmp_path):
+    """Runs in a subprocess, because the hub's library reads its environment variables only once."""
+    from tests.unit.data.test_data_chat import CHATML, bpe_tokenizer, without_marks
 
     model = tmp_path / "home/hub/models--me--model"
     snapshot = model / "snapshots/0123abc"
     write(model / "refs/main", "0123abc")
     write(snapshot / "config.json", json.dumps({"model_type": "llama"}))
     write(snapshot / "model.safetensors", b"x" * 2**20)
-    tokenizer = trained()
-    tokenizer.chat_template = bare(CHATML)
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = without_marks(CHATML)
     tokenizer.save_pretrained(snapshot)
     turns = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "yes"}]
     write(Path("chat.jsonl"), [{"messages": turns}])
@@ -109,11 +109,13 @@ def test_a_model_in_the_cache_of_the_hub(recipe, tmp_path):
         environment = os.environ | home | {"PYTHONPATH": str(REPOSITORY)}
         return subprocess.run([*command, *overrides], env=environment, **options)
 
-    done = prepare()
-    assert done.returncode == 0, done.stderr
-    assert f"model      me/model: {snapshot} (1." in done.stdout
-    assert "data.train: 1 documents, " in done.stdout
-    gone = prepare("model.path=me/gone")
-    assert gone.returncode == 2
-    assert "model.path: me/gone is not in the hub's cache and could not be fetched: " in gone.stderr
-    assert "Traceback" not in gone.stderr
+    result = prepare()
+    assert result.returncode == 0, result.stderr
+    assert f"model      me/model: {snapshot} (1." in result.stdout
+    assert "data.train: 1 documents, " in result.stdout
+    missing = prepare("model.path=me/gone")
+    assert missing.returncode == 2
+    assert (
+        "model.path: me/gone is not in the hub's cache and could not be fetched: " in missing.stderr
+    )
+    assert "Traceback" not in missing.stderr

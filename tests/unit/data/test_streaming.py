@@ -1,4 +1,4 @@
-"""A stream has the same samples on any ranks, resumes from saved positions, and starts in bounded time."""
+"""Streams: equal samples on any number of ranks, resuming from positions, bounded start time."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ END = 256
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    """Small inputs are divided as large ones are."""
+    """Sets a small shard size, so that a small input is divided like a large one."""
     monkeypatch.setattr(streaming, "_SHARD_BYTES", 50)
 
 
@@ -56,7 +56,10 @@ def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, step
 
 
 def rows_of(stream):
-    """input_ids and targets of each row, as lists, in the order of the stream; what is wrong is raised, as the loader does."""
+    """(input_ids, targets) of each row as lists, in the order of the stream.
+
+    Raises the errors of the stream, as the loader does.
+    """
     rows = []
     for collated in map(raise_error, stream):
         tensors = collated["tensors"]
@@ -66,14 +69,14 @@ def rows_of(stream):
 
 @pytest.fixture
 def texts(tmp_path):
-    """Two files of 40 and 7 documents, each one a number in letters."""
+    """Two files of 40 and 7 documents. Each document is a number in angle brackets."""
     for name, numbers in (("a", range(40)), ("b", range(40, 47))):
         write(tmp_path / f"texts/{name}.jsonl", [f"<{number}>" for number in numbers])
     return tmp_path / "texts"
 
 
 def documents(rows):
-    """The texts in a shard's sequences, joined over their cuts."""
+    """The documents in a shard's sequences. Joins documents that were split between sequences."""
     ids = [token for ids, _ in rows for token in ids]
     groups = itertools.groupby(ids, key=lambda token: token in (END, 0))
     return [bytes(group).decode() for between, group in groups if not between]
@@ -85,11 +88,14 @@ def skipped_rows(folder):
 
 
 def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
-    """The rows of each step, in the order of the run, over all ranks and loader processes; and the states after each step."""
+    """Simulates a run with all its ranks and loader processes.
+
+    Returns the sorted rows of each step, and the state after each step.
+    """
     more |= {"ranks": ranks, "steps": steps, "first_step": first_step}
     streams = [make_stream(source, rank=rank, **more) for rank in range(ranks)]
     assert streams[0].workers(workers) == workers
-    running = [
+    iterators = [
         [stream._micro_batches(worker, workers) for worker in range(workers)] for stream in streams
     ]
     sampler = streams[0]._sampler
@@ -97,14 +103,14 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
     found, states = [], []
     for step in range(first_step, steps):
         positions, rows = {}, []
-        for of_rank in running:
+        for rank_iterators in iterators:
             for number in range(micro_batches):
-                collated = next(of_rank[number % workers])
+                collated = next(rank_iterators[number % workers])
                 rows += [row for row in rows_of([collated]) if any(row[0])]
                 positions |= collated["positions"]
         found.append(sorted(rows))
-        alone = SimpleNamespace(size=1)
-        states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=alone))
+        one_rank = SimpleNamespace(size=1)
+        states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=one_rank))
     return found, json.loads(json.dumps(states))
 
 
@@ -113,20 +119,24 @@ TEXTS = sorted(f"<{number}>" for number in range(47))
 
 @pytest.mark.parametrize("size", [50, 350, 10**6])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_row_belongs_to_one_shard(texts, monkeypatch, size, shuffle):
+def test_every_row_is_in_exactly_one_shard(texts, monkeypatch, size, shuffle):
     monkeypatch.setattr(streaming, "_SHARD_BYTES", size)
     (texts / "empty.txt").write_text("")
     parts = find_parts((str(texts),), kind="text")
     assigned = assign_shards(parts, seed=3, shuffle=shuffle)
-    assert len(assigned) == {50: 8, 350: 2, 10**6: 1}[size], "a power of two"
+    assert len(assigned) == {50: 8, 350: 2, 10**6: 1}[size], (
+        "the number of shards must be a power of two"
+    )
     rows = [row.values["text"] for shard in assigned for part in shard for row in read_rows(part)]
-    assert sorted(rows) == TEXTS, "each file is read once, each line by one shard"
-    held = [sum(part.size for part in shard) for shard in assigned]
-    assert max(held) - min(held) <= max(part.size for shard in assigned for part in shard)
+    assert sorted(rows) == TEXTS, "each line must be read by exactly one shard"
+    shard_bytes = [sum(part.size for part in shard) for shard in assigned]
+    assert max(shard_bytes) - min(shard_bytes) <= max(
+        part.size for shard in assigned for part in shard
+    )
     assert assigned == assign_shards(parts, seed=3, shuffle=shuffle)
 
 
-def test_a_line_longer_than_a_part_is_read_once(tmp_path, small_shards):
+def test_line_longer_than_a_part_is_read_once(tmp_path, small_shards):
     texts = ["a" * 500, "b", "c" * 130, "d" * 3, "e" * 49]
     file = write(tmp_path / "long.jsonl", texts)
     assigned = assign_shards(find_parts((str(file),), kind="text"), seed=3, shuffle=False)
@@ -134,7 +144,7 @@ def test_a_line_longer_than_a_part_is_read_once(tmp_path, small_shards):
     assert sorted(rows) == texts
 
 
-def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
+def test_shards_do_not_depend_on_the_batch_size(texts, small_shards):
     by_4, by_12 = (
         list(itertools.chain(*steps_of(texts, batch=batch, micro=1, steps=48 // batch)[0]))
         for batch in (4, 12)
@@ -143,7 +153,7 @@ def test_the_shards_do_not_depend_on_the_batch(texts, small_shards):
     assert sorted(by_4) == sorted(by_12)
 
 
-def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, small_shards):
+def test_first_step_reads_are_independent_of_batch_size(tmp_path, monkeypatch, small_shards):
     file, read, counts = write(tmp_path / "large.jsonl", ["x" * 100] * 20_000), [], []
 
     def counted(*arguments, **options):
@@ -159,7 +169,7 @@ def test_the_first_step_reads_no_more_for_a_larger_batch(tmp_path, monkeypatch, 
     assert counts[0] == counts[1] <= 640 + 64 * (streaming._ENCODED_ROWS + 1)
 
 
-def test_a_pass_reads_each_document_once_and_the_next_one_in_another_order(texts):
+def test_passes_read_all_documents_in_different_orders(texts):
     seen = documents(rows_of(make_stream(texts, batch=1, micro=1, steps=60)))
     first, second = seen[:47], seen[47:94]
     assert sorted(first) == sorted(second) == TEXTS
@@ -168,12 +178,12 @@ def test_a_pass_reads_each_document_once_and_the_next_one_in_another_order(texts
     assert in_order[:40] == [f"<{number}>" for number in range(40)]
 
 
-def test_every_token_is_the_target_of_the_one_before_it_also_over_a_cut(texts):
+def test_targets_are_shifted_across_sequence_boundaries(texts):
     rows = rows_of(make_stream(texts, batch=1, micro=1, steps=8, sequence_length=7))
     ids, targets = ([token for row in rows for token in row[side]] for side in (0, 1))
     for token, target, following in zip(ids, targets, ids[1:], strict=False):
         assert target == (IGNORED if token == END else following)
-    assert len(ids) == 56, "no padding"
+    assert len(ids) == 56, "sequences must have no padding"
 
 
 LAYOUTS = [
@@ -182,18 +192,18 @@ LAYOUTS = [
     {"ranks": 2, "micro": 3, "workers": 2},
     {"ranks": 4, "micro": 1},
     {"ranks": 3, "micro": 4},
-    {"ranks": 5, "micro": 2},  # does not divide the batch: only a resumed run may have it
+    {"ranks": 5, "micro": 2},  # does not divide the batch, which only a resumed run may do
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_ranks_micro_batches_and_loader_processes_do_not_change_a_step(texts, small_shards, layout):
+def test_layout_does_not_change_the_rows_of_a_step(texts, small_shards, layout):
     whole, states = steps_of(texts, batch=12, micro=12)
     assert steps_of(texts, batch=12, **layout) == (whole, states)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kind):
+def test_resume_continues_from_saved_positions(tmp_path, small_shards, kind):
     folder = tmp_path / "rows"
     for name in ("a", "b"):
         sizes = [1 + (number * 37) % 41 for number in range(60)]
@@ -205,18 +215,18 @@ def test_a_resume_continues_from_the_saved_positions(tmp_path, small_shards, kin
     options = {"batch": 12, "kind": kind, "steps": 20, "shuffle_buffer": 40}
     whole, states = steps_of(folder, micro=12, **options)
     passes = {position[0] for position in states[-1]["positions"]}
-    assert max(passes) >= 1, "into the second pass"
+    assert max(passes) >= 1, "the run must reach the second pass"
     for layout in LAYOUTS:
         found, again = steps_of(folder, first_step=18, saved=states[17], **layout, **options)
         assert found == whole[18:]
         assert again == states[18:]
-    # Batches may be skipped after the checkpoint; without the positions everything is tokenized again
+    # A run may skip batches after the checkpoint. Without positions, everything is tokenized again.
     for saved in (states[14], None):
         found, _ = steps_of(folder, first_step=18, saved=saved, **LAYOUTS[2], **options)
         assert found == whole[18:]
 
 
-def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
+def test_resume_does_not_tokenize_earlier_documents_again(tmp_path, monkeypatch):
     rows = [{"input_ids": [number % 200] * 10} for number in range(1000)]
     file, encoded, real = write(tmp_path / "rows.jsonl", rows), [], Encoder.encode_rows
 
@@ -234,7 +244,7 @@ def test_a_resume_does_not_tokenize_what_was_seen(tmp_path, monkeypatch):
     assert len(encoded) < 60
 
 
-def test_positions_of_another_order_are_not_used(texts, small_shards):
+def test_positions_of_a_different_order_are_ignored(texts, small_shards):
     options = {"batch": 12, "micro": 12}
     whole, states = steps_of(texts, seed=4, **options)
     _, others = steps_of(texts, seed=5, **options)
@@ -242,8 +252,8 @@ def test_positions_of_another_order_are_not_used(texts, small_shards):
     assert steps_of(texts, seed=4, first_step=1, saved=others[0], **options)[0] == whole[1:]
 
 
-def test_the_ranks_divide_the_tokenization(texts, small_shards):
-    """Each of two ranks, each with two loader processes, tokenizes a quarter of the shards."""
+def test_ranks_divide_the_tokenization(texts, small_shards):
+    """With two ranks of two loader processes, each process tokenizes a quarter of the shards."""
     streams = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
     read = [
         set(next(stream._micro_batches(worker, 2))["positions"])
@@ -254,30 +264,33 @@ def test_the_ranks_divide_the_tokenization(texts, small_shards):
     assert set.union(*read) == set(range(8))
     size = "in 8 shards, sequences of up to 16, packed; each rank reads 4 shards"
     assert streams[0].describe()[0].endswith(size)
-    of_six = make_stream(texts, batch=6, micro=1, ranks=6).describe()
-    assert "each shard is tokenized by 3 ranks" in of_six[1]
+    six_ranks = make_stream(texts, batch=6, micro=1, ranks=6).describe()
+    assert "each shard is tokenized by 3 ranks" in six_ranks[1]
 
 
 @pytest.mark.parametrize(("wanted", "workers"), [(0, 0), (1, 1), (2, 2), (3, 2), (8, 4)])
-def test_loader_processes_divide_the_micro_batches(texts, wanted, workers):
+def test_loader_process_count_divides_the_micro_batches(texts, wanted, workers):
     assert make_stream(texts, micro=1).workers(wanted) == workers
 
 
-def test_whole_documents_stay_whole_where_they_fit(tmp_path):
-    """kind tokens: a sequence ends early rather than splits a row; rows longer than a sequence are split."""
+def test_documents_that_fit_are_not_split(tmp_path):
+    """With kind tokens, a sequence ends early if the next row does not fit.
+
+    Rows longer than a sequence are split.
+    """
     rows = [{"input_ids": [size] * size} for size in (5, 6, 9, 20, 3)]
     file = write(tmp_path / "a.jsonl", rows)
     options = {"batch": 1, "micro": 1, "kind": "tokens", "shuffle": False}
     rows = rows_of(make_stream(file, steps=5, **options))
-    assert [[ids[place] for place in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
+    assert [[ids[index] for index in (0, 5, 11)] for ids, _ in rows[:2]] == [[5, 6, 0], [9, 9, 0]]
     assert [ids.count(20) for ids, _ in rows] == [0, 0, 16, 4, 0]
     next_pass = [20] * 4 + [3] * 3 + [5] * 5 + [0]
-    assert rows[3][0][:13] == next_pass, "the next pass follows without padding"
-    loose = rows_of(make_stream(file, steps=6, packing=False, **options))
-    assert [len(ids) for ids, _ in loose] == [5, 6, 9, 16, 4, 3]
+    assert rows[3][0][:13] == next_pass, "the next pass must follow without padding"
+    unpacked = rows_of(make_stream(file, steps=6, packing=False, **options))
+    assert [len(ids) for ids, _ in unpacked] == [5, 6, 9, 16, 4, 3]
 
 
-def test_rows_that_cannot_be_used(texts, small_shards):
+def test_unusable_rows_are_refused_or_skipped(texts, small_shards):
     write(texts / "c.jsonl", '{"text": "fine"}\n{"body": "x"}\nnot json\n')
     with pytest.raises(RecipeError, match=r"c\.jsonl:[23]: "):
         rows_of(make_stream(texts, batch=1, micro=1, steps=30))
@@ -287,40 +300,40 @@ def test_rows_that_cannot_be_used(texts, small_shards):
     assert skipped_rows(texts) == ["c.jsonl:2", "c.jsonl:3"]
     (texts.parent / "skipped_rows.jsonl").unlink()
     steps_of(texts, ranks=3, batch=12, workers=4, steps=8, **skip)
-    assert skipped_rows(texts) == ["c.jsonl:2", "c.jsonl:3"], "each is listed once"
+    assert skipped_rows(texts) == ["c.jsonl:2", "c.jsonl:3"], "each row must be listed once"
 
 
 @pytest.mark.parametrize("row", ['{"text": ""}\n', ""])
-def test_data_without_a_document_is_refused(tmp_path, row):
+def test_data_without_documents_is_refused(tmp_path, row):
     write(tmp_path / "few/a.jsonl", row)
     write(tmp_path / "few/b.txt", "")
     with pytest.raises(RecipeError, match=r"a\.jsonl"):
         rows_of(make_stream(tmp_path / "few", on_error="skip"))
 
 
-def test_few_documents_make_a_large_batch(tmp_path):
+def test_few_documents_can_fill_a_large_batch(tmp_path):
     file = write(tmp_path / "a.jsonl", ["one", "two"])
     assert len(rows_of(make_stream(file, batch=64, micro=8))) == 3 * 64
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(texts):
-    what = r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
-    with pytest.raises(RecipeError, match=what):
+def test_token_id_beyond_the_vocabulary_is_refused(texts):
+    message = r"jsonl:\d+: token id 256 is beyond the model's vocabulary of 256"
+    with pytest.raises(RecipeError, match=message):
         rows_of(make_stream(texts, vocabulary=256))
 
 
-def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
-    """The hub is out of reach here: the same kind of data set, from files, stands in for it."""
+def test_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
+    """A data set of the same class, read from files, replaces the hub, which tests cannot reach."""
     import datasets
 
     files = []
     for number in range(3):
         texts = [f"<{number}.{row}>" for row in range(8)]
         files.append(str(write(tmp_path / f"{number}.jsonl", texts)))
-    asked = []
+    requests = []
 
     def load_dataset(repository, config, *, split, streaming):
-        asked.append((repository, config, split, streaming))
+        requests.append((repository, config, split, streaming))
         cache = str(tmp_path / "cache")
         return real("json", data_files=files, split="train", streaming=True, cache_dir=cache)
 
@@ -331,10 +344,10 @@ def test_a_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     options = {"batch": 2, "steps": 16, "folder": tmp_path}
     whole, states = steps_of("owner/set", micro=1, **options)
-    assert len(states[0]["positions"]) == 2, "three files, and a power of two"
+    assert len(states[0]["positions"]) == 2, "three files must give two shards, a power of two"
     resumed = {"ranks": 2, "first_step": 9, "saved": states[8]}
     assert steps_of("owner/set", micro=1, **resumed, **options)[0] == whole[9:]
     rows = rows_of(make_stream("owner/set", **options))
     seen = {text for shard in (0, 1) for text in documents(rows[shard::2])}
     assert seen >= {f"<{number}.{row}>" for number in range(3) for row in range(8)}
-    assert set(asked) == {("owner/set", None, "train", True)}
+    assert set(requests) == {("owner/set", None, "train", True)}

@@ -1,11 +1,11 @@
-"""A model whose parameters get their first values in every way that model code has."""
+"""A model that initializes its parameters in all the ways that model code uses."""
 
 import torch
 from torch import nn
 
 
 class Odd(nn.Module):
-    """First values of every kind: from torch.nn.init, plain arithmetic, rows, and tensors of its own."""
+    """Uses torch.nn.init, arithmetic, assignments to rows, and copies of other tensors."""
 
     def __init__(self, scalar_shape=()):
         super().__init__()

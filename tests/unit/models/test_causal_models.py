@@ -1,6 +1,7 @@
-"""The causal models of transformers, packed as on a GPU, on fake tensors: the kernel takes what attention gives it.
+"""Whether the attention kernel supports the inputs of all causal models of transformers.
 
-Values are tested in test_packed_attention.py. The operator's own fake kernel checks nothing, hence the one here.
+The models run on fake tensors with packed data, as on a GPU. test_packed_attention.py tests the
+values. The operator's own fake kernel checks nothing, so the fixture `calls` checks its inputs.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ MASKED = {"doge", "gemma4_text"}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of variable-length attention, which is taken to have a kernel."""
+    """Checks and records calls of variable-length attention, as if the device had a kernel."""
     found, original = [], varlen.varlen_attn
 
     def strict(query, key, value, *arguments, **options):
@@ -52,7 +53,7 @@ def calls(monkeypatch):
 
 
 def build(model_type):
-    """With two layers, which configs name differently, or as many as the config has."""
+    """A model with two layers, or with its default number if no known name sets the number."""
     for layers in ("num_hidden_layers", "n_layer", "num_layers"):
         config = {"model_type": model_type, layers: 2} | SETTINGS.get(model_type, {})
         with contextlib.suppress(RecipeError):
@@ -61,7 +62,10 @@ def build(model_type):
 
 
 def outcome(model_type, calls):
-    """refused: by a RecipeError. mask: packed by transformers' own mask. Else varlen, and a forward pass was run."""
+    """How the model masks packed documents. Runs a forward pass if it uses varlen.
+
+    refused: RecipeError. mask: transformers' own mask. varlen: variable-length attention.
+    """
     try:
         model = build(model_type)
         options = {"sequence_length": 64, "device": CUDA, "compute_dtype": torch.bfloat16}
@@ -82,7 +86,7 @@ def outcome(model_type, calls):
             model(input_ids=ids, position_ids=positions, **inputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if "experts" not in "".join(classes_in_traceback(error)):
-                raise  # only experts ask the device for a number
+                raise  # only experts may read a value from the device
     assert calls
     return "varlen"
 
@@ -95,12 +99,12 @@ def classes_in_traceback(error):
 
 
 @pytest.mark.parametrize("model_type", sorted(SUBSET | MASKED))
-def test_some(model_type, calls):
+def test_selected_models(model_type, calls):
     assert outcome(model_type, calls) == ("mask" if model_type in MASKED else "varlen")
 
 
 @pytest.mark.long
-def test_all(calls):
+def test_all_causal_models(calls):
     found, failed = {"varlen": [], "mask": [], "refused": []}, []
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         calls.clear()

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder may look like, and everything that can be wrong with one."""
+"""Loading checkpoints in every supported layout, and errors for invalid checkpoints."""
 
 import json
 import sys
@@ -49,14 +49,14 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """A folder of its own, to be broken."""
+    """A copy of the checkpoint, which a test may modify."""
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
 
 
 def change(folder, tensors):
-    """Replaces tensors of a checkpoint; None takes one away."""
+    """Replaces tensors of a checkpoint. None removes a tensor."""
     state = load_file(folder / "model.safetensors") | tensors
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -84,13 +84,13 @@ def reference(folder, auto="AutoModelForCausalLM", **options):
     return logits(model.eval())
 
 
-def refusal(folder, **section):
+def load_error(folder, **section):
     with pytest.raises(RecipeError) as error:
         load(folder, **section)
     return str(error.value)
 
 
-def test_all_mistakes_are_reported_at_once(copy):
+def test_all_tensor_mismatches_are_reported_together(copy):
     changes = {
         "model.norm.weight": None,
         "lm_head.weight": None,
@@ -98,7 +98,7 @@ def test_all_mistakes_are_reported_at_once(copy):
         "model.layers.7.new": torch.zeros(1),
     }
     change(copy, changes)
-    title, *problems = refusal(copy).splitlines()
+    title, *problems = load_error(copy).splitlines()
     assert title.endswith("does not fit a LlamaForCausalLM with its config:")
     assert problems == [
         "lm_head.weight: missing in the checkpoint",
@@ -108,7 +108,7 @@ def test_all_mistakes_are_reported_at_once(copy):
     ]
 
 
-def test_another_tasks_head_is_logged(copy, messages):
+def test_skipped_head_of_another_task_is_logged(copy, messages):
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     change(copy, {"score.weight": torch.zeros(2, 32)} | frequencies)
     model = load(copy)
@@ -116,19 +116,19 @@ def test_another_tasks_head_is_logged(copy, messages):
     assert torch.equal(logits(model), reference(copy))
 
 
-def test_a_base_models_checkpoint(tmp_path):
-    """Its names lack the prefix, and it has no head to predict with, unless it is tied."""
-    message = refusal(save(tmp_path, auto="AutoModel"))
+def test_base_model_checkpoint_requires_a_tied_head(tmp_path):
+    """Its names lack the prefix, and it has no head, which is an error unless the head is tied."""
+    message = load_error(save(tmp_path, auto="AutoModel"))
     assert message.splitlines()[1:] == ["lm_head.weight: missing in the checkpoint"]
     save(tmp_path, auto="AutoModel", tie_word_embeddings=True)
     assert not any(name.startswith("model.") for name in load_file(tmp_path / "model.safetensors"))
     assert torch.equal(logits(load(tmp_path)), reference(tmp_path))
     change_config(tmp_path, num_hidden_layers=1)
-    assert "layers.1.mlp.up_proj.weight: in the checkpoint, but not" in refusal(tmp_path)
+    assert "layers.1.mlp.up_proj.weight: in the checkpoint, but not" in load_error(tmp_path)
 
 
-def test_a_tied_head_that_is_stored(tmp_path, messages):
-    """Twice, alone, or with other values, which unties it."""
+def test_checkpoint_with_a_stored_tied_head(tmp_path, messages):
+    """The checkpoint stores both tensors, only the head, or different values, which unties them."""
     save(tmp_path, tie_word_embeddings=True)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     for changes in ({}, {"model.embed_tokens.weight": None}):
@@ -163,8 +163,8 @@ LATENT |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_experts
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
-def test_logits_are_from_pretraineds(tmp_path, model_type, fields):
-    """Also of tensors that are made of several stored ones, and of several files."""
+def test_logits_match_from_pretrained(tmp_path, model_type, fields):
+    """Also if one tensor is combined from several stored ones, or if there are several files."""
     attention = "eager" if model_type == "gpt_oss" else "sdpa"
     save(tmp_path, model_type=model_type, **fields)
     assert (tmp_path / "model.safetensors.index.json").is_file() == ("max_shard_size" in fields)
@@ -173,47 +173,47 @@ def test_logits_are_from_pretraineds(tmp_path, model_type, fields):
     assert torch.equal(logits(model), reference(tmp_path, attn_implementation=attention))
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path):
+def test_missing_expert_is_named(tmp_path):
     save(tmp_path, model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
     names = load_file(tmp_path / "model.safetensors")
     change(tmp_path, {next(name for name in names if ".experts.1.w1" in name): None})
-    assert "experts.gate_up_proj" in refusal(tmp_path)
+    assert "experts.gate_up_proj" in load_error(tmp_path)
 
 
-def test_no_weights(copy):
+def test_checkpoint_without_weights_is_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    message = refusal(copy)
+    message = load_error(copy)
     for advice in ("model.init: random", "merged=true", "Pickled weights", "save_pretrained"):
         assert advice in message
     model = build_model(Model(path=str(copy), init="random"), sequence_length=16)
     assert model.config.hidden_size == 32
 
 
-def test_damaged_files(copy):
+def test_damaged_files_are_refused(copy):
     whole = (copy / "model.safetensors").read_bytes()
     for content in (whole[:-100], whole[:5], b"<html>not found</html>"):
         (copy / "model.safetensors").write_bytes(content)
-        assert "is damaged, or no safetensors file" in refusal(copy)
+        assert "is damaged, or no safetensors file" in load_error(copy)
 
 
-def test_a_file_that_the_index_names_is_not_there(tmp_path):
+def test_missing_file_of_the_index_is_named(tmp_path):
     save(tmp_path, max_shard_size="20KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
     lost.unlink()
-    assert f"lacks {lost.name}, which its index names" in refusal(tmp_path)
+    assert f"lacks {lost.name}, which its index names" in load_error(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert "has no weight_map" in refusal(tmp_path)
+    assert "has no weight_map" in load_error(tmp_path)
 
 
-def test_configs_that_are_refused(copy):
+def test_unsupported_configs_are_refused(copy):
     (copy / "mine.py").write_text("raise SystemExit('was run')")
     code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}
     change_config(copy, quantization_config={"quant_method": "fp8"})
-    assert "quantized weights cannot be trained" in refusal(copy)
+    assert "quantized weights cannot be trained" in load_error(copy)
     change_config(copy, model_type="mine", auto_map=code)
-    assert "set model.trust_remote_code: true" in refusal(copy)
+    assert "set model.trust_remote_code: true" in load_error(copy)
     (copy / "config.json").write_text("{")
-    assert refusal(copy).startswith("model.path: transformers refuses it")
+    assert load_error(copy).startswith("model.path: transformers refuses it")
 
 
 MINE = """
@@ -239,7 +239,7 @@ class Mine(PreTrainedModel):
 """
 
 
-def test_trusted_code_of_a_checkpoint_is_run_and_exported(tmp_path, monkeypatch):
+def test_trusted_remote_code_is_run_and_exported(tmp_path, monkeypatch):
     cache = str(tmp_path / "modules")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
     monkeypatch.setattr("sys.path", list(sys.path))
@@ -258,20 +258,20 @@ def test_trusted_code_of_a_checkpoint_is_run_and_exported(tmp_path, monkeypatch)
     assert torch.equal(reference(tmp_path / "out", trust_remote_code=True), logits(model))
 
 
-def test_models_that_predict_no_next_token(tmp_path):
+def test_non_causal_models_are_refused(tmp_path):
     save(tmp_path, model_type="bert", auto="AutoModelForMaskedLM")
-    assert "bert is an encoder" in refusal(tmp_path)
+    assert "bert is an encoder" in load_error(tmp_path)
     transformers.T5Config(vocab_size=64, d_model=16, num_layers=1).save_pretrained(tmp_path)
-    assert "give a causal language model" in refusal(tmp_path)
+    assert "give a causal language model" in load_error(tmp_path)
 
 
-def test_longer_than_the_positions(saved):
+def test_sequence_length_beyond_positions_is_refused(saved):
     message = "data.sequence_length: 65 is more than the 64 positions of the model; shorten it$"
     with pytest.raises(RecipeError, match=message):
         build_model(Model(path=str(saved)), sequence_length=65)
 
 
-def test_a_classifiers_new_head_is_drawn_from_the_seed(saved, messages):
+def test_new_classifier_head_depends_on_the_seed(saved, messages):
     classes = {"task": "sequence_classification", "labels": ["bad", "good", "other"]}
     first, again, other = (load(saved, seed=seed, **classes) for seed in (1, 1, 2))
     assert "note: not in the checkpoint, initialized: score.weight" in messages()
@@ -283,9 +283,9 @@ def test_a_classifiers_new_head_is_drawn_from_the_seed(saved, messages):
     assert torch.equal(first.model.norm.weight, other.model.norm.weight)
 
 
-def test_a_checkpoint_with_another_number_of_classes(tmp_path):
+def test_checkpoint_with_another_class_count_is_refused(tmp_path):
     save(tmp_path, auto=CLASSIFIER, num_labels=3, pad_token_id=0)
     classifier = load(tmp_path, task="sequence_classification")
     assert torch.equal(logits(classifier), reference(tmp_path, CLASSIFIER))
-    message = refusal(tmp_path, task="sequence_classification", num_labels=4)
+    message = load_error(tmp_path, task="sequence_classification", num_labels=4)
     assert "score.weight: is [3, 32] in the checkpoint, and [4, 32] in the model" in message

@@ -1,4 +1,4 @@
-"""The loss without full logits: values, gradients, and the models that it applies to."""
+"""The loss without full logits: values, gradients, and supported models."""
 
 import copy
 
@@ -30,16 +30,16 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Of 64 entries of the vocabulary for 32 tokens."""
+    """Sets chunks of 64 vocabulary entries for 32 tokens."""
     monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 32 * 64)
 
 
-def drawn(*shape, dtype=torch.float32):
+def random_leaf(*shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
 
 
-def summed(logits, targets):
+def full_loss(logits, targets):
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -47,15 +47,15 @@ def summed(logits, targets):
     "transform", [Transform(), Transform(0.25), Transform(1.5, 4.0)], ids=["", "scale", "softcap"]
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_values_and_gradients(transform, bias):
-    leaves = [drawn(32, 8), drawn(300, 8), *([drawn(300)] if bias else [])]
+def test_values_and_gradients_match_cross_entropy(transform, bias):
+    leaves = [random_leaf(32, 8), random_leaf(300, 8), *([random_leaf(300)] if bias else [])]
     inputs, weight, added = (*leaves, None)[:3]
     targets = torch.randint(300, (32,))
     targets[::5] = IGNORED
     logits = F.linear(inputs, weight, added) * transform.scale
     if transform.softcap is not None:
         logits = torch.tanh(logits / transform.softcap) * transform.softcap
-    expected = summed(logits, targets)
+    expected = full_loss(logits, targets)
     wanted = torch.autograd.grad(expected * 0.3, leaves)
     for width in (64, 100, 300):
         settings = {"transform": transform, "width": width}
@@ -65,12 +65,15 @@ def test_values_and_gradients(transform, bias):
             assert (one - other).norm() <= 1e-6 * other.norm()
 
 
-def test_bfloat16_is_as_close_to_the_exact_gradient_as_full_logits():
-    inputs, weight = drawn(32, 64, dtype=torch.bfloat16), drawn(300, 64, dtype=torch.bfloat16)
+def test_bfloat16_gradients_are_as_accurate_as_full_logits():
+    inputs, weight = (
+        random_leaf(32, 64, dtype=torch.bfloat16),
+        random_leaf(300, 64, dtype=torch.bfloat16),
+    )
     targets, settings = torch.randint(300, (32,)), {"transform": Transform(), "width": 64}
     losses = [
-        summed((inputs.double() @ weight.double().T).float(), targets),
-        summed((inputs @ weight.T).float(), targets),
+        full_loss((inputs.double() @ weight.double().T).float(), targets),
+        full_loss((inputs @ weight.T).float(), targets),
         linear_cross_entropy(inputs, weight, None, targets, **settings),
     ]
     gradients = [torch.autograd.grad(loss, (inputs, weight)) for loss in losses]
@@ -78,8 +81,8 @@ def test_bfloat16_is_as_close_to_the_exact_gradient_as_full_logits():
         assert (chunked - exact).norm() <= 1.2 * (plain - exact).norm()
 
 
-def test_no_target_at_all():
-    inputs, weight = drawn(4, 8), drawn(300, 8)
+def test_loss_without_targets_is_zero():
+    inputs, weight = random_leaf(4, 8), random_leaf(300, 8)
     settings = {"transform": Transform(), "width": 64}
     for targets in (torch.full((4,), IGNORED), torch.zeros(0, dtype=torch.long)):
         loss = linear_cross_entropy(inputs[: len(targets)], weight, None, targets, **settings)
@@ -92,11 +95,11 @@ def test_no_target_at_all():
     ("tokens", "vocabulary", "width"),
     [(4096, 128256, 16064), (128, 32000, 32000), (1, 100, 100), (2**20, 32000, 64)],
 )
-def test_width_of_chunks(tokens, vocabulary, width):
+def test_chunk_width(tokens, vocabulary, width):
     assert chunk_width(tokens, vocabulary) == width
 
 
-def built(lora=None, **config):
+def build(lora=None, **config):
     attention = "eager" if config["model_type"] == "gemma2" else "sdpa"
     model = build_model(Model(config=SMALL | config, attention=attention), sequence_length=16)
     if lora is not None:
@@ -124,10 +127,10 @@ def built(lora=None, **config):
 )
 @pytest.mark.parametrize("lora", [None, Lora(rank=2, target_modules=("lm_head", "q_proj"))])
 @pytest.mark.parametrize("few", [False, True], ids=["all targets", "few targets"])
-def test_models(config, lora, few):
+def test_loss_of_models_matches_full_logits(config, lora, few):
     if lora is not None and config.get("tie_word_embeddings"):
         pytest.skip("peft refuses an adapter of a tied head")
-    model = built(lora, **config)
+    model = build(lora, **config)
     rows = []
     for _ in range(2):
         ids, targets = torch.randint(300, (2, 16))
@@ -139,7 +142,7 @@ def test_models(config, lora, few):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     expected, found = (
-        summed(logits.flatten(0, 1), batch["targets"].flatten()),
+        full_loss(logits.flatten(0, 1), batch["targets"].flatten()),
         summed_loss(model, batch),
     )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
@@ -150,7 +153,7 @@ def test_models(config, lora, few):
         assert summed_loss(model.eval(), batch) == pytest.approx(float(expected), rel=1e-6)
 
 
-class Doubled(torch.nn.Module):
+class DoubledLogits(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.config, self.base_model, self.lm_head = model.config, model.base_model, model.lm_head
@@ -164,17 +167,17 @@ class Doubled(torch.nn.Module):
         return outputs
 
 
-def test_a_model_that_changes_its_logits_computes_them_in_full():
+def test_model_with_modified_logits_uses_full_logits():
     config = SMALL | {"model_type": "llama"}
     with torch.device("meta"):
-        model = Doubled(build_model(Model(config=config), sequence_length=16))
+        model = DoubledLogits(build_model(Model(config=config), sequence_length=16))
     assert logits_transform(model) is None
     assert not computes_loss(model)
     assert "forward" not in vars(model) | vars(model.lm_head) | vars(model.base_model)
 
 
-def test_a_copy_of_the_model_computes_with_its_own_weights():
-    model = built(model_type="llama")
+def test_copied_model_uses_its_own_weights():
+    model = build(model_type="llama")
     other = copy.deepcopy(model)
     other.lm_head.weight.data.zero_()
     batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "targets": torch.ones(1, 4).long()}

@@ -1,4 +1,4 @@
-"""`model.compile`: where compiled graphs are kept, and which breaks of a graph are logged. Nothing needs a C++ compiler."""
+"""`model.compile`: the cache folder, and reports of graph breaks. No C++ compiler is needed."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.unit.models.test_packed_attention import build, isolate
 
 
 @pytest.fixture(autouse=True)
-def _new():
+def _reset_dynamo():
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -23,24 +23,24 @@ def _new():
     counters.clear()
 
 
-def test_the_folder_of_compiled_graphs():
+def test_compile_cache_folder():
     variables = {}
-    for folder in ("/data/cache", "/other"):  # the first one stays
+    for folder in ("/data/cache", "/other"):  # the second call changes nothing
         set_compile_cache(Path(folder), variables)
         assert variables == {"TORCHINDUCTOR_CACHE_DIR": "/data/cache/inductor"}
     set_compile_cache(Path("relative"), variables := {})
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]) == Path.cwd() / "relative" / "inductor"
 
 
-class Reads(nn.Module):
-    """Waits for the value of a tensor, which a graph cannot hold."""
+class ReadsTensorValue(nn.Module):
+    """Breaks the graph, because its code depends on the value of a tensor."""
 
     def forward(self, x):
         return x * 2 if x.sum().item() > 0 else x
 
 
-def test_each_reason_of_a_graph_break_is_reported_once():
-    model = nn.Sequential(nn.Linear(2, 2), Reads(), Reads())
+def test_each_graph_break_reason_is_reported_once():
+    model = nn.Sequential(nn.Linear(2, 2), ReadsTensorValue(), ReadsTensorValue())
     for block in model:
         block.compile(backend="eager")
     assert graph_breaks() == []
@@ -52,8 +52,8 @@ def test_each_reason_of_a_graph_break_is_reported_once():
     assert graph_breaks() == [reason]
 
 
-def test_attention_by_document_breaks_the_graph_once_and_is_not_compiled_again():
-    """In float32 on a CPU, where each document is attended on its own."""
+def test_number_of_documents_does_not_cause_recompilation():
+    """In float32 on a CPU, attention is computed separately for each document."""
     assert isolate("llama", "sdpa") == ("varlen", VARLEN)
     model = build("llama", VARLEN)
 
@@ -71,9 +71,9 @@ def test_attention_by_document_breaks_the_graph_once_and_is_not_compiled_again()
     for block in find_blocks(model).values():
         block.compile(backend="eager")
     graphs = set()
-    for starts, own in zip(packings, expected, strict=True):
-        assert torch.allclose(logits(*starts), own, atol=1e-6)
+    for starts, reference in zip(packings, expected, strict=True):
+        assert torch.allclose(logits(*starts), reference, atol=1e-6)
         graphs.add(counters["stats"]["unique_graphs"])
     (reason,) = graph_breaks()
     assert "attention of one document after the other" in reason
-    assert len(graphs) == 1, "compiled again for another number of documents"
+    assert len(graphs) == 1, "a different number of documents must not recompile the blocks"

@@ -1,4 +1,4 @@
-"""`launcher export`, adapters, and the folders that are written."""
+"""`launcher export`, adapters, and the exported folders."""
 
 import json
 import shutil
@@ -24,8 +24,10 @@ from tests.unit.models.test_checkpoint import CLASSIFIER, CPU, load, logits, ref
 GPT2 = {"model_type": "gpt2", "n_positions": 64}
 
 
-def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True):
-    """A model with adapters that do something."""
+def load_with_adapters(
+    folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True
+):
+    """A model with adapters. If `trained`, they change the logits."""
     labels = ["a", "b", "c"] if task != "causal_lm" else None
     model = build_model(Model(path=str(folder), task=task), sequence_length=16, labels=labels)
     found = open_checkpoint(folder, model)
@@ -38,7 +40,7 @@ def adapted(folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm",
     return model.eval()
 
 
-def exported(model, folder, **options):
+def export_model(model, folder, **options):
     export_hugging_face(model, folder, rank=0, device=CPU, **options)
     return folder
 
@@ -47,16 +49,16 @@ def export(*arguments):
     return main(["export", *map(str, arguments)])
 
 
-def run_of(tmp_path, model):
-    """What a finished run leaves."""
+def create_run(tmp_path, model):
+    """Creates the folder of a finished run."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text("run: {}\n")
-    exported(model, run / "hf")
+    export_model(model, run / "hf")
     return run
 
 
-def named(model, part):
+def parameters_with(model, part):
     return {name: p for name, p in model.named_parameters() if part in name}
 
 
@@ -71,31 +73,31 @@ def mixtral(tmp_path_factory):
     return save(tmp_path_factory.mktemp("mixtral"), model_type="mixtral", **experts)
 
 
-def test_every_linear_layer_in_the_blocks_is_adapted_by_default(llama):
-    model = adapted(llama)
-    adapters = named(model, ".lora_A.")
+def test_all_linear_layers_of_blocks_are_adapted_by_default(llama):
+    model = load_with_adapters(llama)
+    adapters = parameters_with(model, ".lora_A.")
     assert len(adapters) == 2 * 7
     assert not any("lm_head" in name for name in adapters)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == named(model, "lora_").keys()
+    assert trained == parameters_with(model, "lora_").keys()
 
 
-def test_a_layer_of_the_same_name_outside_the_blocks_is_not_adapted():
-    """OPT's blocks have fc1 and out_proj; here a projection outside of them is called fc1 too."""
+def test_layers_outside_the_blocks_are_not_adapted():
+    """OPT's blocks have a layer fc1. This model also has a layer fc1 outside its blocks."""
     config = {"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     model = build_model(Model(config=config), sequence_length=16)
     with torch.device("meta"):
         model.model.fc1 = torch.nn.Linear(32, 32)
     add_adapters(model, Lora(rank=2), base_dtype=torch.float32)
-    layers = {name.split(".lora_A")[0] for name in named(model, ".lora_A.")}
+    layers = {name.split(".lora_A")[0] for name in parameters_with(model, ".lora_A.")}
     assert "model.decoder.layers.1.fc1" in layers
     assert "model.fc1" not in layers
 
 
-def test_target_modules_that_are_not_there(llama):
+def test_unknown_target_modules_are_refused(llama):
     with pytest.raises(RecipeError) as error:
-        adapted(llama, lora=Lora(target_modules=("q_proj", "query", "embed_tokens")))
+        load_with_adapters(llama, lora=Lora(target_modules=("q_proj", "query", "embed_tokens")))
     assert error.value.problems == [
         f"lora.target_modules: {name} is not a linear layer of the model; available: down_proj, "
         "gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
@@ -103,35 +105,35 @@ def test_target_modules_that_are_not_there(llama):
     ]
 
 
-def test_adapters_start_at_zero_from_the_seed_on_a_base_of_fewer_bits(llama):
-    models = [adapted(llama, seed=seed, trained=False) for seed in (1, 1, 2)]
+def test_new_adapters_are_seeded_float32_and_without_effect(llama):
+    models = [load_with_adapters(llama, seed=seed, trained=False) for seed in (1, 1, 2)]
     assert torch.equal(logits(models[0]), reference(llama))
     name = "model.layers.1.mlp.up_proj.lora_A.default.weight"
     first, again, other = (model.get_parameter(name) for model in models)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first.abs().max().item() == pytest.approx(32**-0.5, rel=0.1)
-    half = dict(adapted(llama, dtype=torch.bfloat16).named_parameters())
+    half = dict(load_with_adapters(llama, dtype=torch.bfloat16).named_parameters())
     assert half[name].dtype == torch.float32
     assert {p.dtype for key, p in half.items() if "lora_" not in key} == {torch.bfloat16}
 
 
-def test_experts_get_no_adapters_and_a_note(mixtral, messages):
-    adapted(mixtral)
+def test_experts_get_no_adapters_and_are_logged(mixtral, messages):
+    load_with_adapters(mixtral)
     assert messages() == [
         "note: experts are not linear layers and get no adapters: 4 tensors such as "
         "model.layers.0.mlp.experts.gate_up_proj"
     ]
 
 
-def test_gpt2s_adapted_projections_start_at_zero(tmp_path):
-    """Its class draws every c_proj again in the block, but not the adapter in it."""
-    model = adapted(save(tmp_path, **GPT2), trained=False)
-    assert all(p.abs().max() == 0 for p in named(model, ".lora_B.").values())
+def test_gpt2_adapters_start_at_zero(tmp_path):
+    """GPT-2 initializes every c_proj again in the block. The adapter in it must not change."""
+    model = load_with_adapters(save(tmp_path, **GPT2), trained=False)
+    assert all(p.abs().max() == 0 for p in parameters_with(model, ".lora_B.").values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtype_tokenizer_and_generation_config_of_an_export(tmp_path, dtype):
+def test_export_writes_dtype_tokenizer_and_generation_config(tmp_path, dtype):
     base = save(tmp_path / "base")
     generation = {"temperature": 0.3, "top_p": 0.7, "eos_token_id": [2, 5]}
     (base / "generation_config.json").write_text(json.dumps(generation))
@@ -140,7 +142,7 @@ def test_dtype_tokenizer_and_generation_config_of_an_export(tmp_path, dtype):
         def save_pretrained(self, folder):
             (folder / "tokenizer.json").write_text("{}")
 
-    out = exported(load(base), tmp_path / "out", tokenizer=Tokenizer(), dtype=dtype)
+    out = export_model(load(base), tmp_path / "out", tokenizer=Tokenizer(), dtype=dtype)
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
     assert f"torch.{json.loads((out / 'config.json').read_text())['dtype']}" == str(dtype)
     assert AutoModelForCausalLM.from_pretrained(out).dtype == dtype
@@ -148,10 +150,10 @@ def test_dtype_tokenizer_and_generation_config_of_an_export(tmp_path, dtype):
     assert json.loads((out / "generation_config.json").read_text()).items() >= generation.items()
 
 
-def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
+def test_export_replaces_an_older_export_completely(llama, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("")
-    out = exported(adapted(llama), tmp_path / "out")
+    out = export_model(load_with_adapters(llama), tmp_path / "out")
     names = ["adapter_config.json", "adapter_model.safetensors"]
     assert sorted(file.name for file in out.iterdir()) == names
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -160,34 +162,34 @@ def test_an_export_replaces_an_older_one_completely(llama, tmp_path):
     assert [config[key] for key in keys] == [4, 6, "CAUSAL_LM", str(llama)]
 
 
-def test_an_interrupted_export_leaves_the_older_one(tmp_path, monkeypatch):
-    """Whenever the process is killed, one whole folder is there."""
+def test_interrupted_export_keeps_a_complete_folder(tmp_path, monkeypatch):
+    """At any moment, the old or the new folder is complete."""
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "model").write_text("old")
     found = []
 
-    def look():
+    def record_folders():
         found.append({name.parent.name: name.read_text() for name in tmp_path.glob("*/model")})
 
     for owner, name in ((Path, "rename"), (shutil, "rmtree")):
         original = getattr(owner, name)
 
         def observed(*arguments, original=original, **options):
-            look()
+            record_folders()
             original(*arguments, **options)
-            look()
+            record_folders()
 
         monkeypatch.setattr(owner, name, observed)
     with appearing(folder) as scratch:
         (scratch / "model").write_text("new")
-    assert {"hf.old": "old", "hf.writing": "new"} in found  # the moment between the two renames
+    assert {"hf.old": "old", "hf.writing": "new"} in found  # between the two renames
     assert all({"old", "new"} & set(state.values()) for state in found)
     assert found[-1] == {"hf": "new"}
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_the_written_files_are_what_safetensors_reads(tmp_path, adapter, monkeypatch):
+def test_written_files_are_readable_by_safetensors(tmp_path, adapter, monkeypatch):
     monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 150)
     tensors = {
         "a": torch.randn(3, 5, dtype=torch.float64),
@@ -214,7 +216,7 @@ def test_export_of_a_run(tmp_path, llama, capsys, monkeypatch):
     model = build_model(Model(path=str(llama)), sequence_length=16)
     random_weights(model, CPU, CPU, seed=9)
     monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 20_000)
-    run = run_of(tmp_path, model)
+    run = create_run(tmp_path, model)
     (run / "hf" / "tokenizer.json").write_text("{}")
     assert export(run, tmp_path / "out", "dtype=bfloat16") == 0
     assert "for from_pretrained" in capsys.readouterr().out
@@ -238,7 +240,7 @@ def test_export_of_an_adapter(tmp_path, request, architecture):
         base = save(tmp_path / "base", auto="AutoModel", tie_word_embeddings=True)
     else:
         base = request.getfixturevalue(architecture)
-    run, expected = run_of(tmp_path, adapted(base)), logits(adapted(base))
+    run, expected = create_run(tmp_path, load_with_adapters(base)), logits(load_with_adapters(base))
     assert export(run, tmp_path / "merged", "merged=true") == 0
     assert (reference(tmp_path / "merged") - expected).abs().max() < 2e-6
     assert export(run, tmp_path / "adapter", "dtype=float16") == 0
@@ -249,15 +251,15 @@ def test_export_of_an_adapter(tmp_path, request, architecture):
     assert (logits(model) - expected).abs().max() < 5e-3
 
 
-def test_export_of_a_classifiers_adapter(tmp_path, llama):
-    model, out = adapted(llama, task="sequence_classification"), tmp_path / "merged"
-    assert export(run_of(tmp_path, model), out, "merged=true") == 0
+def test_export_of_a_classifier_adapter(tmp_path, llama):
+    model, out = load_with_adapters(llama, task="sequence_classification"), tmp_path / "merged"
+    assert export(create_run(tmp_path, model), out, "merged=true") == 0
     assert (reference(out, CLASSIFIER) - logits(model)).abs().max() < 2e-6
     labels = json.loads((out / "config.json").read_text())["id2label"]
     assert labels == {"0": "a", "1": "b", "2": "c"}
 
 
-def test_export_refused(tmp_path, capsys):
+def test_invalid_exports_are_refused(tmp_path, capsys):
     def error_of(*arguments):
         assert export(*arguments) == 2
         return capsys.readouterr().err
@@ -272,8 +274,8 @@ def test_export_refused(tmp_path, capsys):
     assert "has no adapter to merge" in error_of(run, out, "merged=true")
     dtypes = "'int8' is not one of 'bfloat16', 'float16', 'float32'"
     assert dtypes in error_of(run, out, "dtype=int8")
-    wrong = "merge=true: not an option of launcher export; did you mean merged?"
-    assert wrong in error_of(run, out, "merge=true")
+    unknown = "merge=true: not an option of launcher export; did you mean merged?"
+    assert unknown in error_of(run, out, "merge=true")
     assert "merged=yes: must be true or false" in error_of(run, out, "merged=yes")
     assert "no folder" in error_of(run, tmp_path / "a" / "b")
     out.mkdir()
@@ -281,9 +283,9 @@ def test_export_refused(tmp_path, capsys):
     assert "exists and is not empty" in error_of(run, out)
 
 
-def test_an_adapter_whose_base_is_gone_or_another(tmp_path, capsys):
+def test_merge_with_a_missing_or_wrong_base_is_refused(tmp_path, capsys):
     base = save(tmp_path / "base")
-    run = run_of(tmp_path, adapted(base))
+    run = create_run(tmp_path, load_with_adapters(base))
     base.rename(tmp_path / "moved")
     assert export(run, tmp_path / "out", "merged=true") == 2
     assert f"no such folder: {base}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Building models, what is refused, and how weights are initialized."""
+"""Building models, errors in their settings, and weight initialization."""
 
 import sys
 
@@ -26,23 +26,23 @@ BERT |= {"model_type": "bert", "intermediate_size": 48}
 CPU = torch.device("cpu")
 
 
-def built(*, length=16, **section):
+def build(*, length=16, **section):
     return build_model(Model(**section), sequence_length=length)
 
 
-def filled(config, seed=1):
-    model = built(config=config)
+def build_initialized(config, seed=1):
+    model = build(config=config)
     random_weights(model, CPU, CPU, seed=seed)
     return model
 
 
 def test_models_are_built_on_meta():
-    model = built(config=LLAMA)
+    model = build(config=LLAMA)
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     assert list(find_blocks(model)) == ["model.layers.0", "model.layers.1"]
     assert vocabulary_size(model) == 64
-    assert find_blocks(built(config=BERT | {"is_decoder": True}))
-    classifier = built(config=BERT, task="sequence_classification", num_labels=5)
+    assert find_blocks(build(config=BERT | {"is_decoder": True}))
+    classifier = build(config=BERT, task="sequence_classification", num_labels=5)
     assert classifier.config.num_labels == 5
 
 
@@ -69,35 +69,37 @@ NEAREST = "matches no parameter; the nearest names are model."
         ({"freeze": ("*",)}, r"model.freeze: \* leaves no parameter to train, of 21"),
     ],
 )
-def test_refused(section, message):
+def test_invalid_model_settings_are_refused(section, message):
     with pytest.raises(RecipeError, match=message):
-        built(**{"config": LLAMA} | section)
+        build(**{"config": LLAMA} | section)
 
 
-def test_an_attention_that_the_model_does_not_support(monkeypatch):
+def test_unsupported_attention_is_refused(monkeypatch):
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
     with pytest.raises(RecipeError, match=r"model.attention: .*eager works with all models"):
-        built(config=LLAMA)
+        build(config=LLAMA)
 
 
-def test_weights_are_drawn_as_the_class_says_from_seed_and_name_alone():
+def test_random_weights_depend_only_on_seed_and_name():
     config = LLAMA | {"initializer_range": 0.5}
-    first, again, other = (filled(config, seed).state_dict() for seed in (1, 1, 2))
+    first, again, other = (build_initialized(config, seed).state_dict() for seed in (1, 1, 2))
     projections = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
     for name in ("model.embed_tokens.weight", *projections):
         assert first[name].std().item() == pytest.approx(0.5, rel=0.1)
     assert torch.equal(first["model.norm.weight"], torch.ones(32))
-    deeper = filled(config | {"num_hidden_layers": 3}).state_dict()
+    deeper = build_initialized(config | {"num_hidden_layers": 3}).state_dict()
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
-        assert torch.equal(tensor, deeper[name]), "another block changes nothing for the others"
+        assert torch.equal(tensor, deeper[name]), (
+            "an additional block must not change the other weights"
+        )
         assert "norm" in name or not torch.equal(tensor, other[name])
     assert not torch.equal(*(first[name] for name in projections))
 
 
-def odd(seed=1, dtype=None):
+def odd_parameters(seed=1, dtype=None):
     with torch.device("meta"):
         model = Odd()
     model.to(dtype)
@@ -107,11 +109,11 @@ def odd(seed=1, dtype=None):
 
 @pytest.fixture(scope="module")
 def state():
-    return odd()
+    return odd_parameters()
 
 
-def test_first_values_of_every_kind(state):
-    again, other = odd(), odd(seed=2)
+def test_every_kind_of_initialization(state):
+    again, other = odd_parameters(), odd_parameters(seed=2)
     for name, tensor in state.items():
         assert type(tensor) is nn.Parameter, name
         assert tensor.requires_grad
@@ -132,17 +134,17 @@ def test_first_values_of_every_kind(state):
     assert state["doubled"].abs().max() > 3
 
 
-def test_neither_chunks_nor_fewer_bits_change_the_draw(state, monkeypatch):
-    for name, tensor in odd(dtype=torch.bfloat16).items():
+def test_chunks_and_dtype_do_not_change_random_values(state, monkeypatch):
+    for name, tensor in odd_parameters(dtype=torch.bfloat16).items():
         assert torch.equal(tensor, state[name].bfloat16())
-    asked, draw = [], philox.normal
+    counts, draw = [], philox.normal
     monkeypatch.setattr(philox, "numbers_at_once", lambda device: 37)
-    monkeypatch.setattr(philox, "normal", lambda *args: asked.append(args[2]) or draw(*args))
-    assert all(torch.equal(tensor, state[name]) for name, tensor in odd().items())
-    assert max(asked) == 37
+    monkeypatch.setattr(philox, "normal", lambda *args: counts.append(args[2]) or draw(*args))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in odd_parameters().items())
+    assert max(counts) == 37
 
 
-def test_loaded_tensors_are_not_drawn(state):
+def test_loaded_tensors_are_not_initialized(state):
     with torch.device("meta"):
         model = Odd()
     materialize(model, parameters=CPU, buffers=CPU)
@@ -155,22 +157,24 @@ def test_loaded_tensors_are_not_drawn(state):
         assert torch.equal(tensor, expected), name
 
 
-def test_a_shared_parameter_is_drawn_once():
-    """As after tie_weights of transformers: the first module's values, not those of the last."""
+def test_shared_parameter_is_initialized_once():
+    """The first module determines the values, as after tie_weights of transformers."""
     with torch.device("meta"):
         first, second = nn.Embedding(6, 4, padding_idx=2), nn.Linear(4, 6, bias=False)
     second.weight = first.weight
     random_weights(nn.Sequential(first, second), CPU, CPU, seed=1)
     assert first.weight is second.weight
     assert (first.weight[2] == 0).all()
-    assert first.weight[0].abs().max() > 0.5, "as nn.Embedding draws, not as nn.Linear"
+    assert first.weight[0].abs().max() > 0.5, (
+        "must be initialized by nn.Embedding, not by nn.Linear"
+    )
 
 
-def test_tied_embeddings_stay_tied_and_rotary_buffers_are_those_of_from_config():
+def test_tied_weights_and_rotary_buffers_match_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LLAMA | {"tie_word_embeddings": True}
-    model = filled(config)
+    model = build_initialized(config)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     fields = {key: value for key, value in config.items() if key != "model_type"}
     expected = dict(LlamaForCausalLM(LlamaConfig(**fields)).named_buffers())
@@ -179,17 +183,19 @@ def test_tied_embeddings_stay_tied_and_rotary_buffers_are_those_of_from_config()
         assert torch.equal(buffer, expected[name]), name
 
 
-def test_gpt2_residual_projections_have_their_own_scale():
-    """Its class draws them again, in the parent of the layer: drawing layer by layer misses it."""
+def test_gpt2_residual_projections_are_scaled():
+    """GPT-2 initializes them again in the parent module, which layer-by-layer code would miss."""
     config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 64, "n_layer": 8, "n_head": 4}
-    mlp = filled(config).transformer.h[3].mlp
+    mlp = build_initialized(config).transformer.h[3].mlp
     assert mlp.c_proj.weight.std().item() == pytest.approx(0.02 / (2 * 8) ** 0.5, rel=0.1)
     assert mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_a_model_that_sets_buffers_of_its_blocks():
-    """Falcon-H1 computes them once, in the code of the module around all blocks."""
-    model = filled(LLAMA | {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4})
+def test_block_buffers_set_by_the_parent_are_computed():
+    """In Falcon-H1, the module that contains all blocks computes these buffers."""
+    model = build_initialized(
+        LLAMA | {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4}
+    )
     for layer in model.model.layers:
         assert torch.equal(layer.mamba.mup_vector, torch.ones_like(layer.mamba.mup_vector))
 
@@ -198,30 +204,30 @@ def numel(parameters):
     return sum(parameter.numel() for parameter in parameters)
 
 
-def test_flops():
-    model, attention = built(config=LLAMA), 12 * 2 * 32 * 16
+def test_flops_of_dense_frozen_and_expert_models():
+    model, attention = build(config=LLAMA), 12 * 2 * 32 * 16
     parameters = numel(model.parameters()) - 64 * 32
     assert flops_per_token(model, sequence_length=16) == 6 * parameters + attention
     blocks = list(find_blocks(model).values())
     inside = sum(numel(block.parameters()) for block in blocks)
     assert recomputed_flops(model, blocks, tokens=16) == 2 * inside + 4 * 2 * 32 * 16
-    frozen = built(config=LLAMA, freeze=("lm_head.*",))
+    frozen = build(config=LLAMA, freeze=("lm_head.*",))
     saved = 2 * 64 * 32
     assert flops_per_token(frozen, sequence_length=16) == 6 * parameters + attention - saved
     experts = {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
-    sparse = built(config=LLAMA | {"model_type": "mixtral"} | experts)
+    sparse = build(config=LLAMA | {"model_type": "mixtral"} | experts)
     inside = numel(p for name, p in sparse.named_parameters() if ".experts." in name)
     used = numel(sparse.parameters()) - 64 * 32 - inside + inside / 4
     assert flops_per_token(sparse, sequence_length=16) == 6 * used + attention
 
 
-def test_freeze():
+def test_freeze_patterns_exclude_parameters_from_training():
     patterns = ("model.embed_tokens.*", "*.layers.0.*")
-    model = built(config=LLAMA, freeze=patterns)
+    model = build(config=LLAMA, freeze=patterns)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert not any("embed_tokens" in name or "layers.0." in name for name in trained)
     assert {"lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"} <= trained
-    tied = built(config=LLAMA | {"tie_word_embeddings": True}, freeze=("lm_head.weight",))
+    tied = build(config=LLAMA | {"tie_word_embeddings": True}, freeze=("lm_head.weight",))
     assert not tied.model.embed_tokens.weight.requires_grad
 
 
@@ -273,8 +279,8 @@ def nothing():
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A module of the user's own in the current folder."""
+def user_module(tmp_path, monkeypatch):
+    """Creates a user's module `own` in the current folder."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
@@ -282,21 +288,21 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own", None)
 
 
-@pytest.mark.usefixtures("own")
-def test_a_builder_of_ones_own():
-    model = built(builder="own:vision", arguments={"width": 8})
+@pytest.mark.usefixtures("user_module")
+def test_custom_builder():
+    model = build(builder="own:vision", arguments={"width": 8})
     assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     assert vocabulary_size(model) is None
     assert flops_per_token(model, sequence_length=16) == 0.0
     random_weights(model, CPU, CPU, seed=1)
     largest = model.blocks[0].linear.weight.abs().max().item()
-    assert largest == pytest.approx(8**-0.5, rel=0.2), "as torch initializes it"
+    assert largest == pytest.approx(8**-0.5, rel=0.2), "must be initialized as by torch"
     assert torch.equal(model.blocks[1].norm.running_var, torch.ones(8))
     assert torch.equal(model.blocks[1].norm.weight, torch.ones(8))
 
 
-@pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("user_module")
 @pytest.mark.parametrize(
     ("builder", "arguments", "message"),
     [
@@ -310,6 +316,6 @@ def test_a_builder_of_ones_own():
         ("own:Table", {}, "leaves the buffer table without a value: models are built on the meta"),
     ],
 )
-def test_builder_refused(builder, arguments, message):
+def test_invalid_builders_are_refused(builder, arguments, message):
     with pytest.raises(RecipeError, match=message):
-        random_weights(built(builder=builder, arguments=arguments), CPU, CPU, seed=1)
+        random_weights(build(builder=builder, arguments=arguments), CPU, CPU, seed=1)

@@ -1,4 +1,7 @@
-"""Packed documents give the logits and gradients that they give alone, and what cannot keep them apart is refused."""
+"""Packed and separate documents have equal logits and gradients.
+
+Models that cannot mask documents are refused.
+"""
 
 import itertools
 import types
@@ -39,8 +42,8 @@ MODELS = {
     "minicpm3": BASE | LATENT,
     "deepseek_v3": BASE | LATENT | EXPERTS,
 }
+# Tokens of each document in each row; the last document of the first row is padding
 DOCUMENTS = [[5, 9, 2], [16]]
-"""Tokens of each document, row by row; the first row is padded by a document that is padding."""
 
 
 def build(model_type, attention=None, device=CPU, **settings):
@@ -60,7 +63,7 @@ def isolate(model_type, attention=None, *, sequence_length=16, device=CPU, **set
 
 @pytest.fixture(params=["sdpa", "eager", "kernel of a GPU"])
 def attention(request, monkeypatch):
-    """kernel of a GPU: the code for CUDA, with a kernel of the same operator for the CPU."""
+    """kernel of a GPU: the code for CUDA, with a CPU kernel for the same operator."""
     if request.param == "kernel of a GPU":
         varlen_on_cpu.register()
         monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
@@ -69,20 +72,22 @@ def attention(request, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_packed_documents_give_the_same_logits_as_alone(model_type, attention):
+def test_packed_documents_match_separate_documents(model_type, attention):
     if (model_type, attention) == ("gemma2", "sdpa"):
-        attention = None  # it has eager attention alone
+        attention = None  # it supports only eager attention
     isolation, name = isolate(model_type, attention)
     assert (isolation, name) == (("varlen", VARLEN) if attention == "sdpa" else ("mask", "eager"))
     model = build(model_type, "eager").eval()
     ids, weight = torch.randint(64, (2, 16)), torch.randn(2, 16, 64)
     rows = []
     for row, sizes in zip(ids, DOCUMENTS, strict=True):
-        alone = [model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)]
-        rows.append(torch.cat(alone, dim=1))
-    alone = torch.cat(rows)
+        separate = [
+            model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)
+        ]
+        rows.append(torch.cat(separate, dim=1))
+    separate = torch.cat(rows)
     parameters = [parameter for _, parameter in sorted(model.named_parameters())]
-    expected = torch.autograd.grad((alone * weight).sum(), parameters, allow_unused=True)
+    expected = torch.autograd.grad((separate * weight).sum(), parameters, allow_unused=True)
     model.set_attn_implementation(name)
     positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
     inputs = {"position_ids": torch.stack(positions)}
@@ -91,15 +96,15 @@ def test_packed_documents_give_the_same_logits_as_alone(model_type, attention):
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 16, "max_length_k": 16}
     packed = model(input_ids=ids, use_cache=False, **inputs).logits
-    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-5)
     found = torch.autograd.grad((packed * weight).sum(), parameters, allow_unused=True)
     for one, other in zip(found, expected, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_whole_row_needs_no_bounds():
-    """A micro-batch in which no row is packed is attended densely, a sliding window included."""
+def test_unpacked_rows_need_no_document_bounds():
+    """A micro-batch without packed rows uses dense attention, also with a sliding window."""
     isolate("mistral", "sdpa")
     model, ids = build("mistral", "eager").eval(), torch.randint(64, (2, 16))
     expected = model(input_ids=ids, use_cache=False).logits
@@ -110,11 +115,11 @@ def test_a_whole_row_needs_no_bounds():
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_padded_rows_need_no_mask(model_type, monkeypatch):
-    """transformers is not asked for a mask, and where a token has a target nothing changes, padded or not, bit for bit."""
-    attention = None if model_type == "gemma2" else "sdpa"  # gemma2 has eager attention alone
-    shape = build(model_type, attention, "meta")
-    drop_causal_mask(shape)
-    name = shape.config._attn_implementation
+    """Without transformers' mask, logits and gradients of tokens with targets are bit-identical."""
+    attention = None if model_type == "gemma2" else "sdpa"  # gemma2 supports only eager attention
+    meta_model = build(model_type, attention, "meta")
+    drop_causal_mask(meta_model)
+    name = meta_model.config._attn_implementation
     assert name == (VARLEN if attention else "eager")
     model = build(model_type, attention)
     ids, weight = torch.randint(3, 64, (2, 16)), torch.randn(2, 16, 64)
@@ -132,15 +137,18 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
     seen = (torch.arange(16) < torch.tensor([[16], [9]])).long()
     masked = logits_and_gradients(attention_mask=seen)
     model.set_attn_implementation(name)
-    if attention:  # called, it would raise
+    if attention:  # a call would raise
         monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     for found, same, near in zip(logits_and_gradients(), expected, masked, strict=True):
         assert torch.equal(found, same)
         torch.testing.assert_close(found, near, rtol=1e-4, atol=1e-4)
 
 
-def test_float32_on_cuda_never_leaves_grouped_heads_to_torch(monkeypatch):
-    """Torch would compute all scores. transformers makes no mask where each row is one document."""
+def test_sdpa_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
+    """With grouped heads, torch would compute all scores.
+
+    transformers passes a mask only if a row has several documents. Both cases are tested.
+    """
     torch.manual_seed(0)
     model = build("llama", **BASE)
     ids = torch.randint(3, 64, (2, 16))
@@ -166,24 +174,24 @@ def test_float32_on_cuda_never_leaves_grouped_heads_to_torch(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "more"),
+    ("model_type", "settings"),
     [
         ("bloom", {}),  # alibi is part of the mask
         ("llama4_text", {"attention_chunk_size": 4}),
-        ("mamba", {}),  # no attention of transformers' interface
+        ("mamba", {}),  # does not use transformers' attention interface
         ("llama", {"is_causal": False}),
     ],
 )
-def test_models_with_another_mask_keep_it(model_type, more):
-    model = build(model_type, device="meta", **BASE | more)
+def test_models_with_special_masks_are_unchanged(model_type, settings):
+    model = build(model_type, device="meta", **BASE | settings)
     before = model.config._attn_implementation
     drop_causal_mask(model)
     assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("model_type", ["llama", "bloom", "falcon"])
-def test_models_that_do_not_keep_documents_apart_are_found(model_type):
-    """Alibi counts distance over the whole row: position_ids do not reach it."""
+def test_attention_across_documents_is_detected(model_type):
+    """ALiBi uses distances in the whole row and ignores position_ids."""
     model = build(model_type, **BASE).train()
     check = {"name": model_type, "vocabulary": 64, "device": CPU}
     if model_type == "llama":
@@ -196,7 +204,7 @@ def test_models_that_do_not_keep_documents_apart_are_found(model_type):
     assert model.training
 
 
-def test_a_model_without_positions_cannot_be_packed():
+def test_packing_without_position_ids_is_refused():
     model = torch.nn.Module()
     model.forward = lambda input_ids, use_cache: None
     with pytest.raises(RecipeError, match=r"data\.packing: Model takes no position_ids"):
@@ -204,8 +212,11 @@ def test_a_model_without_positions_cannot_be_packed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_of_the_dtype_is_no_crossing(dtype):
-    """Logits that differ by a few roundings, as where kernels add up in another order; a tenth is a document that is seen."""
+def test_rounding_errors_pass_the_document_masking_check(dtype):
+    """Logits may differ by rounding errors, because kernels may sum in a different order.
+
+    A difference of 0.08 means that attention crosses documents.
+    """
 
     def check(change):
         logits = itertools.cycle([torch.ones(1, 16, 4), torch.full((1, 16, 4), 1 - change)])
@@ -223,20 +234,18 @@ def test_rounding_of_the_dtype_is_no_crossing(dtype):
     [
         ("deepseek_v3", {"num_hidden_layers": 2}, "varlen"),
         ("gemma3_text", {"num_hidden_layers": 7}, "varlen"),
-        # Every sixth layer has heads of 512: more than the kernel takes
+        # Every sixth layer has a head size of 512, which the kernel does not support
         ("gemma4_text", {"num_hidden_layers": 6}, "mask"),
-        # Its layers make a mask of their own
+        # Its layers create their own mask
         ("doge", {"num_hidden_layers": 2}, "mask"),
     ],
 )
-def test_a_gpu_gets_variable_length_attention_where_its_kernel_can_compute_it(
-    model_type, settings, expected
-):
+def test_varlen_is_used_only_if_the_kernel_supports_it(model_type, settings, expected):
     assert isolate(model_type, device=CUDA, **settings)[0] == expected
 
 
 def test_layers_that_mix_documents_are_refused():
-    """Those with a state, and attention in chunks where a row has several."""
+    """Layers with a recurrent state, and chunked attention if a row has several chunks."""
     message = r"data\.packing: MambaForCausalLM has layers .* use packing: false"
     with pytest.raises(RecipeError, match=message):
         isolate("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
@@ -247,8 +256,8 @@ def test_layers_that_mix_documents_are_refused():
         isolate("llama4_text", sequence_length=17, **chunked)
 
 
-def test_float32_repeats_grouped_heads_on_cuda(monkeypatch):
-    """CUDA's fused kernel for float32 takes no grouped heads; the values stay the same."""
+def test_varlen_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
+    """CUDA's fused float32 kernel does not support grouped heads. Values must not change."""
     query, key, value = torch.randn(1, 8, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
     module = types.SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
     seen, plain = [], torch.nn.functional.scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""The counter-based generator: its words, its distributions, and that any part of a stream is the same numbers."""
+"""The counter-based generator: known vectors, distributions, and draws from any position."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_known_vectors(counter, key, words):
 
 
 @pytest.mark.parametrize("draw", [philox.uniform, philox.normal])
-def test_any_part_of_a_stream_is_the_same_numbers(draw):
+def test_partial_draws_equal_slices_of_the_stream(draw):
     whole = draw(KEY, 0, 5000, CPU)
     for first, count in [(0, 1), (1, 1), (2, 3), (3, 4096), (4, 4), (777, 1234), (4999, 1)]:
         part = draw(KEY, first, count, CPU)
@@ -41,7 +41,7 @@ def test_any_part_of_a_stream_is_the_same_numbers(draw):
 
 
 def test_distributions():
-    """The limits are about five standard errors wide."""
+    """The tolerances are about five standard errors."""
     normal, uniform = (
         draw(KEY, 0, 10**6, CPU).double() for draw in (philox.normal, philox.uniform)
     )
@@ -56,7 +56,7 @@ def test_distributions():
     assert 1 - 1e-4 < uniform.max().item() < 1
     assert uniform.mean().item() == pytest.approx(0.5, abs=2e-3)
     assert uniform.var().item() == pytest.approx(1 / 12, abs=1e-3)
-    for numbers in (normal, uniform):  # neighbours, and a pair's two, have nothing in common
+    for numbers in (normal, uniform):  # adjacent numbers must be uncorrelated
         for distance in (1, 2, 3, 4):
             pair = torch.stack([numbers[:-distance], numbers[distance:]])
             assert torch.corrcoef(pair)[0, 1].item() == pytest.approx(0, abs=5e-3)
