@@ -39,7 +39,7 @@ def read_size(text: str) -> int:
     """Bytes from a size with a unit, as `80GiB`."""
     size = size_in_bytes(text)
     if size is None:
-        raise typer.BadParameter(f"{text} is no size with a unit, such as 80GiB or 80GB")
+        raise typer.BadParameter(f"{text} is not a size with a unit, such as 80GiB or 80GB")
     return size
 
 

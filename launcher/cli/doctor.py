@@ -57,7 +57,7 @@ def doctor(
 ) -> int:
     """Check whether this machine, node or allocation is fit to train, and measure how fast it is.
 
-    Exit status 3: something is bad. For several nodes, start it like training, with one torchrun
+    Exit status 3: it is not fit. For several nodes, start it like training, with one torchrun
     on each node:
 
     \b
@@ -119,7 +119,7 @@ def _examine_machine(checks: dict[str, Any], file: Path | None) -> int:
     )
     needed = ("torch", "GPUs", "/dev/shm")
     if any(finding.state == "bad" and finding.name in needed for finding in findings):
-        print("\nnothing was measured: fix what is bad first")
+        print("\nnothing was measured: fix the problems first")
     else:
         print(f"\nmeasuring with {ranks} {'rank' if ranks == 1 else 'ranks'} ...", flush=True)
         report = measured(ranks, report)

@@ -173,7 +173,7 @@ def gpu_findings(
     if nvml["error"]:
         yield Finding("GPUs", "bad", nvml["error"])
     elif expected is not None and there < expected:
-        yield Finding("GPUs", "bad", f"{there} of {expected} are there")
+        yield Finding("GPUs", "bad", f"{there} of {expected} found")
     elif names and not gpus:  # parts of GPUs (MIG), AMD's, a container without NVML
         text = "NVML does not answer: whether they are free and healthy is not known"
         text = f"{len(names)} x {', '.join(sorted(set(names)))}; {text}"

@@ -144,7 +144,7 @@ def finish(report: Report, file: Path | None) -> None:
         typer.secho("\nFit to train.", fg="green", bold=True)
         return
     count = len(report.bad)
-    bad = f"{count} {'thing is' if count == 1 else 'things are'} bad"
+    bad = f"{count} problem{'s' * (count > 1)}"
     typer.echo(typer.style("\nNot fit to train", fg="red", bold=True) + f": {bad}")
     if report.nodes > 1 and report.bad_nodes:
         print(f"nodes to exclude: {','.join(report.bad_nodes)}")

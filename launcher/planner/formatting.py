@@ -326,7 +326,7 @@ def _configurations(plan: dict[str, Any]) -> Iterator[str]:
     if others:
         yield from ("", "To take one, add to the command:", *others)
     if best is None and plan["fits"] is False:
-        yield from ("", "Nothing fits." + (" What would:" if ladder["remedies"] else ""))
+        yield from ("", "Nothing fits." + (" These changes help:" if ladder["remedies"] else ""))
         for suggestion in ladder["remedies"]:
             yield from _paragraph(f"  - {suggestion}", indent=4)
 

@@ -182,7 +182,7 @@ class PostMortem:
             text += f" of micro-batch {micro_batch}{of}" + (f" ({shape})" if shape else "")
         text += f", in {module}" if module else ""
         if requested is not None:
-            text += f"\nit asked for {bytes_as_text(requested)}"
+            text += f"\nit requested {bytes_as_text(requested)}"
         if requested is not None and gpu is not None:
             unused = bytes_as_text(gpu.reserved - gpu.allocated)
             text += f"; of {bytes_as_text(gpu.total)}, {bytes_as_text(gpu.total - gpu.used)} were "

@@ -185,7 +185,7 @@ class Attempts:
         """Why the successor of the job `before` has nothing to do; None: it resumes the run."""
         if JobInfo.read(before).state == "CANCELLED":
             return f"job {before} was cancelled"
-        return None if self.open else f"job {before} has ended by itself"
+        return None if self.open else f"job {before} has ended"
 
 
 def measured_lead(run_dir: Path) -> int | None:

@@ -116,7 +116,7 @@ def test_auto_restarts_with_a_smaller_micro_batch(restarted, undisturbed):
     for shown in (
         "The fastest that fits: by plan",
         "rank 1 of 2 ran out of memory in step 3: in the forward pass of micro-batch 1 of 1 (input_ids 8 x 32)",
-        "it asked for 64.0 MiB",
+        "it requested 64.0 MiB",
         "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint",
         "micro-batches of 8 and more ran out of memory before",
     ):

@@ -110,17 +110,17 @@ def test_only_visible_gpus_are_checked(nvml):
     assert visible_gpus(nvml.query(), "") == visible_gpus(nvml.query(), "MIG-7a3b") == []
     nvml.gpus[0] = {"lost": 4}  # no permission
     assert [gpu["index"] for gpu in visible_gpus(nvml.query(), None)] == list(range(1, 8))
-    assert bad_findings(nvml.findings()) == ["GPUs: 7 of 8 are there"]
+    assert bad_findings(nvml.findings()) == ["GPUs: 7 of 8 found"]
 
 
 def test_without_nvml_torch_counts_the_gpus(nvml):
     nvml.node["error"] = 12
     found = nvml.findings(expected=None, gpus=[])
     assert [finding.state for finding in found] == ["note", "good"]
-    assert bad_findings(nvml.findings(expected=4, gpus=[])) == ["GPUs: 0 of 4 are there"]
+    assert bad_findings(nvml.findings(expected=4, gpus=[])) == ["GPUs: 0 of 4 found"]
     found = nvml.findings(expected=1, gpus=["AMD Instinct MI300X"], rocm="6.4")[0]
     assert (found.state, "is not known" in found.text) == ("note", True)
-    assert bad_findings(nvml.findings(gpus=["H100"] * 7)) == ["GPUs: 7 of 8 are there"]
+    assert bad_findings(nvml.findings(gpus=["H100"] * 7)) == ["GPUs: 7 of 8 found"]
     nvml.node["error"] = 18
     assert bad_findings(nvml.findings()) == ["GPUs: RM has detected an NVML/RM version mismatch."]
 
@@ -435,7 +435,7 @@ def test_doctor_prints_and_writes_a_report(findings_of_doctor, capsys):
     assert written["rates"]["half_flops"] == 600e12
     findings_of_doctor.append(finding("bad", "not free"))
     assert main.main(["doctor"]) == 3
-    assert "Not fit to train: 1 thing is bad" in capsys.readouterr().out
+    assert "Not fit to train: 1 problem" in capsys.readouterr().out
     for mistake in ("json=no/folder/d.json", "quick=true", "recipe=fsdp"):
         assert main.main(["doctor", mistake]) == 2
     known = "recipe=fsdp: not an option of launcher doctor; there are --ranks, --json"

@@ -55,7 +55,9 @@ def test_read_size(text, expected):
     "text", ["80", "80G", "GiB", "-1GiB", "0GiB", "80GiBs", "1e3GiB", "", "80 GiB GiB"]
 )
 def test_read_size_rejects_invalid_sizes(text):
-    with pytest.raises(typer.BadParameter, match=f"{text} is no size with a unit, such as 80GiB"):
+    with pytest.raises(
+        typer.BadParameter, match=f"{text} is not a size with a unit, such as 80GiB"
+    ):
         read_size(text)
 
 
@@ -171,7 +173,7 @@ def test_predicted_training_hours():
 def test_text_lists_suggestions_if_nothing_fits():
     ladder = example_ladder(fits=False)
     text = printed(ladder.written.plan, ladder)
-    at = text.index("Nothing fits. What would:")
+    at = text.index("Nothing fits. These changes help:")
     assert text[at + 1 :] == [
         "  - 16 GPUs instead of 8: gpus_per_node=8 nodes=2",
         "  - LoRA: lora={rank: 16}",
@@ -236,7 +238,7 @@ def test_exit_statuses(fake_planner, capsys):
         assert main.main(arguments) == status
     assert fake_planner.ladder == 0
     assert main.main([*arguments, "gpu_memory=80"]) == 2
-    assert "'--gpu-memory': 80 is no size with a unit" in capsys.readouterr().err
+    assert "'--gpu-memory': 80 is not a size with a unit" in capsys.readouterr().err
     assert main.main([*arguments, "html=no/a.html"]) == 2
     assert "no/a.html: cannot be written: No such" in capsys.readouterr().err
     assert main.main([*arguments, "--html", "a.html"]) == 0

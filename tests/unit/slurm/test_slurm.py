@@ -641,7 +641,7 @@ def test_successor_resumes_unless_the_job_ended_normally(run, monkeypatch, state
     begin(run)
     assert read_attempts(run).nothing_left("7") == why, "killed"
     end(run, state="failed", reason="error")
-    assert read_attempts(run).nothing_left("7") == (why or "job 7 has ended by itself")
+    assert read_attempts(run).nothing_left("7") == (why or "job 7 has ended")
 
 
 # The program of the job, with an srun that runs the command on this machine
