@@ -295,7 +295,7 @@ class StepRecorder:
             "tokens_per_second": rate,
             "mfu": rate * flops / peak if peak else None,
             "hfu": rate * (flops + recomputed) / peak if peak and recomputed is not None else None,
-            "peak_memory_bytes": int(gathered["peak"].max()),
+            "peak_memory_bytes": int(gathered["peak"].nan_to_num().max()),  # NaN: on null GPUs
             "reserved_memory_bytes": finite(gathered["reserved"].max().item()),
             "data_seconds": float(gathered["waited"].max()) / steps,
             **phases,

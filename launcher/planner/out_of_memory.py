@@ -238,7 +238,9 @@ def explain(
     much.
     """
     plan = make_plan(recipe, machine)
-    lines = _table(rows, _planned(plan, phase, rows))
+    # In preparation, what the rank holds is not known yet
+    planned = _planned(plan, phase) if rows or phase == "start" else {}
+    lines = _table(rows, planned)
     memory, free = machine.memory, machine.host_memory
     if memory is not None and plan.needed > memory:
         needed, there = bytes_as_text(plan.needed), bytes_as_text(memory)
@@ -270,25 +272,24 @@ def explain(
     return [*lines, title, *aligned(suggestions, "<<<")]
 
 
-def _planned(plan: Plan, phase: str, rows: dict[str, int]) -> dict[str, int]:
-    """The plan's bytes in this phase, by the keys of the rows."""
+def _planned(plan: Plan, phase: str) -> dict[str, int]:
+    """The plan's bytes in this phase, or at the peak, by the keys of the rows."""
     moments = {str(name): moment for name, moment in plan.step.phases.items()}
     components = moments.get(phase, plan.step.peak).components
     planned: dict[str, int] = {name: getattr(components, name) for name in STATES}
     rest = components.total - sum(planned.values())
-    if "process" in rows:
+    if plan.machine.device == "cpu":
         return planned | {"process": rest + plan.context}
     return planned | {"others": rest, "unused": plan.margin, "outside": plan.context}
 
 
 def _table(rows: dict[str, int], planned: dict[str, int]) -> list[str]:
-    """planned: empty where there is no plan."""
-    table = [["", "now", "by plan" if planned else "", ""]]
-    for name, size in rows.items():
-        by_plan = remark = ""
-        if planned:
-            by_plan, excess = bytes_as_text(planned[name]), size - planned[name]
-            if excess > EXCESS * sum(planned.values()):
-                remark = f"<- {bytes_as_text(excess)} beyond the plan"
-        table.append([_NAMES[name], bytes_as_text(size), by_plan, remark])
-    return list(aligned(table, "<>><")) if rows else []
+    """rows, planned: by the same keys; empty where they are not known."""
+    table = [["", "now" if rows else "", "by plan" if planned else "", ""]]
+    for name in rows or planned:
+        now, by_plan = (bytes_as_text(one[name]) if one else "" for one in (rows, planned))
+        excess = rows[name] - planned[name] if rows and planned else 0
+        beyond = excess > EXCESS * sum(planned.values())
+        remark = f"<- {bytes_as_text(excess)} beyond the plan" if beyond else ""
+        table.append([_NAMES[name], now, by_plan, remark])
+    return list(aligned(table, "<>><")) if len(table) > 1 else []

@@ -11,6 +11,7 @@ from torch import nn
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
+from launcher.metrics.console import bytes_as_text
 from launcher.planner import out_of_memory
 from launcher.planner.out_of_memory import (
     DeviceMemory,
@@ -309,6 +310,11 @@ def test_suggestions_fit_and_change_the_recipe(monkeypatch):
     fitting = [one for one in ladder.configurations if one.plan.fits and one.overrides]
     shown = [line.partition("#")[0].split() for line in text if line.startswith("  ")]
     assert shown == [" ".join(one.overrides).split() for one in fitting]
+    # In preparation there is no inventory: the plan shows what the recipe needs
+    header, first, *_ = out_of_memory.explain(RECIPE, machine(), "start", {}, None)
+    assert header.split() == ["by", "plan"]
+    size = bytes_as_text(example_plan().step.peak.components.parameters)
+    assert first.split() == ["parameters", *size.split()]
 
 
 class StubPostMortem:
