@@ -69,7 +69,7 @@ def _row(*cells: str) -> str:
 
 
 def _values(key: dict[str, Any]) -> str:
-    """The valid values of a key, in words."""
+    """The valid values of a key, as Markdown."""
     if "anyOf" in key:
         return " or ".join(dict.fromkeys(_values(one) for one in key["anyOf"]))
     if "enum" in key or "const" in key:

@@ -64,7 +64,7 @@ class CheckpointManager:
         """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
 
         resume: `auto`: the newest valid checkpoint up to step `at_most`; otherwise a path. Raises
-        RecipeError if the recipe, the data or the model have changed in a way that is not allowed;
+        RecipeError if a change of the recipe, the data or the model is not allowed;
         NoneLeftError if all checkpoints are damaged.
         """
         path = self._find(resume, at_most=at_most)

@@ -17,7 +17,7 @@ SLOW, FAST = 1.3, 1.15
 LEAST_SECONDS = 0.01
 """Least time per step that a slow rank must cost for a warning."""
 LASTING_SECONDS = 3.0
-"""A rank must be slow for this long: with short steps, other programs slow one down for a moment."""
+"""A rank is named only if it is slow for this long: short steps vary with the load of the node."""
 
 
 class SlowRanks:

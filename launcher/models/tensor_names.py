@@ -99,7 +99,7 @@ def record_conversions(model: Any) -> None:
 
 def load_conversions(model: Any, stored: Tensors) -> tuple[list[Conversion], list[str], list[str]]:
     """How a checkpoint's tensors, on meta, become the model's: conversions, unexpected names,
-    problems. Stores what was used on the model, for `export_conversions`."""
+    problems. Stores the mapping that was used in the model, for `export_conversions`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
