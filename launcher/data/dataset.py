@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
@@ -20,7 +21,7 @@ from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from launcher.training.loss import summed_classification_loss, summed_loss
+from launcher.training import loss
 
 Row = dict[str, Integers]
 Collated = dict[str, Any]
@@ -112,7 +113,9 @@ class SequenceDataset(_Stored):
     """Whether sequences hold several documents."""
     masking: Masking = "mask"
 
-    loss = staticmethod(summed_loss)
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
+        return loss.summed_loss(model, tensors)
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
@@ -200,7 +203,8 @@ class ClassificationDataset(_Stored):
     """The model's padding id, by which it finds the last token."""
     packed: bool = False
 
-    loss = staticmethod(summed_classification_loss)
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        return loss.summed_classification_loss(model, tensors)
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids` (tokens,) and `targets` (1,)."""

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
@@ -42,7 +43,7 @@ from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
-from launcher.training.loss import summed_loss
+from launcher.training import loss
 
 VERSION = 3
 """Version of the order of samples, part of its digest."""
@@ -207,7 +208,6 @@ class StreamingDataset(IterableDataset[Collated]):
     `positions` of its last micro-batch of a step are those of its shards after the step.
     """
 
-    loss = staticmethod(summed_loss)
     packed = True
     lengths: Sequence[int] | None = None
 
@@ -236,6 +236,9 @@ class StreamingDataset(IterableDataset[Collated]):
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
+
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        return loss.summed_loss(model, tensors)
 
     def starting(
         self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None
