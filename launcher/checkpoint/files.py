@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
@@ -35,9 +36,14 @@ from launcher.metrics.console import task
 logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
+FORMAT: Literal[2] = 2
+"""Version of the format."""
 ALIGNMENT = 4096
 """Bytes; of buffers, and of positions in a file, for direct I/O."""
 _NAME = re.compile(r"step_\d{8,}")
+_OTHER_VERSION = "another version of launcher wrote it"
+_RETRY_SECONDS = (2.0, 10.0)
+"""Pauses before a checkpoint that cannot be read is read again."""
 _SCRATCH = re.compile(r"step_\d{8,}\.(writing|deleting)-\w+")
 
 
@@ -46,7 +52,21 @@ class DamagedCheckpointError(ValueError):
 
     def __init__(self, path: Path, problem: str) -> None:
         self.problem = problem
-        super().__init__(f"checkpoint {path} is damaged: {problem}")
+        what = "cannot be used" if problem.startswith(_OTHER_VERSION) else "is damaged"
+        super().__init__(f"checkpoint {path} {what}: {problem}")
+
+
+class Unreadable(str):
+    """What is wrong with a checkpoint that cannot be read now. It may be undamaged."""
+
+
+class UnreadableError(TrainingError):
+    """The newest checkpoint cannot be read, and may be undamaged."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        text = f"checkpoint {path} cannot be verified: {problem}. Nothing was changed. Start again "
+        text += "once it can be read, or move it to another folder to resume from an older one"
+        super().__init__(text, reason="unreadable_checkpoint")
 
 
 class NoneLeftError(TrainingError):
@@ -68,7 +88,7 @@ class StoredFile(BaseModel):
 class Marker(BaseModel):
     """Content of commit.json. A checkpoint without it is not valid."""
 
-    format: Literal[2] = 2
+    format: Literal[2] = FORMAT
     step: int
     ranks: int
     """How many ranks wrote it."""
@@ -90,8 +110,13 @@ def rank_file(rank: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints in a folder, valid or not, oldest first."""
-    found = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir())
+    """All checkpoints in a folder, valid or not, oldest first. Raises OSError if the folder exists
+    and cannot be read: it may have checkpoints."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [folder / one.name for one in entries if _NAME.fullmatch(one.name) and one.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -193,16 +218,22 @@ def _sync_folder(folder: Path) -> None:
 
 def read_marker(path: Path) -> Marker:
     """Reads commit.json. Raises DamagedCheckpointError if it is missing or wrong."""
+    problem, content = "", b""
     try:
-        marker = Marker.model_validate_json((path / MARKER).read_bytes(), strict=True)
-    except FileNotFoundError:
-        problem = f"there is no {MARKER}: it was not written to its end"
+        content = (path / MARKER).read_bytes()
+        marker = Marker.model_validate_json(content, strict=True)
     except OSError as error:
-        problem = f"{MARKER} cannot be read: {error.strerror}"
+        problem = _not_read(MARKER, error)
+        if isinstance(error, FileNotFoundError):
+            problem = f"there is no {MARKER}: it was not written to its end"
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            if (version := json.loads(content)["format"]) != FORMAT:
+                problem = f"{_OTHER_VERSION}: it has format {str(version)[:20]}, and this version "
+                problem += f"reads format {FORMAT}"
     else:
         if not _NAME.fullmatch(path.name) or marker.step == step_of(path):
             return marker
@@ -210,8 +241,13 @@ def read_marker(path: Path) -> Marker:
     raise DamagedCheckpointError(path, problem)
 
 
+def _not_read(name: str, error: OSError) -> str:
+    text = f"{name} cannot be read: {error.strerror}"
+    return text if isinstance(error, FileNotFoundError) else Unreadable(text)
+
+
 def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> str | None:
-    """Returns what is wrong with a checkpoint, or None.
+    """Returns what is wrong with a checkpoint, or None; `Unreadable` if that cannot be known.
 
     deep: compares checksums, not only sizes; this rank reads every ranks-th file.
     """
@@ -223,7 +259,7 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
         try:
             size = (path / name).stat().st_size
         except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+            return _not_read(name, error)
         if size != file.bytes:
             return f"{name} has {size:,} bytes instead of {file.bytes:,}"
     if not deep:
@@ -234,7 +270,14 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
     with pool, task(f"verifying {path.name}", size) as advance:
         sums = (stored[name].checksum for name in mine)
         problems = pool.map(partial(_check_file, advance), (path / name for name in mine), sums)
-        return next(filter(None, problems), None)
+        return worst(problems)
+
+
+def worst(problems: Iterable[str | None]) -> str | None:
+    """The first problem that shows damage, else the first; None: there is none."""
+    found = [problem for problem in problems if problem is not None]
+    damage = (problem for problem in found if not isinstance(problem, Unreadable))
+    return next(damage, found[0] if found else None)
 
 
 def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> str | None:
@@ -245,7 +288,7 @@ def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> 
                 found.update(chunk)
                 advance(len(chunk))
     except OSError as error:
-        return f"{file.name} cannot be read: {error.strerror}"
+        return _not_read(file.name, error)
     same = found.hexdigest() == checksum
     return None if same else f"{file.name} has changed since it was written"
 
@@ -254,12 +297,21 @@ def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
     """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
-    Raises NoneLeftError if all are damaged."""
+    Raises NoneLeftError if all are damaged, and UnreadableError for one that cannot be read: an
+    older one would repeat steps whose result may be there."""
     problems = []
     for path in reversed(checkpoints):
         problem = check(path)
+        for seconds in _RETRY_SECONDS:
+            if not isinstance(problem, Unreadable):
+                break
+            logger.warning(f"checkpoint {path}: {problem}; trying again in {seconds:g} s")
+            time.sleep(seconds)
+            problem = check(path)
         if problem is None:
             return path
+        if isinstance(problem, Unreadable):
+            raise UnreadableError(path, problem)
         problems.append(str(DamagedCheckpointError(path, problem)))
         logger.warning(f"{problems[-1]}; trying an older one")
     if problems:
@@ -275,11 +327,21 @@ def discard(path: Path) -> None:
     shutil.rmtree(path.rename(_renamed(path, "deleting")))
 
 
-def discard_newer(folder: Path, step: int) -> None:
-    """Deletes the checkpoints after a step, newest first."""
+def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
+    """Removes the checkpoints after a step, newest first. Deletes only valid ones; others are
+    renamed, and stay until a user deletes them.
+
+    refused: up to this step they did not pass a full verification; of the others, marker and file
+    sizes are checked.
+    """
     for path in reversed(list_checkpoints(folder)):
-        if step_of(path) > step:
+        if step_of(path) <= step:
+            continue
+        if step_of(path) > refused and verify(path, deep=False) is None:
             discard(path)
+            continue
+        aside = path.rename(_renamed(path, "invalid"))
+        logger.warning(f"{path.name} is not valid, and was renamed to {aside}; delete it yourself")
 
 
 def prune(
@@ -287,19 +349,17 @@ def prune(
 ) -> None:
     """Deletes scratch folders and old checkpoints. No save may be in progress. Raises OSError.
 
-    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), all that are newer
-    than the oldest of these, and the valid ones of `best_step` and of multiples of `keep_every`.
+    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), those of `best_step`
+    and of multiples of `keep_every`, and all that are not valid.
     """
     for entry in list(os.scandir(folder)):
         if _SCRATCH.fullmatch(entry.name):
             shutil.rmtree(entry.path)
     checkpoints = list_checkpoints(folder)
     valid = [path for path in checkpoints if verify(path, deep=False) is None]
-    for path in checkpoints:
+    for path in valid[:-keep_last]:
         step = step_of(path)
-        milestone = (keep_every is not None and step % keep_every == 0) or step == best_step
-        old = valid and step < step_of(valid[-keep_last:][0])
-        if old and not (path in valid and milestone):
+        if not (keep_every is not None and step % keep_every == 0) and step != best_step:
             discard(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ class CheckpointManager:
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
         self._best: dict[str, Any] = {}
+        """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
+        self._bests: dict[int, dict[str, Any]] = {}
+        """By step of a save in progress: `_best` once it has succeeded."""
         self.trouble: str | None = None
         """Why the last save failed, or None."""
         self.saved_step: int | None = None
@@ -65,7 +69,7 @@ class CheckpointManager:
 
         resume: `auto`: the newest valid checkpoint up to step `at_most`; otherwise a path. Raises
         RecipeError if a change of the recipe, the data or the model is not allowed;
-        NoneLeftError if all checkpoints are damaged.
+        NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -92,7 +96,8 @@ class CheckpointManager:
         self.saved_step = state["step"]
         # Damaged checkpoints, and those of steps that will be repeated
         if self._ranks.rank == 0:
-            files.discard_newer(self._folder, state["step"])
+            refused = -1.0 if resume != "auto" else math.inf if at_most is None else at_most
+            files.discard_newer(self._folder, state["step"], refused=refused)
         dist.barrier(group=self._group)
         return Resumed(
             path,
@@ -134,9 +139,12 @@ class CheckpointManager:
         """
         step, metric = position.step, self._settings.keep_best
         value = None if metric is None else scores.get(metric)
-        if metric and value is not None and is_better(metric, value, self._best.get(metric)):
-            self._best = {"step": step, metric: value}
-            self._checkpointer.best_step = step
+        if metric is not None:
+            self.finish()  # whether the previous one was saved decides which is the best
+        best, known = self._best, self._best.get(metric or "")
+        if metric and value is not None and is_better(metric, value, known):
+            best = {"step": step, metric: value}
+        self._bests[step] = best
         state = {
             "step": step,
             "skipped_batches": position.skipped_batches,
@@ -147,10 +155,10 @@ class CheckpointManager:
             "observed": dict(observed),
             "stream": position.stream,
             "evaluation_due": not evaluated,
-            "best": self._best,
+            "best": best,
         }
-        local = rank_state(self._module, self._ranks.device)
-        self._checkpointer.save(step, self._tensors, state=state, local=local)
+        local, is_best = rank_state(self._module, self._ranks.device), best is not self._best
+        self._checkpointer.save(step, self._tensors, state=state, local=local, best=is_best)
         self.report()
 
     def report(self) -> None:
@@ -164,11 +172,12 @@ class CheckpointManager:
 
     def _log(self, saves: list[Save]) -> None:
         for save in saves:
+            best = self._bests.pop(save.step, self._best)
             if save.error is not None:
                 self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
                 logger.warning(f"{self.trouble}; older ones are kept, training continues")
                 continue
-            self.saved_step, self.trouble = save.step, None
+            self.saved_step, self.trouble, self._best = save.step, None, best
             logger.info(
                 f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
                 f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"

@@ -28,10 +28,18 @@ from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tenso
 def find_checkpoint(
     folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
 ) -> Path | None:
-    """`files.newest_valid` up to a step, with the verification shared among the ranks."""
+    """`files.newest_valid` up to a step, with the verification shared among the ranks. Raises
+    UnreadableError on all ranks if the folder cannot be read."""
     # Rank 0's list: other nodes may see a new checkpoint later
-    listed: list[Any] = [files.list_checkpoints(folder) if dist.get_rank(group) == 0 else None]
+    listed: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            listed = [files.list_checkpoints(folder)]
+        except OSError as error:
+            listed = [str(error)]
     dist.broadcast_object_list(listed, group=group, group_src=0)
+    if isinstance(listed[0], str):
+        raise files.UnreadableError(folder, listed[0])
     wanted = [path for path in listed[0] if at_most is None or files.step_of(path) <= at_most]
     return files.newest_valid(wanted, partial(verify_together, group=group))
 
@@ -43,7 +51,7 @@ def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
 
 
 def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    return next(filter(None, gather(problem, group)), None)
+    return files.worst(gather(problem, group))
 
 
 @torch.no_grad()
@@ -94,6 +102,8 @@ def open_tensors(path: Path) -> StoredTensors:
     try:
         for name, entry in json.loads((path / files.INDEX).read_bytes()).items():
             parts[name] = [Part(path / file, first, rows) for file, first, rows in entry["parts"]]
+            if outside := [part.file for part in parts[name] if part.file.parent != path]:
+                raise ValueError(f"{name} is in {outside[0]}, outside of the checkpoint")
             dtype = DTYPES[entry["dtype"]]
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
     except Exception as error:  # the file may hold any JSON

@@ -150,7 +150,10 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
     another run's record would be lost, or if a change of the recipe is refused.
     """
     wanted, own = recipe.checkpoint.resume, run.path / "checkpoints"
-    checkpoints = list_checkpoints(own)
+    try:
+        checkpoints = list_checkpoints(own)
+    except OSError as error:
+        raise RecipeError(f"run.dir: {own} cannot be read: {error.strerror}") from None
     resume = "auto" if restarted and wanted == "never" else wanted
     if resume == "auto" and not checkpoints:
         resume = "never"

@@ -60,6 +60,8 @@ class Save:
 
     step: int
     started: float
+    best: bool = False
+    """Whether it is the best one, once it is saved."""
     staged: threading.Event = field(default_factory=threading.Event)
     """Set once training may change the tensors."""
     thread: threading.Thread | None = None
@@ -103,7 +105,7 @@ class Checkpointer:
         raises, the save fails."""
         self.folder = folder
         self.best_step: int | None = None
-        """Step of the checkpoint to keep for its evaluation loss; set it before a save."""
+        """Step of the checkpoint to keep for its evaluation loss, which exists."""
         self.failures = 0
         """Failed saves in a row, updated by `save` and `finish`: the same on every rank."""
         self._group, self._device, self._settings = group, device, settings
@@ -118,16 +120,22 @@ class Checkpointer:
         optimizer.register_step_pre_hook(lambda *_: self._wait_staged())
 
     def save(
-        self, step: int, tensors: Tensors, *, state: Mapping[str, Any], local: Tensors
+        self,
+        step: int,
+        tensors: Tensors,
+        *,
+        state: Mapping[str, Any],
+        local: Tensors,
+        best: bool = False,
     ) -> None:
         """Waits for the previous save, then starts this one. All ranks must call it.
 
         tensors: of `model_and_optimizer`. state: for state.json, used on rank 0. local: this rank's
-        own small tensors.
+        own small tensors. best: keep it until a better one is saved.
         """
         started = time.perf_counter()
         self._wait()
-        save = self._current = Save(step, started)
+        save = self._current = Save(step, started, best)
         text = json.dumps(dict(state), indent=1).encode() if self._rank == 0 else b""
         if not self._settings.asynchronous:
             if self._device.type == "cuda":  # as in `_stage`
@@ -193,6 +201,7 @@ class Checkpointer:
             save.path = self._on_rank_0(
                 lambda: files.commit(scratch, step=save.step, ranks=self._ranks, files=stored)
             )
+            self.best_step = save.step if save.best else self.best_step
             self._prune()
         except _SaveError as problem:
             save.error = str(problem)

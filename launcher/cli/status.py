@@ -127,7 +127,11 @@ def summarize(path: Path, now: float) -> Summary:
         attempts=read_attempts(events),
         verdict=(verdicts or [""])[-1],
     )
-    for checkpoint in list_checkpoints(path / "checkpoints"):
+    try:
+        checkpoints = list_checkpoints(path / "checkpoints")
+    except OSError as error:
+        checkpoints, summary.damaged = [], [str(error)]
+    for checkpoint in checkpoints:
         if problem := verify(checkpoint, deep=False):
             summary.damaged.append(f"{checkpoint.name}: {problem}")
         else:

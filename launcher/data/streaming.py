@@ -16,6 +16,7 @@ there without tokenizing it. Without saved positions everything before is tokeni
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -170,7 +171,10 @@ class _Shard:
             raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
         if listed and self._stream.skipped_rows is not None:
             line = json.dumps(encoded.skipped, ensure_ascii=False) + "\n"
-            with self._stream.skipped_rows.open("a", encoding="utf-8") as file:
+            with (
+                contextlib.suppress(OSError),  # such as a full disk: the row is skipped anyway
+                self._stream.skipped_rows.open("a", encoding="utf-8") as file,
+            ):
                 file.write(line)  # at once: other processes append too
 
     def _read(self) -> Iterator[tuple[Row, ShardPosition]]:

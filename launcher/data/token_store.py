@@ -9,6 +9,7 @@ all others, on any node and of any job, wait.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -172,8 +173,12 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
     while not folder.is_dir():
         owner = current_owner(lock) if build else None
         if build and (owner is None or not owner[1]):  # free, or its process may have ended
-            with contextlib.suppress(OwnedError):
+            try:
                 return Ownership.take(lock, Environment())
+            except OwnedError:
+                pass
+            except RecipeError as error:  # the folder of the lock cannot be written to
+                raise RecipeError(str(error).replace("run.dir", "data.cache", 1)) from None
         now = time.monotonic()
         if now - logged > _LOGGED_SECONDS:
             logged, name = now, owner[0].describe() if owner else "the node's first rank"
@@ -208,9 +213,13 @@ def _build(
         about = {"kind": encoder.kind, "files": [part.name for part in parts]}
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         scratch.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else a process took over the lock, and was faster
-            raise
+    except OSError as error:
+        if folder.is_dir():  # a process took over the lock, and was faster
+            return
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            what = f"{folder.parent} cannot be written to: {error.strerror}; free some space there"
+            raise RecipeError(f"data.cache: {what}, or give another data.cache") from None
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

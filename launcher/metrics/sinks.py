@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from launcher.errors import first_line
 from launcher.recipe import schema
-from launcher.reliability.run_directory import RunFolder, replace_text
+from launcher.reliability.run_directory import Lines, RunFolder, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -37,34 +37,30 @@ class JsonLines:
     """One JSON object per line, readable during the run."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._open()
-
-    def _open(self) -> None:
-        self._file = self._path.open("a", buffering=1, encoding="utf-8")
+        self._lines = Lines(path)
 
     def remove_later_steps(self, step: int) -> int:
-        self._file.close()
-        removed = remove_later_steps(self._path, step)
-        self._open()
-        return removed
+        return remove_later_steps(self._lines, step)
 
     def write(self, record: dict[str, Any]) -> None:
-        record = {key: value for key, value in record.items() if key != "samples"}
-        self._file.write(json.dumps(record) + "\n")
+        self._lines.append({key: value for key, value in record.items() if key != "samples"})
 
     def close(self, state: str) -> None:
-        self._file.close()
+        self._lines.close()
 
 
-def remove_later_steps(path: Path, step: int) -> int:
+def remove_later_steps(file: Lines, step: int) -> int:
     """Removes the lines after `step`, and lines that a crash has damaged; returns how many. A
     reader sees the old lines or the new ones."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    file.close()
+    forgotten = file.forget(lambda line: _step_of(line) <= step)
+    if not file.path.exists():
+        return forgotten
+    lines = file.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
     if len(kept) < len(lines):
-        replace_text(path, "".join(kept))
-    return len(lines) - len(kept)
+        replace_text(file.path, "".join(kept))
+    return forgotten + len(lines) - len(kept)
 
 
 def _step_of(line: str) -> float:

@@ -23,7 +23,7 @@ from launcher.planner.separate_process import run_in_process
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.run_directory import RunFolder, read_jsonl
+from launcher.reliability.run_directory import RunFolder, read_jsonl, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def resolve_auto(
     chosen, overrides, why = answer[0]
     if ranks.rank == 0:
         run.check()
-        (run.path / "recipe.yaml").write_text(to_yaml(chosen), encoding="utf-8")
+        replace_text(run.path / "recipe.yaml", to_yaml(chosen))
     lines = "".join(f"\n      {override}" for override in overrides)
     logger.info(f"auto: {why}{lines}")
     return chosen  # type: ignore[no-any-return]

@@ -59,7 +59,6 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("checkpoint.keep_best", "data.validation data.builder", True),
     ("evaluation.generate", "data.validation", True),
     ("evaluation.generate", "data.builder", False),
-    ("evaluation.generate", "data.kind", "chat instruct"),
     ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
     ("checkpoint.export_merged", "lora", True),
 )
@@ -261,6 +260,10 @@ def _metrics(recipe: Recipe) -> Found:
     if recipe.data.kind == "classification":
         known += ["eval_accuracy", "eval_f1"]
     if generate is not None:
+        if recipe.data.kind not in ("chat", "instruct"):
+            mixed = isinstance(recipe.data.train, dict)
+            why = ", which is the kind of data.validation, too" if mixed else ""
+            yield "evaluation.generate", f"needs data.kind: chat or instruct{why}"
         known += [f"eval_{metric.rpartition(':')[2]}" for metric in generate.metrics]
         length = recipe.data.sequence_length
         if generate.max_new_tokens >= length:

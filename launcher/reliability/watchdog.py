@@ -81,7 +81,8 @@ class Watch:
             self._thread.join(timeout=11)
         faulthandler.cancel_dump_traceback_later()
         if self._stopped_by_file:
-            self._stop_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._stop_file.unlink(missing_ok=True)
 
     def save_requested(self) -> bool:
         """Rank 0: whether RUN_DIR/save was created."""
@@ -90,7 +91,8 @@ class Watch:
     def save_done(self) -> None:
         """Rank 0: the requested checkpoint is being written."""
         self._save = False
-        self._save_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # such as a file system that is read-only by now
+            self._save_file.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -123,7 +125,8 @@ class Watch:
             self._look_for_files()
         if self._stop.requested() and self._progress.preparing:
             if self._stopped_by_file:
-                self._stop_file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._stop_file.unlink(missing_ok=True)
             self._failures.stop_before_training(self._stop.signal or "signal")
 
     def _look_for_files(self) -> None:

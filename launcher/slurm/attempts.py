@@ -36,7 +36,10 @@ class Decision(NamedTuple):
 
 def newest_checkpoint(run_dir: Path) -> int:
     """Step of the newest checkpoint; 0 if there is none."""
-    return max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
+    try:
+        return max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
+    except OSError:
+        return 0
 
 
 @dataclass

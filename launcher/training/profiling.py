@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
 from launcher.distributed.process_group import DataParallel
+from launcher.errors import first_line
 from launcher.recipe import schema
+
+logger = logging.getLogger(__name__)
 
 _ROWS = 40
 """Rows of a table."""
@@ -72,6 +76,12 @@ class Profiler:
             torch.cuda.memory._record_memory_history()
 
     def _write(self, trace: torch_profile) -> None:
+        try:
+            self._write_files(trace)
+        except (OSError, RuntimeError) as error:  # such as a full disk
+            logger.warning(f"the profile was not written: {first_line(error)}; training continues")
+
+    def _write_files(self, trace: torch_profile) -> None:
         name = f"rank_{self._rank}"
         if self._snapshot:
             file = str(self._target / f"memory_{name}.pickle")

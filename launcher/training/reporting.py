@@ -24,7 +24,7 @@ from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_ste
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.metrics.verdict import Measured, step_shares, verdict
 from launcher.planner.comparison import PATIENCE, Forecast
-from launcher.reliability.run_directory import RunFolder, append_line
+from launcher.reliability.run_directory import Lines, RunFolder, replace_text
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 from launcher.training.setup import Training
@@ -61,7 +61,7 @@ class Reporter:
         self._micro_batches, self._judged = 1, False
         self._progress = ProgressLine(self._steps)
         self._status: dict[str, Any] = {"steps": self._steps}
-        self._samples = folder.path / "samples.jsonl"
+        self._samples = Lines(folder.path / "samples.jsonl")
         self._sinks: list[Sink] = []
         if self._main:
             self._sinks = open_sinks(recipe, folder)
@@ -77,7 +77,10 @@ class Reporter:
         """Writes the rows of the data that could not be used."""
         if self._main and rows:
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            file.write_text("".join(lines), encoding="utf-8")
+            try:
+                replace_text(file, "".join(lines))
+            except OSError as error:
+                logger.warning(f"{file} cannot be written: {error.strerror}; training continues")
 
     def step(self, step: Step) -> None:
         """Logs the previous step if it is due, and starts to gather the numbers of this one. The
@@ -225,7 +228,8 @@ class Reporter:
             for sample in result.samples
         ]
         for sample in samples:
-            append_line(self._samples, sample)
+            self._samples.append(sample)
+        self._samples.close()
         self._write(record | {"time": time.time(), "samples": samples})
         logger.info(text)
         return known
@@ -254,8 +258,7 @@ class Reporter:
         self._folder.check()
         files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
         removed = sum(file.remove_later_steps(step) for file in files)
-        if self._samples.exists():
-            remove_later_steps(self._samples, step)
+        remove_later_steps(self._samples, step)
         more: dict[str, Any] = {"step": step, "skipped_batches": skipped_batches}
         if diverged is not None:
             more["reason"] = diverged.reason
@@ -313,7 +316,7 @@ class Reporter:
         self._close(state)
         step, folder = self._last_step, self._folder
         folder.write_status(state, step=step, reason=reason, **self._status)
-        folder.note(state, step=step, reason=reason)
+        folder.note(state, step=step, reason=reason, exported=exported is not None)
         text = f"{state} after {step} of {self._steps} steps"
         text += f" in {seconds_as_text(time.monotonic() - self._started)}"
         if self._losses:

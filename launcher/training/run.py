@@ -331,7 +331,18 @@ class Run:
         if checkpoint.export is None:
             return None
         with self._progress.slow("export"):
-            self._training.export(self._rank.directory.export)
+            try:
+                self._training.export(self._rank.directory.export)
+            except OSError as error:
+                raise TrainingError(self._export_failed(error), reason="export_failed") from None
         if self._recipe.lora is not None and not checkpoint.export_merged:
             return "the adapter, for peft's PeftModel.from_pretrained"
         return "the weights, for transformers' from_pretrained"
+
+    def _export_failed(self, error: OSError) -> str:
+        saved = None if self._checkpoints is None else self._checkpoints.saved_step
+        text = f"the trained weights could not be exported: {error}"
+        if saved == self._progress.step:
+            run = self._rank.directory.path
+            text += f"; they are in the checkpoint of step {saved}: launcher export {run} OUT"
+        return text

@@ -7,6 +7,8 @@ SAMPLES=FOLDER       Each rank appends the step and a digest of its input ids to
 SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
 SLOW_STEP=SECONDS    Adds a delay to each step.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
+FILL=FOLDER:FROM,TO,FROM,...
+                     The file system of FOLDER is full from before step FROM until after step TO.
 NAN=CALL             The loss of this forward pass is NaN.
 PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the
                      slow phase (`Progress.slow_phase`), which suspends hang detection.
@@ -73,6 +75,26 @@ def fail_saves(steps):
         return original(path, *args, **more)
 
     writer.write_chunks = write_chunks
+
+
+def fill_disk(folder, steps):
+    from launcher.training import reporting
+    from tests.full_disk import fill
+
+    original, free = reporting.Reporter.step, []
+
+    def step(self, done):
+        original(self, done)
+        if done.number == steps[0]:
+            steps.pop(0)
+            steps.append(0)
+            if free:
+                free.pop()()
+            else:
+                free.append(fill(folder))
+
+    if os.environ.get("RANK", "0") == "0":
+        reporting.Reporter.step = step
 
 
 def slow_steps(seconds):
@@ -170,6 +192,9 @@ def start():
             slow_forward(*map(int, numbers), float(seconds))
         if "NAN" in os.environ:
             inject_nan_loss(int(os.environ["NAN"]))
+        if "FILL" in os.environ:
+            folder, _, steps = os.environ["FILL"].rpartition(":")
+            fill_disk(Path(folder), [int(step) for step in steps.split(",")])
         if "FULL_DISK" in os.environ:
             fail_saves([int(step) for step in os.environ["FULL_DISK"].split(",")])
 

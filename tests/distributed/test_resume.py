@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from launcher.cli.main import main
 from tests.distributed.launching import REPOSITORY, run, torchrun, wait_until
+from tests.full_disk import full_disk
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 RECIPE = """
@@ -374,6 +375,48 @@ def test_run_survives_full_disk_but_not_repeated_failures(folder):
     assert "2 checkpoints in a row could not be written (checkpoint.max_failures=2)" in output
     complete = sorted((run_dir / "checkpoints").glob("*/commit.json"))
     assert [path.parent.name for path in complete] == ["step_00000008", "step_00000012"]
+
+
+def test_run_on_a_full_file_system(folder):
+    """The disk is full in steps 6 to 13, and from step 22 on. The run continues, writes what was
+    kept, and ends with its reason after three failed saves; with space, it resumes."""
+    with full_disk(folder / "disk", mebibytes=12) as disk:
+        run_dir = disk / "run"
+        words = [
+            *("run.max_steps=40", "checkpoint.max_failures=3", "checkpoint.keep_last=2"),
+            *("logging.tensorboard=true", "checkpoint.export=at_end"),
+        ]
+        output = train(folder, run_dir, *words, FILL=f"{disk}:5,13,21").check(1).output
+        assert "checkpoint of step 8 failed: rank 0: [Errno 28] No space left" in output
+        assert f"{run_dir}/metrics.jsonl cannot be written: No space left on device" in output
+        assert f"{run_dir}/metrics.jsonl can be written again" in output
+        assert "tensorboard is disabled from now on, training continues" in output
+        assert [event["step"] for event in events(run_dir, "saved")] == [4, 16, 20]
+        steps = [line["step"] for line in records(run_dir)]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) >= 20
+        found = status(run_dir)
+        assert (found["state"], found["reason"]) == ("failed", "checkpoint_failed")
+        assert "3 checkpoints in a row could not be written" in found["error"]
+        left = {path.name for path in (run_dir / "checkpoints").iterdir()}
+        assert left == {"step_00000016", "step_00000020"}, "a failed save left files"
+        (disk / "filler").unlink()
+        # The disk is full again before the export
+        output = train(folder, run_dir, *words, FILL=f"{disk}:40").check(1).output
+        found = status(run_dir)
+        assert (found["state"], found["reason"]) == ("failed", "export_failed")
+        assert "the trained weights could not be exported" in found["error"]
+        assert not list(run_dir.glob("hf*"))
+        (disk / "filler").unlink()
+        assert [line["step"] for line in records(run_dir)][-1] in (39, 40)
+        before = os.umask(0o027)
+        try:
+            train(folder, run_dir, *words).check()
+        finally:
+            os.umask(before)
+        assert status(run_dir)["state"] == "finished"
+        assert [line["step"] for line in records(run_dir)] == list(range(1, 41))
+        assert {file.stat().st_mode & 0o777 for file in (run_dir / "hf").iterdir()} == {0o640}
 
 
 # Requests to save and to stop

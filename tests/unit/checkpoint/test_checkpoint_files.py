@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +23,11 @@ from launcher.checkpoint.files import (
     prune,
     verify,
 )
+from launcher.checkpoint.resume import choose_resume
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from launcher.recipe.load import load_recipe
+from launcher.reliability.run_directory import RunFolder
 from launcher.training.optimizer import make_optimizer
 
 RANK_0 = files.rank_file(0)
@@ -78,8 +82,9 @@ DAMAGE = {
         "commit.json cannot be read",
     ),
     "other format": (
-        edit_marker(lambda m: m.update(format=1)),
-        "commit.json cannot be read: format: Input should be 2",
+        edit_marker(lambda m: m.update(format=3, shards={})),
+        "step_00000020 cannot be used: another version of launcher wrote it: it has format 3, and "
+        "this version reads format 2",
     ),
     "other step": (edit_marker(lambda m: m.update(step=7)), "commit.json is that of step 7"),
     "file outside": (
@@ -95,7 +100,7 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
     assert verify(newest) is None
     damage_checkpoint, expected = DAMAGE[damage]
     damage_checkpoint(newest)
-    assert expected in verify(newest)
+    assert verify(newest) in expected or expected in verify(newest)
     assert newest_valid(list_checkpoints(tmp_path)) == older
     (message,) = messages()
     assert str(newest) in message
@@ -179,10 +184,68 @@ def test_prune_keeps_the_newest_valid_checkpoint(tmp_path):
     assert steps(tmp_path) == [2, 3, 4, 5], "newer damaged checkpoints must be kept"
     write(tmp_path, 6)
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [6]
+    assert steps(tmp_path) == [3, 4, 5, 6], "what cannot be verified must not be deleted"
     (tmp_path / files.checkpoint_name(6) / "commit.json").unlink()
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [6], "the only checkpoint must be kept, even if damaged"
+    assert steps(tmp_path) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_invalid_checkpoint_is_set_aside_and_never_deleted(tmp_path, damage, messages):
+    write(tmp_path, 10)
+    newest = write(tmp_path, 20)
+    DAMAGE[damage][0](newest)
+    content = {file.name: file.read_bytes() for file in newest.iterdir()}
+    files.discard_newer(tmp_path, 10, refused=20)
+    assert steps(tmp_path) == [10]
+    (aside,) = tmp_path.glob("step_00000020.invalid-*")
+    assert (
+        f"step_00000020 is not valid, and was renamed to {aside}; delete it yourself" in messages()
+    )
+    write(tmp_path, 20)  # its name is free again
+    write(tmp_path, 30)
+    prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [30]
+    assert {file.name: file.read_bytes() for file in aside.iterdir()} == content
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_checkpoint_that_cannot_be_read_is_tried_again(tmp_path, monkeypatch, messages, number):
+    """A transient error costs nothing; a lasting one fails the start, and changes no file."""
+    write(tmp_path, 10)
+    newest, slept, failures = write(tmp_path, 20), [], [1]
+    read_bytes = Path.read_bytes
+
+    def failing(path):
+        if path.name == "commit.json" and failures[0]:
+            failures[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    monkeypatch.setattr(files.time, "sleep", slept.append)
+    assert newest_valid(list_checkpoints(tmp_path)) == newest
+    assert slept == [2.0]
+    assert "trying again in 2 s" in messages()[0]
+    failures[0] = 100
+    with pytest.raises(files.UnreadableError, match=os.strerror(number)) as raised:
+        newest_valid(list_checkpoints(tmp_path))
+    assert raised.value.reason == "unreadable_checkpoint"
+    prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [10, 20], "a checkpoint that cannot be read must not be pruned"
+
+
+def test_folder_that_cannot_be_listed_is_not_taken_for_empty(tmp_path, monkeypatch):
+    def stale(folder):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    recipe = load_recipe(["recipe=fsdp"], ranks=None).recipe
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(OSError, match="Stale file handle"):
+        list_checkpoints(tmp_path)
+    run = RunFolder(tmp_path)
+    with pytest.raises(RecipeError, match="checkpoints cannot be read: Stale file handle"):
+        choose_resume(run, recipe, "", restarted=True)
 
 
 def test_insufficient_disk_space_is_refused(tmp_path):
@@ -244,6 +307,28 @@ def module_and_optimizer(second=3):
     return module, make_optimizer(module, schema.Optimizer())
 
 
+def test_failed_save_does_not_lose_the_best_checkpoint(tmp_path, group, monkeypatch):
+    """Step 2 would be the best, but is not saved: step 1 stays the best and is kept."""
+    module, optimizer = module_and_optimizer()
+    settings = schema.Checkpoint(asynchronous=False, keep_last=1)
+    device = torch.device("cpu")
+    options = {"group": group, "device": device, "optimizer": optimizer}
+    checkpointer = writer.Checkpointer(tmp_path, settings, **options)
+    tensors = state.model_and_optimizer(module, optimizer)
+    write_chunks = writer.write_chunks
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step, best in ((1, True), (2, True), (3, False)):
+        monkeypatch.setattr(writer, "write_chunks", full if step == 2 else write_chunks)
+        checkpointer.save(step, tensors, state={}, local={}, best=best)
+        (outcome,) = checkpointer.finish()
+        assert (outcome.error is None) == (step != 2)
+        assert checkpointer.best_step == 1
+    assert steps(tmp_path) == [1, 3]
+
+
 @pytest.fixture
 def saved(tmp_path, group):
     """A checkpoint of step 1 in tmp_path/checkpoints, its module and its optimizer."""
@@ -301,6 +386,16 @@ def test_checkpoint_of_another_model_is_refused(saved, group):
     text = "is of another model or optimizer: .*holds buffer.1.running_mean, which the .*more"
     with pytest.raises(RecipeError, match=text):
         reader.load(saved[0], tensors, group=group)
+
+
+def test_index_may_not_name_files_outside_of_the_checkpoint(saved, tmp_path):
+    path, *_ = saved
+    index = json.loads((path / "index.json").read_text())
+    for file in ("../../other.safetensors", "/etc/other.safetensors"):
+        index["model.0.weight"]["parts"][0][0] = file
+        (path / "index.json").write_text(json.dumps(index))
+        with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
+            reader.open_tensors(path)
 
 
 class FolderCreator:
