@@ -19,7 +19,13 @@ from launcher.checkpoint.reader import (
     read_state,
     verify_together,
 )
-from launcher.checkpoint.resume import Resumed, check_changes, check_data, check_stream
+from launcher.checkpoint.resume import (
+    Resumed,
+    check_changes,
+    check_data,
+    check_stream,
+    saved_position,
+)
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
 from launcher.data.batching import Position
@@ -96,7 +102,7 @@ class CheckpointManager:
         dist.barrier(group=self._group)
         return Resumed(
             path,
-            Position(state["step"], state["skipped_batches"], state["stream"]),
+            saved_position(state, before),
             state["ranks"],
             state["observed"],
             changes,
@@ -139,6 +145,7 @@ class CheckpointManager:
             self._checkpointer.best_step = step
         state = {
             "step": step,
+            "samples": position.samples,
             "skipped_batches": position.skipped_batches,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,

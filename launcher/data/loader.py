@@ -84,7 +84,7 @@ class GlobalBatch:
     statistics: StepStatistics
     """Tokens with a target, tokens without padding, ranks asked to stop, ranks asked to save."""
     samples_seen: int
-    """Over all ranks, including this step."""
+    """Over all ranks, including this step and batches that were skipped before it."""
     seconds_waited: float
     """For this rank's loader."""
     stream_positions: Mapping[int, ShardPosition] = field(default_factory=dict)

@@ -35,14 +35,14 @@ class TrainedRow:
     """`file:line`, `file row number`, or `sample number of FUNCTION` for data of a builder."""
 
 
-def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[TrainedRow]:
+def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) -> list[TrainedRow]:
     """The rows of a global batch. Reads the files up to the last of them.
 
-    batch: number from 0: the finished steps plus the skipped batches before it.
+    positions: of its samples in the run's order.
     """
-    data, size = opened.data, opened.sampler.global_batch_size
+    data = opened.data
     rows: list[TrainedRow] = []
-    for sequence, position in enumerate(range(batch * size, (batch + 1) * size), start=1):
+    for sequence, position in enumerate(positions, start=1):
         if (index := opened.order.sample(position)) != NO_SAMPLE:
             rows += _rows_of(opened.training, index, sequence)
     sources: Any = {"": (data.kind, data.train)}

@@ -250,7 +250,7 @@ class StreamingDataset(IterableDataset[Collated]):
         """
         other = copy.copy(self)
         other._sampler = sampler
-        first_sample = sampler.first_step * sampler.global_batch_size
+        first_sample = sampler.start_of(sampler.first_step)
         if saved and saved["order"] == self.order and saved["samples"] <= first_sample:
             other.saved_samples = saved["samples"]
             other.saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
@@ -296,7 +296,8 @@ class StreamingDataset(IterableDataset[Collated]):
             for key in range(own % common, shards, common)
         }
         for step in range(sampler.first_step, sampler.steps):
-            begin, end = step * batch, (step + 1) * batch
+            begin = sampler.start_of(step)
+            end = begin + batch
             samples = range(begin + (own - begin) % processes, end, processes)
             micro_batches = sampler.micro_batches(step) // of
             for index in range(micro_batches):
