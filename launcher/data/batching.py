@@ -72,15 +72,17 @@ class SampleOrder:
     seed: int
     shuffle: bool
     epochs: int | None = None
+    with_epoch: bool = False
+    """Whether `sample` adds the samples of the epochs before."""
 
     def sample(self, position: int) -> int:
         """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         epoch, index = divmod(position, self.samples)
         if self.epochs is not None and epoch >= self.epochs:
             return NO_SAMPLE
-        if not self.shuffle:
-            return index
-        return permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
+        if self.shuffle:
+            index = permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
+        return index + epoch * self.samples if self.with_epoch else index
 
     def passes(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""

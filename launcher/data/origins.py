@@ -73,7 +73,7 @@ def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
         dataset = dataset.parts[source]
     sample = dataset[index]
     if isinstance(dataset, CustomDataset):
-        where = f"sample {index} of {dataset.name}"
+        where = f"sample {index % len(dataset)} of {dataset.name}"
         yield TrainedRow(sequence, source, dataset, sample, where=where)
         return
     dataset = replace(dataset, packed=False)  # each row alone

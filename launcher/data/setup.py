@@ -21,6 +21,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.models.shards import derived_seed
 from launcher.recipe import schema
 
 
@@ -33,6 +34,7 @@ class RunData:
     """This rank's micro-batches."""
     steps: int
     data: schema.Data
+    seed: int
     start: Position = field(default_factory=Position)
     """Where `batches` begin."""
 
@@ -69,9 +71,15 @@ class RunData:
         )
         if isinstance(dataset, StreamingDataset):
             dataset = dataset.starting(sampler, start.stream)
-        loaded = iter(
-            make_loader(dataset, sampler, self.data, persistent_workers=False, device=ranks.device)
+        loader = make_loader(
+            dataset,
+            sampler,
+            self.data,
+            seed=derived_seed(self.seed, f"loader {ranks.rank} {start.samples}"),
+            persistent_workers=False,
+            device=ranks.device,
         )
+        loaded = iter(loader)
         for step in range(start.step, self.steps):
             started = time.perf_counter()
             count = sampler.micro_batches(step)
@@ -137,7 +145,8 @@ def open_run_data(
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
         train, sets = custom.train, custom.validation
-        open_one = open_validation = partial(CustomDataset, data=custom, name=data.builder)
+        open_validation = partial(CustomDataset, data=custom, name=data.builder)
+        open_one = partial(open_validation, seed=run.seed)
     sets = sets if isinstance(sets, dict) else {"validation": sets}
     validation = {name: open_validation(one) for name, one in sets.items() if one is not None}
     training: Any = None
@@ -164,7 +173,7 @@ def open_run_data(
             model=model,
             skipped_rows=skipped_rows,
         )
-    return RunData(training, validation, order, sampler, steps, data)
+    return RunData(training, validation, order, sampler, steps, data, run.seed)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
