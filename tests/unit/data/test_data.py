@@ -267,6 +267,77 @@ def test_store_is_tokenized_once(tmp_path, cache, messages):
     assert len(messages()) == 2 * len(store_names(cache)) == 6
 
 
+def damage(file, size):
+    if size is None:
+        file.unlink()
+    else:
+        os.truncate(file, size)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_damaged_store_is_built_again(tmp_path, cache, messages, old):
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 4
+    file = write(tmp_path / "a.jsonl", rows)
+    first, told = create_store(file, cache=cache, kind="tokens"), 0
+    folder, whole = first.folder, documents_of(first)
+    faults = [
+        ("ids.bin", 40, "ids.bin has 40 bytes instead of 48"),
+        ("ids.bin", 0, "ids.bin has 0 b"),
+    ]
+    faults += [
+        ("labels.bin", 44, "labels.bin has 44 b"),
+        ("offsets.npy", 150, ""),
+        ("meta.json", 0, ""),
+    ]
+    faults += [("offsets.npy", 0, ""), ("ids.bin", None, ""), ("meta.json", None, "")]
+    faults += [] if old else [("labels.bin", None, "No such file")]
+    for name, size, message in faults:
+        if old:  # written by an earlier version
+            meta = json.loads((folder / "meta.json").read_text())
+            meta.pop("sizes")
+            (folder / "meta.json").write_text(json.dumps(meta))
+            create_store(file, cache=cache, kind="tokens")
+        assert len(messages()) == 3 * told + 2, "a whole store is used"
+        damage(folder / name, size)
+        again, told = create_store(file, cache=cache, kind="tokens"), told + 1
+        assert f"{folder} is damaged and is built again: " in messages()[-3]
+        assert message in messages()[-3]
+        assert (documents_of(again), again.labels.tolist()) == (whole, [-100, 2, 3] * 4)
+        assert again.fingerprint == first.fingerprint
+        assert store_names(cache) == [folder.name]
+
+
+def test_store_is_on_the_disk_before_it_gets_its_name(tmp_path, cache, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = create_store(write(tmp_path / "a.txt", "ab"), cache=cache)
+    names = [path.name for path in synced if path.parent.name.startswith(f".{store.folder.name}")]
+    assert sorted(names) == sorted(path.name for path in store.folder.iterdir())
+    *_, scratch, parent = synced
+    assert scratch.name.startswith(f".{store.folder.name}")
+    assert parent == cache.resolve()
+
+
+def test_damaged_store_that_cannot_be_removed_is_refused(tmp_path, cache, monkeypatch):
+    file = write(tmp_path / "a.txt", "ab")
+    damage(create_store(file, cache=cache).folder / "ids.bin", 0)
+
+    def rename(path, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    message = (
+        r"^data.cache: .* is damaged \(ids.bin has 0 bytes instead of 12\) and cannot be removed"
+    )
+    with pytest.raises(RecipeError, match=message):
+        create_store(file, cache=cache)
+
+
 def test_other_ranks_wait_for_the_store(tmp_path, cache):
     file, waited = write(tmp_path / "a.txt", "ab"), []
 
