@@ -88,7 +88,7 @@ def assign_shards(
 
 
 def _divide(part: Part, size: int) -> list[Part]:
-    if part.form != "hub":
+    if part.form != "hub" or part.size:  # of a folder of save_to_disk, the size is known
         return split(part, size) if part.size > size else [part]
     count = load_data_set(part.name, validation=part.validation, streaming=True).num_shards
     return [replace(part, form="hub_stream", start=index, end=count) for index in range(count)]

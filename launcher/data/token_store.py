@@ -157,8 +157,12 @@ def check_range(encoded: Encoded, model: ModelInputs) -> None:
 
 def _identity(part: Part) -> list[Any]:
     """Changes with a file's content."""
-    if part.form == "hub":
+    if part.form == "hub" and not os.path.isdir(part.name):
         return [part.name, part.validation]
+    if part.form == "hub":
+        files = sorted(Path(part.name).rglob("*.arrow"))
+        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return [str(Path(part.name).resolve()), part.validation, states]
     state = os.stat(part.name)
     return [str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns]
 
