@@ -20,7 +20,13 @@ from launcher.checkpoint.reader import (
     read_state,
     verify_together,
 )
-from launcher.checkpoint.resume import Resumed, check_changes, check_data, check_stream
+from launcher.checkpoint.resume import (
+    Resumed,
+    check_changes,
+    check_data,
+    check_stream,
+    saved_position,
+)
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
 from launcher.data.batching import Position
@@ -101,7 +107,7 @@ class CheckpointManager:
         dist.barrier(group=self._group)
         return Resumed(
             path,
-            Position(state["step"], state["skipped_batches"], state["stream"]),
+            saved_position(state, before),
             state["ranks"],
             state["observed"],
             changes,
@@ -147,6 +153,7 @@ class CheckpointManager:
         self._bests[step] = best
         state = {
             "step": step,
+            "samples": position.samples,
             "skipped_batches": position.skipped_batches,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,

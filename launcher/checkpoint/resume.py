@@ -142,6 +142,14 @@ def check_stream(
         )
 
 
+def saved_position(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> Position:
+    """Where a checkpoint continues. state: of the checkpoint. recipe: that it was written with."""
+    step, skipped = state["step"], state["skipped_batches"]
+    if (samples := state.get("samples")) is None:  # an older version counted steps
+        samples = (step + skipped) * recipe["batch"]["global_batch_size"]
+    return Position(step, samples, skipped, state["stream"])
+
+
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
     """What this start resumes from: `never` (from scratch), `auto` (the newest checkpoint of the
     folder) or the path in checkpoint.resume.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,12 +50,13 @@ def rows(
     # The model is built for losses only; the data has no other code
     built = recipe.model if loss else Model(config={})
     refuse_code(dataclasses.replace(recipe, model=built), run / "recipe.yaml", trust_run=trust_run)
-    skipped = skipped_batches(read_jsonl(run / "events.jsonl"), step, run=run)
+    events, size = read_jsonl(run / "events.jsonl"), recipe.batch.global_batch_size
+    positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
     opened, tokenizer = _open(run, recipe), recipe.data.tokenizer or recipe.model.path
 
     from launcher.data.origins import trained_rows
 
-    found = trained_rows(opened, batch=step - 1 + skipped, tokenizer=tokenizer)
+    found = trained_rows(opened, positions, tokenizer=tokenizer)
     if not found:
         raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
     title = f"step {step}: {found[-1].sequence:,} sequences, {len(found):,} rows"
@@ -76,33 +78,48 @@ def _recipe(run: Path, step: int) -> Recipe:
     if step > (most := recipe.run.max_steps or step):
         raise RecipeError(f"command line: step={step}: the run has {most} steps (run.max_steps)")
     if recipe.checkpoint.allow_changes:
-        what = "seed, data or global batch may have changed in a resume (checkpoint.allow_changes)"
+        what = "seed or data may have changed in a resume (checkpoint.allow_changes)"
         print(f"note: {what}; this is the order by the present recipe.yaml")
     return recipe
 
 
-def skipped_batches(events: list[dict[str, Any]], step: int, *, run: Path) -> int:
-    """Batches that the run had skipped before a step, because it diverged on them.
+def positions_of(
+    events: list[dict[str, Any]], step: int, *, run: Path, global_batch_size: int
+) -> tuple[range, int]:
+    """The positions of a step's samples in the data, and how many batches the run had skipped
+    before it because it diverged on them.
 
-    events: of events.jsonl. Raises RecipeError if another run trained the step.
+    events: of events.jsonl. global_batch_size: where they do not have it. Raises RecipeError if
+    another run trained the step.
     """
-    skipped, other, other_step = 0, run, 0
+    size, skipped, end = global_batch_size, 0, sys.maxsize
+    other, other_step, from_scratch = run, 0, True
+    first = (0, 0, size)  # step and samples before a start, and its global batch size
     for event in events:
         if event.get("from_scratch"):
-            skipped, other_step = 0, 0
+            skipped, other_step, end, from_scratch = 0, 0, sys.maxsize, True
+            first = (0, 0, size)
+        if event["event"] == "built" and from_scratch:
+            first, from_scratch = (0, 0, event.get("global_batch_size", size)), False
         if event["event"] != "resumed":
             continue
+        at, samples = event["step"], event.get("samples")
         source = Path(event.get("origin", run / "checkpoints/own")).parent.parent
         if source.resolve() != run.resolve():
-            other, other_step = source, event["step"]
-        if event["step"] < step:
-            skipped = event.get("skipped_batches", 0)
+            other, other_step = source, at
+        if at < step:
+            skipped, end = event.get("skipped_batches", 0), sys.maxsize
+            before = (at + skipped) * size if samples is None else samples
+            first = (at, before, event.get("global_batch_size", size))
+        elif at == step and samples is not None:  # the step may have ended a shorter run
+            end = samples
     if step <= other_step:
         what = f"{run} was started from step {other_step} of another run"
         raise RecipeError(
             f"command line: step={step}: {what}; see launcher rows {other} step={step}"
         )
-    return skipped
+    begin = first[1] + (step - 1 - first[0]) * first[2]
+    return range(begin, min(begin + first[2], end)), skipped
 
 
 def _open(run: Path, recipe: Recipe) -> RunData:

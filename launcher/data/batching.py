@@ -1,7 +1,7 @@
 """Which sample is at which position of the run, and which positions a rank computes.
 
 The order of samples is a function of (seed, epoch, global position) alone: the same on any
-hardware, and the step is all that a checkpoint must hold.
+hardware, and a checkpoint need only hold the number of samples before it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Position:
 
     step: int = 0
     """Finished optimizer steps."""
+    samples: int = 0
+    """Samples before this position, with those of skipped batches."""
     skipped_batches: int = 0
     """Batches before this position that were skipped because the run diverged on them."""
     stream: Mapping[str, Any] | None = None
@@ -70,15 +72,17 @@ class SampleOrder:
     seed: int
     shuffle: bool
     epochs: int | None = None
+    with_epoch: bool = False
+    """Whether `sample` adds the samples of the epochs before."""
 
     def sample(self, position: int) -> int:
         """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         epoch, index = divmod(position, self.samples)
         if self.epochs is not None and epoch >= self.epochs:
             return NO_SAMPLE
-        if not self.shuffle:
-            return index
-        return permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
+        if self.shuffle:
+            index = permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
+        return index + epoch * self.samples if self.with_epoch else index
 
     def passes(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""
@@ -163,7 +167,16 @@ class _RankPart:
     ranks: int = 1
     first_step: int = 0
     """0-based."""
+    first_sample: int | None = None
+    """Global position of the first sample of `first_step`; None: all steps before it had
+    `global_batch_size` samples."""
     steps: int
+
+    def start_of(self, step: int) -> int:
+        """Global position of the first sample of a step."""
+        if self.first_sample is None:
+            return step * self.global_batch_size
+        return self.first_sample + (step - self.first_step) * self.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +196,7 @@ class RankBatchSampler(_RankPart):
     def __iter__(self) -> Iterator[list[int]]:
         """The sample indices of each micro-batch of this rank."""
         for step in range(self.first_step, self.steps):
-            first, size = step * self.global_batch_size, self.micro_batch_size
+            first, size = self.start_of(step), self.micro_batch_size
             for micro in range(self.micro_batches(step)):
                 start = (micro * self.ranks + self.rank) * size
                 yield [
@@ -204,7 +217,7 @@ class TokenBatchSampler(_RankPart):
 
     def groups(self, step: int) -> list[list[int]]:
         """All ranks' micro-batches of a step; rank r has every ranks-th one from r on."""
-        start = step * self.global_batch_size
+        start = self.start_of(step)
         found = map(self.order.sample, range(start, start + self.global_batch_size))
         samples = [sample for sample in found if sample != NO_SAMPLE]
         samples.sort(key=lambda sample: -int(self.lengths[sample]))

@@ -11,15 +11,20 @@ and in the recipe `data: {builder: my_package.images:build, arguments: {folder: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import get_worker_info
 
 from launcher.data.batching import NO_SAMPLE
 from launcher.errors import RecipeError
+from launcher.models.shards import derived_seed
 from launcher.recipe.functions import call_function
 
 
@@ -28,16 +33,23 @@ class CustomData:
     """What a data.builder returns."""
 
     train: Any
-    """A map-style data set: `len()`, and `[index]` gives a sample. The launcher sets the order."""
+    """A map-style data set: `len()`, and `[index]` gives a sample. The launcher sets the order.
+
+    For `[index]`, the launcher seeds the global generators of torch (on the CPU), numpy and random
+    with run.seed, epoch and index, so that random numbers do not depend on ranks, workers or
+    resumes. Seed generators of your own from these, inside `__getitem__`."""
     collate: Callable[[list[Any]], dict[str, Any]]
-    """Samples to a micro-batch: a dict whose tensors are moved to the device for the loss."""
+    """Samples to a micro-batch: a dict whose tensors are moved to the device for the loss. The
+    generators are seeded with run.seed and all samples of the micro-batch, so that random numbers
+    drawn here depend on batch.micro_batch_size, too."""
     loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
     """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not the mean. It
     is divided by the targets of the whole global batch, over all ranks and micro-batches."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
     """Number of targets of a micro-batch; None: its number of samples."""
     validation: Any = None
-    """A data set like train, or a dict of them by name."""
+    """A data set like train, or a dict of them by name. Each evaluation draws the same random
+    numbers, whatever run.seed is."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class CustomDataset:
     samples: Any
     data: CustomData
     name: str
+    seed: int = 0
     packed: ClassVar[bool] = False
     lengths: ClassVar[None] = None
     skipped: ClassVar[list[dict[str, str]]] = []
@@ -55,12 +68,18 @@ class CustomDataset:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        return None if index == NO_SAMPLE else self.samples[index]
+        """The index with its sample. index: plus the samples of the epochs before."""
+        if index == NO_SAMPLE:
+            return None
+        with _seeded(self.seed, index):
+            return index, self.samples[index % len(self)]
 
     def collate(self, rows: list[Any]) -> dict[str, Any]:
         """The user's micro-batch. If it has no sample, the first sample is used with weight 0."""
         real = [row for row in rows if row is not None]
-        batch = dict(self.data.collate(real or [self.samples[0]]))
+        indices, samples = zip(*(real or [self[0]]), strict=True)
+        with _seeded(self.seed, "collate", *indices):
+            batch = dict(self.data.collate(list(samples)))
         targets = len(real)
         if real and self.data.targets is not None:
             targets = self.data.targets(batch)
@@ -81,6 +100,25 @@ class CustomDataset:
 
     def describe(self) -> list[str]:
         return [f"{len(self):,} samples from {self.name}"]
+
+
+@contextmanager
+def _seeded(*key: object) -> Iterator[None]:
+    """Seeds the global generators, and outside loader processes restores them: dropout uses them."""
+    states: Any = None
+    if get_worker_info() is None:  # it takes longer than the seeds
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed = derived_seed(0, repr(key))
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPU, too
+    np.random.seed([seed % 2**32, seed >> 32])
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        if states is not None:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
 
 
 def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> CustomData:

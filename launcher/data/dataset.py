@@ -323,6 +323,7 @@ def pack_store(
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
     options: Any = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
     if not isinstance(dataset, MixtureDataset):
-        return SampleOrder(samples=len(dataset), **options)
+        draws = isinstance(dataset, CustomDataset)  # random numbers, others in each epoch
+        return SampleOrder(samples=len(dataset), with_epoch=draws, **options)
     sizes = [len(part) for part in dataset.parts.values()]
     return MixtureOrder(sizes=sizes, weights=dataset.weights, **options)

@@ -84,7 +84,7 @@ class GlobalBatch:
     statistics: StepStatistics
     """Tokens with a target, tokens without padding, ranks asked to stop, ranks asked to save."""
     samples_seen: int
-    """Over all ranks, including this step."""
+    """Over all ranks, including this step and batches that were skipped before it."""
     seconds_waited: float
     """For this rank's loader."""
     stream_positions: Mapping[int, ShardPosition] = field(default_factory=dict)
@@ -96,10 +96,12 @@ def make_loader(
     sampler: BatchSampler,
     data: schema.Data,
     *,
+    seed: int,
     persistent_workers: bool,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """sampler: not used for a StreamingDataset, which yields micro-batches in the same order."""
+    """sampler: not used for a StreamingDataset, which yields micro-batches in the same order.
+    seed: of the loader processes."""
     workers, batches = data.workers, dict[str, Any](batch_size=None)
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)
@@ -114,7 +116,7 @@ def make_loader(
         worker_init_fn=prepare_worker_process if workers else None,
         # By default each iterator draws its seed from the default generator, which dropout uses
         # too: a resume would draw once more
-        generator=torch.Generator(),
+        generator=torch.Generator().manual_seed(seed),
         **batches,
     )
 

@@ -35,14 +35,14 @@ class TrainedRow:
     """`file:line`, `file row number`, or `sample number of FUNCTION` for data of a builder."""
 
 
-def trained_rows(opened: RunData, *, batch: int, tokenizer: str | None) -> list[TrainedRow]:
+def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) -> list[TrainedRow]:
     """The rows of a global batch. Reads the files up to the last of them.
 
-    batch: number from 0: the finished steps plus the skipped batches before it.
+    positions: of its samples in the run's order.
     """
-    data, size = opened.data, opened.sampler.global_batch_size
+    data = opened.data
     rows: list[TrainedRow] = []
-    for sequence, position in enumerate(range(batch * size, (batch + 1) * size), start=1):
+    for sequence, position in enumerate(positions, start=1):
         if (index := opened.order.sample(position)) != NO_SAMPLE:
             rows += _rows_of(opened.training, index, sequence)
     sources: Any = {"": (data.kind, data.train)}
@@ -73,7 +73,7 @@ def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
         dataset = dataset.parts[source]
     sample = dataset[index]
     if isinstance(dataset, CustomDataset):
-        where = f"sample {index} of {dataset.name}"
+        where = f"sample {index % len(dataset)} of {dataset.name}"
         yield TrainedRow(sequence, source, dataset, sample, where=where)
         return
     dataset = replace(dataset, packed=False)  # each row alone

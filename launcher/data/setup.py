@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.models.shards import derived_seed
 from launcher.recipe import schema
 
 
@@ -33,35 +34,57 @@ class RunData:
     """This rank's micro-batches."""
     steps: int
     data: schema.Data
+    seed: int
+    start: Position = field(default_factory=Position)
+    """Where `batches` begin."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """For checkpoints, to detect changed training data."""
         return self.training.fingerprint
 
+    def starting(self, position: Position) -> RunData:
+        """The same data from a position of the run on. With epochs, the number of steps follows
+        from the samples that are left."""
+        steps, size = self.steps, self.sampler.global_batch_size
+        if self.samples is not None:
+            steps = position.step + -(-max(0, self.samples - position.samples) // size)
+        return replace(self, steps=steps, start=position)
+
+    def samples_after(self, step: int) -> int:
+        """Samples up to the end of a step, with those of skipped batches."""
+        start, size = self.start, self.sampler.global_batch_size
+        seen = start.samples + (step - start.step) * size
+        return seen if self.samples is None else min(seen, self.samples)
+
     def batches(
         self,
-        position: Position,
         *,
         ranks: DataParallel,
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
     ) -> Iterator[GlobalBatch]:
-        """This rank's part of the global batches, from a position of the run on."""
-        skipped, dataset = position.skipped_batches, self.training
-        first, end = position.step + skipped, self.steps + skipped
-        sampler: Any = replace(self.sampler, first_step=first, steps=end)
-        if isinstance(dataset, StreamingDataset):
-            dataset = dataset.starting(sampler, position.stream)
-        loaded = iter(
-            make_loader(dataset, sampler, self.data, persistent_workers=False, device=ranks.device)
+        """This rank's part of the global batches, from `start` on."""
+        start, dataset = self.start, self.training
+        sampler: Any = replace(
+            self.sampler, first_step=start.step, first_sample=start.samples, steps=self.steps
         )
-        for step in range(position.step, self.steps):
+        if isinstance(dataset, StreamingDataset):
+            dataset = dataset.starting(sampler, start.stream)
+        loader = make_loader(
+            dataset,
+            sampler,
+            self.data,
+            seed=derived_seed(self.seed, f"loader {ranks.rank} {start.samples}"),
+            persistent_workers=False,
+            device=ranks.device,
+        )
+        loaded = iter(loader)
+        for step in range(start.step, self.steps):
             started = time.perf_counter()
-            count = sampler.micro_batches(step + skipped)
+            count = sampler.micro_batches(step)
             collated = [raise_error(next(loaded)) for _ in range(count)]
             waited = time.perf_counter() - started
-            samples, seen = self.samples, (step + 1) * sampler.global_batch_size
             tokens = [sum(one[name] for one in collated) for name in ("loss_tokens", "tokens")]
             values = [*tokens, int(stop_requested()), int(save_requested())]
             positions = [one.get("positions", {}) for one in collated]
@@ -69,7 +92,7 @@ class RunData:
                 step=step + 1,
                 micro_batches=[to_device(one["tensors"], ranks.device) for one in collated],
                 statistics=StepStatistics(values, ranks),
-                samples_seen=seen if samples is None else min(seen, samples),
+                samples_seen=self.samples_after(step + 1),
                 seconds_waited=waited,
                 stream_positions={shard: at for of in positions for shard, at in of.items()},
             )
@@ -85,17 +108,15 @@ class RunData:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
 
-    def stream_state(
-        self, batch: GlobalBatch, skipped_batches: int, ranks: DataParallel
-    ) -> dict[str, Any] | None:
+    def stream_state(self, batch: GlobalBatch, ranks: DataParallel) -> dict[str, Any] | None:
         """The stream's position after a batch, for a checkpoint; None without data.streaming.
 
         Every rank must call it.
         """
         if not isinstance(self.training, StreamingDataset):
             return None
-        samples = (batch.step + skipped_batches) * self.sampler.global_batch_size
-        return self.training.state(batch.stream_positions, samples=samples, ranks=ranks)
+        positions, samples = batch.stream_positions, batch.samples_seen
+        return self.training.state(positions, samples=samples, ranks=ranks)
 
 
 def raise_error(collated: Collated) -> Collated:
@@ -124,7 +145,8 @@ def open_run_data(
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
         train, sets = custom.train, custom.validation
-        open_one = open_validation = partial(CustomDataset, data=custom, name=data.builder)
+        open_validation = partial(CustomDataset, data=custom, name=data.builder)
+        open_one = partial(open_validation, seed=run.seed)
     sets = sets if isinstance(sets, dict) else {"validation": sets}
     validation = {name: open_validation(one) for name, one in sets.items() if one is not None}
     training: Any = None
@@ -151,7 +173,7 @@ def open_run_data(
             model=model,
             skipped_rows=skipped_rows,
         )
-    return RunData(training, validation, order, sampler, steps, data)
+    return RunData(training, validation, order, sampler, steps, data, run.seed)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:

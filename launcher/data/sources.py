@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import glob
+import io
 import itertools
 import json
 import re
@@ -18,14 +19,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
-from launcher.recipe.hub import is_hub_id, load_data_set
+from launcher.recipe.hub import (
+    SAVED_DICT,
+    is_hub_id,
+    is_saved_data_set,
+    load_data_set,
+    saved_bytes,
+)
 
 ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
 """Files of rows. Every other file is one document."""
 
 _NOT_TEXT = {
-    *(".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".gz"),
+    *(".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".tar", *COMPRESSED),
     *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
 }
 
@@ -35,7 +43,7 @@ class Part:
     """A file or hub data set, or a range of its rows."""
 
     name: str
-    """Path, or hub id with its split."""
+    """Path, or hub id with its split. A folder of `save_to_disk` has the form of a hub data set."""
     form: Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
     start: int = 0
     """jsonl: a byte, where a line starts; parquet: a row group; hub: a row; hub_stream: a shard."""
@@ -104,13 +112,12 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
             continue
         files: list[Path] = []
         for path in map(Path, matches or [pattern]):
-            inside = sorted(path.rglob("*")) if path.is_dir() else []
-            files += [file for file in inside if _wanted(file.relative_to(path), kind)] or [path]
-        files = [file for file in files if file.is_file()]
+            files += _inside(path, kind) if path.is_dir() else [path]
+        files = [file for file in files if file.is_file() or is_saved_data_set(file)]
         if not files:
             raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
         for file in files:
-            part = file_part(file)
+            part = replace(file_part(file), validation=validation and file.is_dir())
             if part.form == "text" and kind != "text":
                 what = f"kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
                 raise RecipeError(f"{file}: {what}")
@@ -118,17 +125,35 @@ def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False
     return list(parts.values())
 
 
+def _inside(folder: Path, kind: str) -> list[Path]:
+    """The files below a folder, and the folders of `save_to_disk` instead of their files."""
+    if is_saved_data_set(folder):
+        return [folder]
+    inside = sorted(folder.rglob("*"))
+    infos = {path.parent for path in inside if path.name in ("dataset_info.json", SAVED_DICT)}
+    saved = {parent for parent in infos if is_saved_data_set(parent)}
+    outside = (path for path in inside if saved.isdisjoint(path.parents))
+    return [one for one in outside if one in saved or _wanted(one.relative_to(folder), kind)]
+
+
 def _wanted(relative: Path, kind: str) -> bool:
     hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
-    suffix = relative.suffix.lower()
+    suffix, compression = suffixes(relative)
+    if compression and suffix in ("", ".parquet"):
+        return False
     return not hidden and (suffix not in _NOT_TEXT if kind == "text" else suffix in ROW_FILES)
 
 
 def file_part(file: Path) -> Part:
     """A whole file. Raises RecipeError if it cannot be read."""
-    suffix = file.suffix.lower()
+    suffix, compression = suffixes(file)
     form: Any = suffix[1:] if suffix in ROW_FILES else "text"
+    if compression and form == "parquet":
+        hint = "decompress it; parquet compresses its own columns"
+        raise RecipeError(f"{file}: a compressed .parquet cannot be read: {hint}")
     try:
+        if file.is_dir():
+            return Part(str(file), "hub", size=saved_bytes(file))
         return Part(str(file), form, size=file.stat().st_size)
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
@@ -140,9 +165,10 @@ def file_part(file: Path) -> Part:
 def split(part: Part, size: int) -> list[Part]:
     """The same rows in the same order, as parts of about `size` bytes.
 
-    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others stay whole.
+    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others and
+    compressed files stay whole.
     """
-    if part.form == "jsonl" and part.size > size:
+    if part.form == "jsonl" and part.size > size and not suffixes(Path(part.name))[1]:
         cuts = [part.start, *_line_starts(part, size), part.start + part.size]
         ends: Any = range(cuts[-1] + 1)
     elif part.form == "parquet" and part.end is None:
@@ -212,8 +238,13 @@ def read_all(parts: Iterable[Part], *, column: str = "text") -> Iterator[Row]:
         yield from read_rows(part, column=column)
 
 
+def _content(part: Part) -> bytes:
+    with open_binary(part.name) as stream:
+        return stream.read()
+
+
 def _text(part: Part, column: str) -> Iterator[Row]:
-    content = Path(part.name).read_bytes()  # read_text would translate line ends
+    content = _content(part)
     try:
         if text := content.decode():
             yield Row(part, 0, {column: text})
@@ -243,8 +274,9 @@ def _object(part: Part, number: int, value: Any, problem: str = "") -> Row:
 
 
 def _jsonl(part: Part) -> Iterator[Row]:
-    with open(part.name, "rb") as stream:
-        stream.seek(part.start)
+    with open_binary(part.name) as stream:
+        if part.start:
+            stream.seek(part.start)
         left = sys.maxsize if part.end is None else part.end - part.start
         for number, line in enumerate(stream, start=1):
             if left <= 0:
@@ -255,7 +287,7 @@ def _jsonl(part: Part) -> Iterator[Row]:
 
 
 def _json(part: Part) -> Iterator[Row]:
-    rows, problem = _parse_json(Path(part.name).read_bytes())
+    rows, problem = _parse_json(_content(part))
     if "Extra data" in problem:
         problem += "; if it has one object per line, name it .jsonl"
     elif not problem and not isinstance(rows, list):
@@ -270,7 +302,8 @@ def _json(part: Part) -> Iterator[Row]:
 def _csv(part: Part) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
-    with open(part.name, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with io.TextIOWrapper(open_binary(part.name), **options) as stream:
         reader = csv.reader(stream, strict=True)
         header: list[str] = []
         while True:

@@ -89,7 +89,7 @@ def assign_shards(
 
 
 def _divide(part: Part, size: int) -> list[Part]:
-    if part.form != "hub":
+    if part.form != "hub" or part.size:  # of a folder of save_to_disk, the size is known
         return split(part, size) if part.size > size else [part]
     count = load_data_set(part.name, validation=part.validation, streaming=True).num_shards
     return [replace(part, form="hub_stream", start=index, end=count) for index in range(count)]
@@ -254,7 +254,7 @@ class StreamingDataset(IterableDataset[Collated]):
         """
         other = copy.copy(self)
         other._sampler = sampler
-        first_sample = sampler.first_step * sampler.global_batch_size
+        first_sample = sampler.start_of(sampler.first_step)
         if saved and saved["order"] == self.order and saved["samples"] <= first_sample:
             other.saved_samples = saved["samples"]
             other.saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
@@ -300,7 +300,8 @@ class StreamingDataset(IterableDataset[Collated]):
             for key in range(own % common, shards, common)
         }
         for step in range(sampler.first_step, sampler.steps):
-            begin, end = step * batch, (step + 1) * batch
+            begin = sampler.start_of(step)
+            end = begin + batch
             samples = range(begin + (own - begin) % processes, end, processes)
             micro_batches = sampler.micro_batches(step) // of
             for index in range(micro_batches):

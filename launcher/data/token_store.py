@@ -3,7 +3,8 @@
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `classes.npy` for classification, `meta.json`.
 One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
-all others, on any node and of any job, wait.
+all others, on any node and of any job, wait. A store with files of another length than `meta.json`
+and the offsets say is built again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader
 
 from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.sources import Part, find_parts, read_all, split
+from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.distributed.spawn import end_with_parent
@@ -125,8 +127,10 @@ def open_store(
     lock = _wait(folder, build=build)
     if lock is not None:
         try:
+            scratch = folder.with_name(f".{name}-{lock.name}")
+            remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
             if not folder.is_dir():
-                _build(folder, folder.with_name(f".{name}-{lock.name}"), parts, encoder, data)
+                _build(folder, scratch, parts, encoder, data)
         finally:
             lock.release()
     store = _load(folder, parts, encoder)
@@ -154,8 +158,12 @@ def check_range(encoded: Encoded, model: ModelInputs) -> None:
 
 def _identity(part: Part) -> list[Any]:
     """Changes with a file's content."""
-    if part.form == "hub":
+    if part.form == "hub" and not os.path.isdir(part.name):
         return [part.name, part.validation]
+    if part.form == "hub":
+        files = sorted(Path(part.name).rglob("*.arrow"))
+        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return [str(Path(part.name).resolve()), part.validation, states]
     state = os.stat(part.name)
     return [str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns]
 
@@ -164,13 +172,13 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
     """Waits for the store, or with `build` for the lock to build it; None: the store is ready."""
     lock = folder.parent / "locks" / folder.name
     started = logged = time.monotonic()
-    if build and not folder.is_dir():
+    if build and store_problem(folder):
         try:
             lock.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             what = f"{folder.parent} cannot be written to: {error.strerror}"
             raise RecipeError(f"data.cache: {what}") from None
-    while not folder.is_dir():
+    while store_problem(folder):
         owner = current_owner(lock) if build else None
         if build and (owner is None or not owner[1]):  # free, or its process may have ended
             try:
@@ -212,7 +220,7 @@ def _build(
         )
         about = {"kind": encoder.kind, "files": [part.name for part in parts]}
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
-        scratch.rename(folder)
+        commit(scratch, folder)
     except OSError as error:
         if folder.is_dir():  # a process took over the lock, and was faster
             return
@@ -349,10 +357,12 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
     np.save(folder / "offsets.npy", offsets)
     if classes:
         np.save(folder / "classes.npy", np.concatenate(classes))
-    checksum = xxhash.xxh3_128()
+    checksum, sizes = xxhash.xxh3_128(), {}
     for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy"):
         file = folder / name
-        if file.exists() and file.stat().st_size:
+        if file.exists():
+            sizes[name] = file.stat().st_size
+        if sizes.get(name):
             checksum.update(name.encode())
             checksum.update(np.memmap(file, mode="r").data)
     return {
@@ -363,4 +373,5 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
         "empty": empty,
         "skipped": skipped,
         "content": checksum.hexdigest(),
+        "sizes": sizes,
     }

@@ -46,13 +46,16 @@ def is_model_id(name: str) -> bool:
 def load_data_set(name: str, *, validation: bool = False, streaming: bool = False) -> Any:
     """The rows of a hub data set: a `datasets.Dataset`, memory-mapped from its cache.
 
-    name: `owner/name`, `owner/name:split` or `owner/name/config:split`.
+    name: `owner/name`, `owner/name:split` or `owner/name/config:split`; or a folder of
+    `datasets.Dataset.save_to_disk` or `datasets.DatasetDict.save_to_disk`.
     streaming: a `datasets.IterableDataset` instead, whose rows are fetched as they are read.
     validation: takes the split `validation`, or else `test`, where the name has none; else `train`.
     Raises RecipeError if it can be neither found nor fetched, or has no such split.
     """
     import datasets
 
+    if os.path.isdir(name):
+        return _load_saved(name, ["validation", "test"] if validation else ["train"])
     path, _, split = name.partition(":")
     owner, repository, *configs = path.split("/")
     repository, config = f"{owner}/{repository}", configs[0] if configs else None
@@ -69,6 +72,38 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
             raise _not_fetched(f"data: {name} is not in the cache of data sets", error) from None
     missing = f"has no split {' or '.join(splits)}: {what.rstrip('.')}"
     raise RecipeError(f"data: {name}: {missing}; name one, as in {repository}:train")
+
+
+SAVED_DICT = "dataset_dict.json"
+"""Of a folder that `DatasetDict.save_to_disk` wrote."""
+
+
+def is_saved_data_set(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    both = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    return both or (folder / SAVED_DICT).is_file()
+
+
+def saved_bytes(folder: Path) -> int:
+    """The bytes of the rows that `save_to_disk` wrote."""
+    return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
+
+
+def _load_saved(folder: str, splits: list[str]) -> Any:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(folder)
+    except Exception as error:  # damaged files raise many classes
+        what = "save_to_disk wrote this folder, but it cannot be loaded"
+        raise RecipeError(f"data: {folder}: {what}: {first_line(error)}") from None
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    for split in splits:
+        if split in found:
+            return found[split]
+    named = f"name the folder of one, such as {folder}/{next(iter(found), 'train')}"
+    raise RecipeError(f"data: {folder}: has no split {' or '.join(splits)}; {named}")
 
 
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:

@@ -183,7 +183,7 @@ class Data(Section):
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""
-    shuffle_buffer: PositiveInt = 1000
+    shuffle_buffer: Annotated[StrictInt, Field(ge=1, le=10**9)] = 1000
     """Rows in memory to shuffle a stream, over all shards together."""
     cache: Folder | None = None
     """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or

@@ -69,6 +69,7 @@ class Evaluator:
                 dataset,
                 sampler,
                 data,
+                seed=ranks.rank,
                 persistent_workers=data.persistent_workers and len(datasets) == 1,
                 device=ranks.device,
             )

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from launcher.checkpoint.resume import Resumed
+from launcher.data.setup import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.console import ProgressLine, bytes_as_text, finite, seconds_as_text
@@ -243,11 +244,14 @@ class Reporter:
             self._folder.write_status("running", step=self._last_step, **self._status)
 
     def resumed(
-        self, resumed: Resumed, *, skipped_batches: int, diverged: DivergedError | None = None
+        self, resumed: Resumed, data: RunData, *, diverged: DivergedError | None = None
     ) -> None:
         """The run resumes from a checkpoint, or goes back to it because it diverged.
-        skipped_batches: from now on."""
+        data: from now on."""
         observed, step, ranks = resumed.observed, resumed.position.step, len(self._hosts)
+        if data.steps != self._steps:  # fewer samples are left of the epochs
+            self._steps, self._progress = data.steps, ProgressLine(data.steps)
+            self._status["steps"] = data.steps
         self._recorder.restart(
             skipped=observed["skipped"], skipped_in_a_row=observed["skipped_in_a_row"]
         )
@@ -259,7 +263,10 @@ class Reporter:
         files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
         removed = sum(file.remove_later_steps(step) for file in files)
         remove_later_steps(self._samples, step)
-        more: dict[str, Any] = {"step": step, "skipped_batches": skipped_batches}
+        start = data.start
+        more: dict[str, Any] = {"step": step, "skipped_batches": start.skipped_batches}
+        more["samples"] = start.samples
+        more["global_batch_size"] = data.sampler.global_batch_size
         if diverged is not None:
             more["reason"] = diverged.reason
             text = (

@@ -34,7 +34,7 @@ from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
 from launcher.training.profiling import make_profiler
 from launcher.training.reporting import Reporter
-from launcher.training.setup import Hooks, assemble
+from launcher.training.setup import Hooks, Training, assemble
 from launcher.training.summary import describe_start, summarize
 
 logger = logging.getLogger(__name__)
@@ -116,14 +116,15 @@ class Run:
         )
         process_group.set_timeout(recipe.run.init_timeout)
         post_mortem.training = training
-        self._steps, self._graph_breaks = training.data.steps, 0
+        self._graph_breaks = 0
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints, resumed = self._open_checkpoints()
         self._evaluation_due = recipe.evaluation.at_start
-        self._position = Position()
+        position = Position()
         if resumed is not None:
-            self._evaluation_due, self._position = resumed.evaluation_due, resumed.position
+            self._evaluation_due, position = resumed.evaluation_due, resumed.position
+        training = self._move_to(position)
         first_step = self._saved_after = self._progress.step = self._position.step
         self._profiler = make_profiler(
             recipe.profile, directory.path, ranks=rank.ranks, done=first_step
@@ -137,7 +138,7 @@ class Run:
         if environment.main:
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
-            self._resume(resumed, self._position.skipped_batches)
+            self._resume(resumed, self._position)
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
@@ -161,14 +162,21 @@ class Run:
         manager = CheckpointManager(directory, self._training)
         return manager, manager.restore(resume)
 
+    def _move_to(self, position: Position) -> Training:
+        """Continues at a position of the data, which may change the number of steps."""
+        data = self._training.data.starting(position)
+        self._position, self._steps = position, data.steps
+        self._training = replace(self._training, data=data)
+        return self._training
+
     def _resume(
-        self, resumed: Resumed, skipped_batches: int, diverged: DivergedError | None = None
+        self, resumed: Resumed, position: Position, diverged: DivergedError | None = None
     ) -> None:
-        """Continues from a checkpoint that was loaded. skipped_batches: from now on."""
-        self._position = replace(resumed.position, skipped_batches=skipped_batches)
+        """Continues from a checkpoint that was loaded. position: after skipped batches."""
+        data = self._move_to(position).data
         self._saved_after = resumed.position.step
         self._early_stopping.restore(resumed.observed)
-        self._reporter.resumed(resumed, skipped_batches=skipped_batches, diverged=diverged)
+        self._reporter.resumed(resumed, data, diverged=diverged)
 
     def execute(self) -> bool:
         """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
@@ -286,11 +294,15 @@ class Run:
         last = step.number == self._steps
         if last or stopping or requested_now or checkpoints.due(step.number):
             self._saved_after = step.number
-            skipped_batches = self._position.skipped_batches
-            stream = self._training.data.stream_state(batch, skipped_batches, self._ranks)
+            position = Position(
+                step.number,
+                batch.samples_seen,
+                self._position.skipped_batches,
+                self._training.data.stream_state(batch, self._ranks),
+            )
             with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
                 checkpoints.save(
-                    Position(step.number, skipped_batches, stream),
+                    position,
                     observed=self._reporter.state() | self._early_stopping.state(),
                     scores=scores or {},
                     evaluated=scores is not None,
@@ -311,8 +323,10 @@ class Run:
         resumed = checkpoints.restore("auto", at_most=error.first_step - 1)
         if resumed is None:
             raise error
-        again = error.last_step - resumed.position.step
-        self._resume(resumed, self._position.skipped_batches + again, error)
+        skipped = self._position.skipped_batches + error.last_step - resumed.position.step
+        samples = self._training.data.samples_after(error.last_step)
+        position = replace(resumed.position, samples=samples, skipped_batches=skipped)
+        self._resume(resumed, position, error)
 
     def _finish_checkpoints(self, finished: bool) -> None:
         checkpoints = self._checkpoints

@@ -80,13 +80,12 @@ class Training:
 
     def steps_from(self, position: Position) -> Iterator[Step]:
         """Trains a step for each item, from the position of model and optimizer."""
-        optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data
+        optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data.starting(position)
         peak = optimizer.learning_rate
         rate = learning_rate(self.recipe.schedule, peak=peak, steps=data.steps)
         return train_steps(
             self.wrapped,
             data.batches(
-                position,
                 ranks=self.ranks,
                 stop_requested=hooks.stop_requested,
                 save_requested=hooks.save_requested,

@@ -29,8 +29,8 @@ def summarize(training: Training) -> Iterator[str]:
 
 
 def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
-    """What events.jsonl records of a start: the device, versions, and `held`, the bytes of
-    parameters, gradients and optimizer state that this rank holds on it."""
+    """What events.jsonl records of a start: the device, versions, the global batch size, and
+    `held`, the bytes of parameters, gradients and optimizer state that this rank holds on it."""
     device, nccl = training.ranks.device, cast(Any, torch.cuda.nccl)
     on_gpu = device.type == "cuda"
     held = {
@@ -50,6 +50,7 @@ def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
             "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
         },
         "held": held,
+        "global_batch_size": training.recipe.batch.global_batch_size,
     }
 
 
@@ -130,7 +131,8 @@ def _batch(training: Training) -> Iterator[str]:
             f"{number} a step on each of {ranks} ranks"
         )
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
-    if passes := data.order.passes(steps * batch.global_batch_size):
+    samples = data.start.samples + (steps - data.start.step) * batch.global_batch_size
+    if passes := data.order.passes(samples):
         numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
         text += f" are {' and '.join(numbers)} passes over the data"
     yield text

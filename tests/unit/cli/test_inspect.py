@@ -8,7 +8,7 @@ import pytest
 
 from launcher.cli.inspect_page import bins, load_decoder, spans, tokens_with_loss
 from launcher.cli.main import run
-from launcher.cli.rows import skipped_batches
+from launcher.cli.rows import positions_of
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import best_fit, separate, stream
 from launcher.data.token_store import TokenStore
@@ -290,9 +290,15 @@ def test_rows_refuses_missing_runs_and_steps(folder):
     )
 
 
+def positions(tmp_path, step, *events):
+    return positions_of(list(events), step, run=tmp_path / "run", global_batch_size=10)
+
+
 def test_skipped_batches_before_a_step_are_counted(tmp_path):
     def skipped(step, *events):
-        return skipped_batches(list(events), step, run=tmp_path / "run")
+        found, count = positions(tmp_path, step, *events)
+        assert found == range(10 * (step - 1 + count), 10 * (step + count))
+        return count
 
     start, scratch = ({"event": "started", "from_scratch": scratch} for scratch in (False, True))
     rewind = {"event": "resumed", "step": 4, "reason": "not_finite", "skipped_batches": 2}
@@ -307,3 +313,31 @@ def test_skipped_batches_before_a_step_are_counted(tmp_path):
     assert skipped(3, scratch, other) == 3
     with pytest.raises(RecipeError, match=r"see launcher rows .*other step=2"):
         skipped(2, scratch, other)
+
+
+def test_positions_follow_changes_of_the_batch_size(tmp_path):
+    """4 steps of 10 samples, 3 of 6, which end an epoch of 55 samples, then 8 a step; a rewind."""
+
+    def start(step, samples, size, skipped=0):
+        more = {"step": step, "samples": samples, "skipped_batches": skipped}
+        built = {"event": "built", "global_batch_size": size}
+        return [
+            {"event": "started"},
+            built,
+            {"event": "resumed", **more, "global_batch_size": size},
+        ]
+
+    history = [
+        {"event": "started", "from_scratch": True},
+        {"event": "built", "global_batch_size": 10},
+    ]
+    history += start(4, 40, 6) + start(7, 55, 8) + start(9, 87, 8, skipped=2)[2:]
+    expected = {4: (30, 40), 5: (40, 46), 7: (52, 55), 8: (55, 63), 9: (63, 71), 10: (87, 95)}
+    found = {step: positions(tmp_path, step, *history) for step in expected}
+    assert {step: (one.start, one.stop) for step, (one, _) in found.items()} == expected
+    assert [skipped for _, skipped in found.values()] == [0, 0, 0, 0, 0, 2]
+    scratch = [
+        {"event": "started", "from_scratch": True},
+        {"event": "built", "global_batch_size": 5},
+    ]
+    assert positions(tmp_path, 7, *history, *scratch) == (range(30, 35), 0)

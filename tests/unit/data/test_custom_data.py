@@ -1,11 +1,20 @@
-"""Custom data: invalid builders, and the weight of incomplete batches."""
+"""Custom data: invalid builders, the weight of incomplete batches, random numbers."""
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from launcher.data.batching import NO_SAMPLE
+from launcher.data.batching import NO_SAMPLE, Position, RankBatchSampler, SampleOrder
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
+from launcher.data.loader import make_loader
+from launcher.data.setup import open_run_data
+from launcher.data.token_store import ModelInputs
+from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.recipe import schema
 from tests.distributed import vision
 
 HERE = "tests.unit.data.test_custom_data"
@@ -71,3 +80,92 @@ def test_non_scalar_loss_is_refused():
     message = r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)"
     with pytest.raises(RecipeError, match=message):
         dataset.loss(torch.nn.Identity(), {"batch": batch, "weight": 1.0})
+
+
+class Noise:
+    """Each sample is its index, and a number from each of the global generators."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def masked(samples):
+    return {"samples": samples, "mask": [random.random(), np.random.rand(), float(torch.rand(()))]}
+
+
+def build_noise():
+    return CustomData(train=Noise(), validation=Noise(), collate=masked, loss=sum)
+
+
+def open_noise(*, rank=0, ranks=1, seed=3, workers=0, size=4):
+    group = DataParallel(rank=rank, size=ranks, group=None, device=torch.device("cpu"))
+    recipe = schema.Recipe(
+        run=schema.Run(name="noise", epochs=2, seed=seed),
+        model=schema.Model(config={}),
+        data=schema.Data(builder=f"{HERE}:build_noise", workers=workers),
+        batch=schema.Batch(global_batch_size=size, micro_batch_size=2),
+    )
+    inputs = ModelInputs()
+    return open_run_data(recipe, model=inputs, ranks=group, build=True, skipped_rows=None), group
+
+
+def draws(position=None, *, steps=None, **options):
+    """Returns the samples and the draws of collate of all ranks, in the order of the run."""
+    found = []
+    for rank in range(options.get("ranks", 1)):
+        data, group = open_noise(rank=rank, **options)
+        data = data.starting(position or Position())
+        # The statistics of the ranks are not exchanged
+        no = {"stop_requested": lambda: False, "save_requested": lambda: False}
+        alone = DataParallel(rank=group.rank, size=1, group=None, device=group.device)
+        for batch in itertools.islice(data.batches(ranks=alone, **no), steps):
+            for number, one in enumerate(batch.micro_batches):
+                content = one["batch"]
+                found.append((batch.step, number, rank, content["samples"], content["mask"]))
+    found.sort(key=lambda one: one[:3])
+    samples = [sample for *_, samples, _ in found for sample in samples]
+    return samples, [mask for *_, mask in found]
+
+
+def test_draws_are_a_function_of_seed_epoch_and_sample():
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    samples, masks = draws()
+    assert torch.equal(torch.get_rng_state(), before[0]), "dropout uses the same generators"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    assert sorted(index for index, *_ in samples) == sorted([*range(6)] * 2)
+    for kind in range(1, 4):
+        assert len({sample[kind] for sample in samples}) == 12, "each epoch has its own numbers"
+        assert len({mask[kind - 1] for mask in masks}) == 6
+    torch.manual_seed(2)
+    random.seed(2)
+    np.random.seed(2)
+    assert draws() == (samples, masks)
+    assert draws(workers=2) == (samples, masks)
+    assert draws(ranks=2) == (samples, masks)
+    resumed = Position(step=1, samples=4)
+    assert draws(resumed) == (samples[4:], masks[2:])
+    assert draws(resumed, size=2) == (samples[4:], masks[2:])
+    other, _ = draws(seed=4)
+    assert not {sample[1] for sample in samples} & {sample[1] for sample in other}
+
+
+def test_evaluations_draw_the_same_numbers():
+    found = []
+    for seed in (3, 4):
+        data, _ = open_noise(seed=seed, workers=1)
+        (validation,) = data.validation.values()
+        sampler = RankBatchSampler(
+            order=SampleOrder(samples=6, seed=0, shuffle=False, epochs=1),
+            global_batch_size=2,
+            micro_batch_size=2,
+            steps=3,
+        )
+        options = {"persistent_workers": True, "device": torch.device("cpu")}
+        loader = make_loader(validation, sampler, data.data, seed=0, **options)
+        found += [[one["tensors"]["batch"] for one in loader] for _ in range(2)]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len({sample[1] for one in found[0] for sample in one["samples"]}) == 6

@@ -4,18 +4,21 @@ import itertools
 import json
 import os
 import random
+import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 from launcher.data import packing
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.dataset import SequenceDataset, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.sources import file_part, find_parts, read_rows
+from launcher.data.sources import file_part, find_parts, read_rows, split
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
@@ -26,6 +29,7 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.hub import load_data_set
 from tests.unit.data.rows import documents_of, store_names, write
 from tests.unit.small_recipe import says
 
@@ -105,6 +109,82 @@ NUMBERS = [str(number) for number in range(2500)]
 )
 def test_documents_of_each_file_format(tmp_path, name, content, documents):
     assert list(read_documents(write(tmp_path / name, content))) == documents
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_files(tmp_path, kind):
+    table = 'text,other\none,1\nzwei ä 日本,\n,3\n"drei\nvier",\n'
+    contents = {"a.txt": "one\r\n", "b.jsonl": ROWS, "c.json": ROWS, "d.csv": table}
+    for name, content in contents.items():
+        plain = write(tmp_path / name, content).read_bytes()
+        compressed = tmp_path / f"{name}.{kind}"
+        method = {"gz": "gzip", "zst": "zstd"}[kind]
+        with pyarrow.output_stream(str(compressed), compression=method) as out:
+            out.write(plain)
+        (tmp_path / name).unlink()
+    for name in ("e.tar", "f.so", "g"):
+        write(tmp_path / f"{name}.{kind}", b"no text")
+    parts = find_parts((str(tmp_path),), kind="text")
+    assert [Path(part.name).name for part in parts] == [f"{name}.{kind}" for name in contents]
+    assert [part.form for part in parts] == ["text", "jsonl", "json", "csv"]
+    found = [list(read_documents(Path(part.name))) for part in parts]
+    assert found == [["one\r\n"], READ, READ, READ]
+    assert len(find_parts((str(tmp_path),), kind="chat")) == 3
+    assert [split(part, 4) for part in parts] == [[part] for part in parts]
+    (line,) = [row.where for row in read_rows(parts[1]) if row.values == ROWS[3]]
+    assert line == f"{parts[1].name}:4"
+    whole = Path(parts[1].name).read_bytes()
+    for damaged in (whole[:-12], b"x" * 20):
+        file = write(tmp_path / f"damaged.jsonl.{kind}", damaged)
+        with pytest.raises(RecipeError, match=rf"damaged.jsonl.{kind}: cannot be read: "):
+            list(read_documents(file))
+    with pytest.raises(RecipeError, match=r"a compressed .parquet cannot be read: decompress it"):
+        find_parts((str(write(tmp_path / f"h.parquet.{kind}", b"x")),), kind="text")
+
+
+def test_folders_of_save_to_disk_are_data_sets(tmp_path, cache, monkeypatch):
+    def saved(folder, *texts):
+        Dataset.from_list([{"text": text} for text in texts]).save_to_disk(tmp_path / folder)
+
+    monkeypatch.chdir(tmp_path)
+    saved("plain", "a", "b", "c")
+    rows = {"train": ["d", "e"], "test": ["f"]}
+    sets = {name: Dataset.from_list([{"text": one} for one in of]) for name, of in rows.items()}
+    DatasetDict(sets).save_to_disk(tmp_path / "both")
+    saved("tree/inside", "g")
+    write(tmp_path / "tree/a.jsonl", ["h"])
+
+    def found(*names, validation=False):
+        parts = find_parts(names, kind="text", validation=validation)
+        texts = [row.values["text"] for part in parts for row in read_rows(part)]
+        pieces = [piece for part in parts for piece in split(part, 1)]
+        assert [row.values["text"] for piece in pieces for row in read_rows(piece)] == texts
+        return "".join(texts)
+
+    assert found("plain", "both") == "abcde"
+    assert found("both", validation=True) == "f"
+    assert found("both/test") == "f"
+    assert found("tree") == "hg"
+    assert found("tree", "plain", "plain/") == "hgabc"
+    store = create_store("plain", cache=cache)
+    assert documents_of(store) == [[97, END], [98, END], [99, END]]
+    assert create_store("plain", cache=cache).folder == store.folder
+    shutil.rmtree("plain")
+    saved("plain", "x", "y", "z")
+    load_data_set.cache_clear()
+    assert documents_of(create_store("plain", cache=cache)) == [[120, END], [121, END], [122, END]]
+    DatasetDict({"train": sets["train"]}).save_to_disk(tmp_path / "train")
+    with pytest.raises(
+        RecipeError, match=r"train: has no split validation or test; .* train/train"
+    ):
+        found("train", validation=True)
+    for file in Path("both/test").glob("*.arrow"):
+        os.truncate(file, 10)
+    load_data_set.cache_clear()
+    with pytest.raises(
+        RecipeError, match=r"data: both/test: save_to_disk wrote .* cannot be loaded"
+    ):
+        found("both/test")
 
 
 NO_COLUMN = (
@@ -265,6 +345,77 @@ def test_store_is_tokenized_once(tmp_path, cache, messages):
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
     assert documents_of(create_store(file, cache=cache)) == [[120, 121, END]]
     assert len(messages()) == 2 * len(store_names(cache)) == 6
+
+
+def damage(file, size):
+    if size is None:
+        file.unlink()
+    else:
+        os.truncate(file, size)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_damaged_store_is_built_again(tmp_path, cache, messages, old):
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 4
+    file = write(tmp_path / "a.jsonl", rows)
+    first, told = create_store(file, cache=cache, kind="tokens"), 0
+    folder, whole = first.folder, documents_of(first)
+    faults = [
+        ("ids.bin", 40, "ids.bin has 40 bytes instead of 48"),
+        ("ids.bin", 0, "ids.bin has 0 b"),
+    ]
+    faults += [
+        ("labels.bin", 44, "labels.bin has 44 b"),
+        ("offsets.npy", 150, ""),
+        ("meta.json", 0, ""),
+    ]
+    faults += [("offsets.npy", 0, ""), ("ids.bin", None, ""), ("meta.json", None, "")]
+    faults += [] if old else [("labels.bin", None, "No such file")]
+    for name, size, message in faults:
+        if old:  # written by an earlier version
+            meta = json.loads((folder / "meta.json").read_text())
+            meta.pop("sizes")
+            (folder / "meta.json").write_text(json.dumps(meta))
+            create_store(file, cache=cache, kind="tokens")
+        assert len(messages()) == 3 * told + 2, "a whole store is used"
+        damage(folder / name, size)
+        again, told = create_store(file, cache=cache, kind="tokens"), told + 1
+        assert f"{folder} is damaged and is built again: " in messages()[-3]
+        assert message in messages()[-3]
+        assert (documents_of(again), again.labels.tolist()) == (whole, [-100, 2, 3] * 4)
+        assert again.fingerprint == first.fingerprint
+        assert store_names(cache) == [folder.name]
+
+
+def test_store_is_on_the_disk_before_it_gets_its_name(tmp_path, cache, monkeypatch):
+    synced, real = [], os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = create_store(write(tmp_path / "a.txt", "ab"), cache=cache)
+    names = [path.name for path in synced if path.parent.name.startswith(f".{store.folder.name}")]
+    assert sorted(names) == sorted(path.name for path in store.folder.iterdir())
+    *_, scratch, parent = synced
+    assert scratch.name.startswith(f".{store.folder.name}")
+    assert parent == cache.resolve()
+
+
+def test_damaged_store_that_cannot_be_removed_is_refused(tmp_path, cache, monkeypatch):
+    file = write(tmp_path / "a.txt", "ab")
+    damage(create_store(file, cache=cache).folder / "ids.bin", 0)
+
+    def rename(path, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    message = (
+        r"^data.cache: .* is damaged \(ids.bin has 0 bytes instead of 12\) and cannot be removed"
+    )
+    with pytest.raises(RecipeError, match=message):
+        create_store(file, cache=cache)
 
 
 def test_other_ranks_wait_for_the_store(tmp_path, cache):

@@ -1,0 +1,71 @@
+"""The files of a token store on the disk: whether they are whole, and how they get there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from launcher.errors import RecipeError, first_line
+
+logger = logging.getLogger(__name__)
+
+
+def store_problem(folder: Path) -> str:
+    """Why a store cannot be used; empty: it can. Raises RecipeError if it cannot be read, which
+    may be for a time only."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+        if [len(offsets) - 1, offsets[-1]] != [meta["documents"], meta["tokens"]]:
+            return "offsets.npy does not agree with meta.json"
+        # An earlier version did not write the sizes
+        known = (name for name in ("ids.bin", "labels.bin") if (folder / name).exists())
+        sizes = meta.get("sizes") or {"ids.bin": 0} | dict.fromkeys(known, 4 * meta["tokens"])
+        if not meta.get("sizes") and (folder / "classes.npy").exists():
+            np.load(folder / "classes.npy", mmap_mode="r")
+        for name, size in sizes.items():
+            # An opened file has its present size, also where another node wrote it
+            with (folder / name).open("rb") as file:
+                if (found := file.seek(0, os.SEEK_END)) != size:
+                    return f"{name} has {found:,} bytes instead of {size:,}"
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    except OSError as error:
+        raise RecipeError(f"data.cache: {folder} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, EOFError) as error:
+        return first_line(error)
+    return ""
+
+
+def remove_damaged(folder: Path, aside: Path) -> None:
+    """Removes a store that cannot be used. aside: its name meanwhile. Raises RecipeError."""
+    if not folder.is_dir() or not (problem := store_problem(folder)):
+        return
+    logger.warning(f"data.cache: {folder} is damaged and is built again: {problem}")
+    try:
+        shutil.rmtree(folder.rename(aside), ignore_errors=True)
+    except OSError as error:
+        what = f"{folder} is damaged ({problem}) and cannot be removed: {error.strerror}"
+        raise RecipeError(f"data.cache: {what}") from None
+
+
+def commit(scratch: Path, folder: Path) -> None:
+    """Renames a scratch folder to `folder`, when its files are on the disk: otherwise a crash of
+    the machine may leave a store with empty files."""
+    for path in (*scratch.iterdir(), scratch):
+        _sync(path)
+    scratch.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
