@@ -11,6 +11,7 @@ from launcher.checkpoint import files
 from launcher.checkpoint.files import MARKER, NoneLeftError, list_checkpoints, newest_valid
 from launcher.cli.app import flag, option
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
+from launcher.metrics.console import configure_logging
 from launcher.recipe.schema import Dtype, Recipe
 
 
@@ -43,6 +44,7 @@ def export(
     Example:
       launcher export runs/qwen3_8b exported dtype=bfloat16
     """
+    configure_logging(stream="stderr")
     if not (verify and out.is_dir() and any(out.iterdir())):
         _write(run, out, dtype, merged=merged)
     return _verify(run, out) if verify else EXIT_DONE

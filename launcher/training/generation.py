@@ -17,6 +17,7 @@ import torch.distributed as dist
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.models.chunked_loss import IGNORED
+from launcher.models.export import end_ids
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -120,7 +121,7 @@ class Generator:
         many forward passes as the one with the longest answer."""
         ids = torch.zeros(self._rows, width, dtype=torch.int64)
         lengths = torch.ones(self._rows, dtype=torch.int64)
-        ends = {self._tokenizer.eos_token_id}
+        ends = {self._tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}
         for row, (prompt, reference) in enumerate(chunk):
             ids[row, : len(prompt)] = torch.tensor(prompt)
             lengths[row] = len(prompt)

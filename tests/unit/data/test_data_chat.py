@@ -10,6 +10,7 @@ import pytest
 
 from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
 from launcher.data.encoder import make_encoder
+from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
@@ -582,3 +583,33 @@ def test_prompt_and_response_are_one_text(tmp_path):
         answer = tokenizer.convert_ids_to_tokens(learned)
         assert answer[0] in ("no", "yes", "<0xE6>")
         assert tokenizer.decode(learned).strip() == row["response"].removesuffix("<eos>") + "<eos>"
+
+
+# Ends of answers
+
+
+def test_ends_of_the_training_data(tmp_path, folder):
+    tokenizer = bpe_tokenizer()
+
+    def ends(template=None, **data):
+        if template is not None:
+            data["chat_template"] = str(write(tmp_path / "template.jinja", template))
+        found = taught_ends(schema.Data(tokenizer=folder, **data), model_path=None)
+        return [tokenizer.convert_ids_to_tokens(token) for token in found]
+
+    assert ends() == ["<eos>"]
+    assert ends(kind="chat") == ["<|end|>"]
+    assert ends(kind="chat", template=with_marks(GEMMA)) == ["</turn>"]
+    assert ends(kind="chat", template=without_marks(PLAIN)) == ["<eos>"]
+    with_line_end = with_marks(CHATML.replace("'<|end|>' }}]]{{ '\n' }}", "'<|end|>\n' }}]]"))
+    assert with_line_end != with_marks(CHATML)
+    assert ends(kind="chat", template=with_line_end) == ["<|end|>"]
+    # The marks enclose the text alone: the model does not learn to stop
+    assert ends(kind="chat", template=with_marks(PLAIN)) == []
+    assert ends(kind="instruct") == ["<eos>", "<|end|>"]  # rows are texts or messages
+    assert ends(kind="instruct", template=with_marks(CHATML)) == ["<|end|>"]
+    assert ends(kind="tokens") == ends(kind="classification") == []
+    source = {"files": ("x",), "weight": 1.0}
+    mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
+    assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]
+    assert taught_ends(schema.Data(tokenizer="bytes", kind="chat"), model_path=None) == [256]
