@@ -15,6 +15,7 @@ from torch import nn
 
 from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
+from launcher.data.setup import teach_ends
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
 from launcher.models.export import LABELS, appearing, named_weights, write_weights
@@ -60,6 +61,7 @@ def export_checkpoint(
         )
     weights = open_checkpoint_weights(checkpoint, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
+    teach_ends(weights.model, recipe.data, model_path=recipe.model.path)
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else weights.dtype)
     with appearing(out) as scratch:
@@ -138,11 +140,16 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
     dtype: None: unchanged, or the base model's for a merged adapter. Raises RecipeError if the
     weights cannot be read or do not fit the base model.
     """
+    from transformers import GenerationConfig
+
     wanted, adapter = _dtype(dtype), (source / ADAPTER_CONFIG).is_file()
     with appearing(out) as scratch:
         if adapter and merged:
             weights = open_exported_weights(source)
             chosen = wanted or weights.dtype
+            generation = source / "generation_config.json"
+            if generation.is_file():  # of the adapter: with the ends that training taught
+                weights.model.generation_config = GenerationConfig.from_pretrained(source)
             write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=True)
         else:
             _cast(source, scratch, wanted, adapter=adapter)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint.export import Weights, open_checkpoint_weights
+from launcher.data.setup import teach_ends
 from launcher.errors import RecipeError
 from launcher.models.build import class_count, is_classifier, vocabulary_size
 from launcher.models.export import exported_tensors
@@ -47,6 +48,7 @@ def verify_export(
     of the recipe has, or None.
     """
     weights = open_checkpoint_weights(checkpoint, trust_run=trust_run)
+    teach_ends(weights.model, weights.recipe.data, model_path=weights.recipe.model.path)
     differences, dtype = _compare_tensors(weights, out)
     tokenizer, model = load_tokenizer(weights.recipe), weights.load()
     generator = torch.Generator().manual_seed(0)
@@ -153,6 +155,8 @@ def _main(request: dict[str, Any], answer: str) -> None:
         options |= {} if classes is None else {"num_labels": classes}
         adapted = peft.PeftModel.from_pretrained(auto.from_pretrained(base, **options), out)
         model = adapted.base_model.model.eval()
+        if (Path(out) / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(out)
     else:
         model = auto.from_pretrained(out, **options).eval()
     tokenizer = None

@@ -19,6 +19,7 @@ from launcher.checkpoint.files import (
 )
 from launcher.cli.app import flag, option
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
+from launcher.metrics.console import configure_logging
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.schema import Dtype, Recipe
 from launcher.reliability.run_directory import RunFolder
@@ -54,6 +55,7 @@ def export(
     Example:
       launcher export runs/qwen3_8b exported dtype=bfloat16
     """
+    configure_logging(stream="stderr")
     if not (verify and out.is_dir() and any(out.iterdir())):
         try:
             _write(run, out, dtype, merged=merged, trust_run=trust_run)

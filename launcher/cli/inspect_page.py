@@ -232,7 +232,7 @@ class _Page:
             before = start - int(store.offsets[document])
             after = int(store.offsets[document + 1]) - end
             if before:
-                self._print(f"… {before:,} tokens of it are in another sequence", "cyan")
+                self._print(f"… {before:,} tokens of it come before these", "cyan")
             loss = [False] * (end - start)
             if "position_ids" in row:
                 # A token has loss if it is a target of the one before, maybe in another sequence
@@ -243,7 +243,7 @@ class _Page:
             shown += end - start
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
-                where = "are cut off" if cut else "of it are in another sequence"
+                where = "are cut off" if cut else "of it come after these"
                 self._print(f"… {after:,} tokens {where}", "yellow" if cut else "cyan")
         if len(ids) > most:
             text = f"… {len(ids) - most:,} more tokens (tokens={len(ids)} shows them)"
@@ -304,7 +304,7 @@ def _facts(dataset: Any, *, padding: str) -> dict[str, str]:
     store, sequences = dataset.store, dataset.sequences
     lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, ""
     if "position_ids" in dataset[0]:  # otherwise the targets are classes
-        trained = tokens_with_loss(dataset)
+        trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
     lost = f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
@@ -319,20 +319,9 @@ def _facts(dataset: Any, *, padding: str) -> dict[str, str]:
         "padding": padding,
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
+        "documents without loss, dropped": _some(sequences.dropped_documents),
         "rows skipped": _some(len(dataset.skipped)),
     }
-
-
-def tokens_with_loss(dataset: Any) -> int:
-    """Targets in all sequences."""
-    store, sequences = dataset.store, dataset.sequences
-    # The targets of a piece are the tokens after each of its own, within the document
-    first = sequences.starts + 1
-    ends = store.offsets[np.searchsorted(store.offsets, sequences.starts, side="right")]
-    last = np.minimum(first + sequences.lengths, ends)
-    # 32 bits may overflow; the differences are still right
-    trained = np.cumsum(store.targets != IGNORED, dtype=np.uint32)
-    return int((trained[last - 1] - trained[first - 1]).sum())
 
 
 def _some(count: int) -> str:

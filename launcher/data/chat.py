@@ -8,6 +8,7 @@ that cannot be verified is an error.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -38,12 +39,16 @@ class RowError(ValueError):
     """A problem of a row. The message does not say which row."""
 
 
+class RefusedError(RowError):
+    """The chat template refuses a conversation."""
+
+
 def read_messages(value: Any, column: str) -> list[Message]:
     """Messages for a template, from OpenAI's `messages` (role, content) or ShareGPT's
     `conversations` (from, value). Raises RowError.
 
-    Text parts are joined. Keys without a value, which the structs of a parquet file have, are
-    dropped; other keys stay.
+    Text parts are joined. Keys without a value are dropped; other keys stay. `loss` is false in the
+    messages that have a `weight` of 0 (OpenAI) or `loss: false` (ShareGPT), and in no other.
     """
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         return [_message(turn, f"message {number}") for number, turn in enumerate(value, start=1)]
@@ -75,18 +80,27 @@ def _message(turn: Message, what: str) -> Message:
     if not isinstance(content, str):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
-    return {**message, "content": content}
+    weights = [message.pop(key, 1) for key in ("weight", "loss")]
+    if any(weight not in (0, 1) for weight in weights):
+        raise RowError(f"{what}: weight and loss must be 0 or 1 (false or true); got {weights}")
+    silent = {} if all(weights) else {"loss": False}
+    return {**message, "content": content, **silent}
 
 
 def read_tools(value: Any) -> list[Any] | None:
     """A row's `tools`: a list, or a list as JSON. Raises RowError."""
+    return read_list(value, "tools")
+
+
+def read_list(value: Any, column: str) -> list[Any] | None:
+    """A list, or a list as JSON; None or an empty text: there is none. Raises RowError."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise RowError(f"column 'tools' is not JSON: {error}") from None
+            raise RowError(f"column {column!r} is not JSON: {error}") from None
     if value and not isinstance(value, list):
-        raise RowError(f"column 'tools' must hold a list; got {type(value).__name__}")
+        raise RowError(f"column {column!r} must hold a list; got {type(value).__name__}")
     return value or None
 
 
@@ -100,7 +114,7 @@ class Rendered:
     """The template marks the spans, with the end of each turn. Otherwise `ChatTemplate.tokens` adds
     the end of each turn."""
     closed: bool
-    """The last turn is the assistant's."""
+    """The last turn is the assistant's, and carries loss."""
 
 
 class ChatTemplate:
@@ -122,19 +136,23 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
     ) -> Rendered:
-        """loss_from: index of the first message that may carry loss. Raises RowError."""
+        """loss_from: index of the first message that may carry loss. Messages with `loss: false`
+        carry none. Raises RowError."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns or turns[-1] < loss_from:
-            raise RowError("no assistant turn, so nothing to learn from")
+        learned = [index >= loss_from and messages[index].get("loss", True) for index in turns]
+        if not any(learned):
+            what = "assistant turn with loss" if any(index >= loss_from for index in turns) else ""
+            raise RowError(f"no {what or 'assistant turn'}, so nothing to learn from")
         marked = _MARKS.search(self._source(tools)) is not None
         text, spans = self._apply(messages, tools, marks=marked)
         if marked:
-            spans = _check_marks(spans, turns, loss_from)
+            spans = _check_marks(spans, learned)
         else:
             arguments = messages, tools, text, turns
             found = self._by_placeholders(*arguments) or self._by_turns(*arguments)
-            spans = [span for index, span in zip(turns, found, strict=True) if index >= loss_from]
-        return Rendered(text, spans, marked, closed=turns[-1] == len(messages) - 1)
+            spans = list(itertools.compress(found, learned))
+        closed = learned[-1] and turns[-1] == len(messages) - 1
+        return Rendered(text, spans, marked, closed)
 
     def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
         """(ids, labels) of each conversation; labels are IGNORED where there is no loss.
@@ -216,7 +234,8 @@ class ChatTemplate:
             where = "data.tokenizer: its chat template" if own else "data.chat_template"
             raise RecipeError(f"{where}: line {error.lineno}: {error.message}") from None
         except Exception as error:  # a template may fail in any way on an unexpected row
-            raise RowError(f"the chat template refuses this conversation: {error}") from None
+            what = f"the chat template refuses this conversation: {error}"
+            raise RefusedError(what) from None
         return texts[0], list(spans[0]) if marks else []
 
     def _by_placeholders(
@@ -294,16 +313,17 @@ class ChatTemplate:
         return spans
 
 
-def _check_marks(marks: list[Span], turns: list[int], loss_from: int) -> list[Span]:
-    """The marks of the turns from `loss_from` on."""
+def _check_marks(marks: list[Span], learned: list[bool]) -> list[Span]:
+    """The marks of the turns that carry loss. learned: for each turn of the assistant."""
     marks = [(start, end) for start, end in marks if end > start]
     if not marks:
         raise RowError("the template's {% generation %} marks enclose nothing here")
-    skipped = sum(index < loss_from for index in turns)
-    if skipped and len(marks) != len(turns):
-        what = f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks"
-        raise RowError(f"{what}: which are the prompt's?")
-    return marks[skipped:]
+    if all(learned):
+        return marks
+    if len(marks) != len(learned):
+        what = f"{len(learned)} assistant turns, but {len(marks)} {{% generation %}} marks"
+        raise RowError(f"{what}: which belong to the turns without loss?")
+    return list(itertools.compress(marks, learned))
 
 
 def _find_end(text: str, start: int, content: str, after: str, *, last: bool) -> int | None:

@@ -18,6 +18,7 @@ from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
+from launcher.errors import RecipeError
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
@@ -90,11 +91,17 @@ class _Stored:
         if split := sequences.split_documents:
             lines.append(f"{split:,} documents are {longer} and continue in another sequence")
         if cut := sequences.cut_documents:
-            share = sequences.cut_tokens / int(store.offsets[-1])
+            share = sequences.cut_tokens / (int(store.offsets[-1]) + store.cut_tokens)
             lines.append(
                 f"warning: {cut:,} of {store.documents:,} documents are {longer} "
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
+            )
+        if dropped := sequences.dropped_documents:
+            within = f" in their first {self.length} tokens (data.sequence_length)"
+            lines.append(
+                f"warning: {dropped:,} of {store.documents:,} documents have no token with loss"
+                f"{within if sequences.cut_documents else ''} and are dropped"
             )
         if store.skipped:
             first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
@@ -136,15 +143,15 @@ class SequenceDataset(_Stored):
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
-        text = f"{self.store.documents:,} documents, {tokens:,} tokens in {count:,} sequences "
+        documents = self.store.documents - self.sequences.dropped_documents
+        text = f"{documents:,} documents, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
         if self.packed:
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
             padding = 1 - tokens / (count * self.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
         if self.store.labels is not None:
-            share = self.store.trained / int(self.store.offsets[-1])
-            text += f"; {share:.1%} of the documents' tokens carry loss"
+            text += f"; {self.sequences.targets / tokens:.1%} of these tokens carry loss"
         return [text, *self._problems()]
 
 
@@ -310,13 +317,31 @@ def open_dataset(
     return pack_store(store, data, model)
 
 
+def no_targets(files: str, data: schema.Data) -> str:
+    """The message for data without any token with loss."""
+    why = "all labels are -100, or rows have a single token"
+    if data.kind in ("chat", "instruct"):
+        first = f"the first {data.sequence_length} tokens of its row (data.sequence_length)"
+        why = f"each answer begins after {first}"
+    return f"data: no token with loss in {files}: {why}"
+
+
 def pack_store(
     store: TokenStore, data: schema.Data, model: ModelInputs
 ) -> SequenceDataset | ClassificationDataset:
-    length = data.sequence_length
-    sequences = pack(store.offsets, data.kind, packing=data.packing, sequence_length=length)
-    if data.kind == "classification":
+    """Raises RecipeError if no token has loss."""
+    length, kind = data.sequence_length, data.kind
+    options: Any = {"packing": data.packing, "labels": store.labels}
+    sequences = pack(store.offsets, kind, sequence_length=length, **options)
+    if kind == "classification":  # the tokenizer has cut its documents
+        sequences = dataclasses.replace(
+            sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
+        )
         return ClassificationDataset(store, sequences, length, model.padding)
+    if not sequences.targets:
+        names = list(store.fingerprint.get("files", ()))
+        listed = ", ".join(names[:5]) + (" ..." if names[5:] else "")
+        raise RecipeError(no_targets(listed, data))
     return SequenceDataset(store, sequences, length, data.packing, model.masking)
 
 

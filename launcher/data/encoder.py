@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data.chat import ChatTemplate, Message, Rendered, RowError, read_messages, read_tools
+from launcher.data.chat import (
+    ChatTemplate,
+    Message,
+    RefusedError,
+    Rendered,
+    RowError,
+    read_messages,
+    read_tools,
+)
+from launcher.data.messages import parse_arguments, read_history, read_text, with_system
 from launcher.data.sources import Row
 from launcher.data.tokenizer import (
     Ids,
@@ -25,8 +34,8 @@ from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 
-_Tokens = tuple[Ids, Ids | None, int | None]
-"""Ids, labels and category of a row, as in Encoded."""
+_Tokens = tuple[Any, ...]
+"""Ids, labels, category and perhaps cut_tokens of a row, as in Encoded."""
 _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "text": ("text_column",),
     "tokens": (),
@@ -47,6 +56,8 @@ class Encoded:
     """labels[t] is the target at position t - 1; None: the ids."""
     category: int | None = None
     """The class of the row, for kind classification."""
+    cut_tokens: int = 0
+    """Tokens that a text for classification was longer than data.sequence_length."""
     problem: str = ""
     """Why the row cannot be used."""
 
@@ -71,6 +82,8 @@ class Encoder:
     labels: tuple[str, ...] | None = None
     template: str | None = None
     """The text of a chat template that replaces the tokenizer's own."""
+    longest: int | None = None
+    """Most tokens of a text for classification, with the tokenizer's special tokens."""
 
     @property
     def text_column(self) -> str:
@@ -80,7 +93,7 @@ class Encoder:
     def identity(self) -> list[Any]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         tokenizer, template = self.fingerprint().values()
-        return [self.kind, tokenizer, self.columns, self.labels, template]
+        return [self.kind, tokenizer, self.columns, self.labels, template, self.longest]
 
     def fingerprint(self) -> dict[str, str | None]:
         """Checksums of the tokenizer's files and of data.chat_template."""
@@ -131,6 +144,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         columns={name: getattr(data, name) for name in _COLUMNS[kind]},
         labels=data.labels if kind == "classification" else None,
         template=template,
+        longest=data.sequence_length if kind == "classification" else None,
     )
 
 
@@ -171,7 +185,7 @@ def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
 def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
     names = ("messages", "conversations")
     column, value = _column(encoder, row, "messages_column", object, "messages", names)
-    return _render(encoder, row, read_messages(value, column))
+    return _render(encoder, row, with_system(read_messages(value, column), row.get("system")))
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
@@ -190,14 +204,24 @@ def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[st
     if not response:
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
     key, names = "prompt", ("prompt", "instruction and input")
+    rounds: list[tuple[str, str]] = []
     if encoder.columns["prompt_column"] is None and "prompt" not in row and "instruction" in row:
-        prompt: Any = _instruction(row, headings=not (as_chat or isinstance(response, list)))
+        rounds, headings = read_history(row.get("history")), not (as_chat or type(response) is list)
+        prompt: Any = _instruction(row, rounds if headings else [], headings=headings)
     else:
         key, prompt = _column(encoder, row, "prompt_column", kinds, what, names)
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
+        system = read_text(row.get("system"), "system")
+        prompt = f"{system}\n\n{prompt}" if system else prompt
         _encodable(prompt + response, "prompt or response")
         return prompt, response
-    question, answer = _turns("user", prompt, key), _turns("assistant", response, column)
+    earlier = [
+        turn
+        for asked, answered in rounds
+        for turn in (*_turns("user", asked, key), *_turns("assistant", answered, column))
+    ]
+    question = with_system([*earlier, *_turns("user", prompt, key)], row.get("system"))
+    answer = _turns("assistant", response, column)
     return _render(encoder, row, question + answer, loss_from=len(question))
 
 
@@ -207,8 +231,8 @@ def _turns(role: str, value: str | list[Any], column: str) -> list[Message]:
     return read_messages(value, column)
 
 
-def _instruction(row: dict[str, Any], *, headings: bool) -> str:
-    """Instruction and input as one prompt. headings: in Alpaca's form."""
+def _instruction(row: dict[str, Any], rounds: list[tuple[str, str]], *, headings: bool) -> str:
+    """Instruction and input as one prompt. headings: in Alpaca's form, after earlier rounds."""
     parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
     for name, text in parts.items():
         if not isinstance(text, str):
@@ -217,21 +241,24 @@ def _instruction(row: dict[str, Any], *, headings: bool) -> str:
     if not headings:
         return "\n\n".join(text for text in parts.values() if text)
     shown = [name for name, text in parts.items() if text or name == "Instruction"]
-    return "\n\n".join([*(f"### {name}:\n{parts[name]}" for name in shown), "### Response:\n"])
+    before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
+    own = [f"### {name}:\n{parts[name]}" for name in shown]
+    return "\n\n".join([*before, *own, "### Response:\n"])
 
 
 def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
-    """Prompt and response are tokenized separately: at inference the prompt is alone."""
+    """Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
+    differently from its middle. Tokens that hold a part of the response carry loss."""
     tokenizer = load_tokenizer(encoder.tokenizer)
     for kind, rows in itertools.groupby(batch, type):
         if kind is Rendered:
             yield from _encode_chats(encoder, list(rows))
             continue
-        texts = iter(tokenizer.ids([text for pair in rows for text in pair]))
-        for prompt, response in zip(texts, texts, strict=True):
-            document = _document(tokenizer, prompt, response)
+        for ids, first in tokenizer.joined(list(rows)):
+            document = _document(tokenizer, ids)
             labels = document.copy()
-            labels[: len(tokenizer.begin) + len(prompt)] = IGNORED
+            begun = bool(tokenizer.begin) and ids[:1].tolist() != tokenizer.begin
+            labels[: first + begun] = IGNORED
             yield document, labels, None
 
 
@@ -256,8 +283,17 @@ def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, in
 
 def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[_Tokens]:
     texts, categories = zip(*batch, strict=True)
-    encoded = load_tokenizer(encoder.tokenizer).ids(texts, special=True)
-    return [(ids, None, category) for ids, category in zip(encoded, categories, strict=True)]
+    tokenizer, most = load_tokenizer(encoder.tokenizer), encoder.longest
+    assert most is not None
+    whole = tokenizer.ids(texts, special=True)
+    # Cut by the tokenizer, which keeps the special tokens that close the text
+    encoded = [
+        ids if len(ids) <= most else tokenizer.ids([text], special=True, longest=most)[0]
+        for text, ids in zip(texts, whole, strict=True)
+    ]
+    lost = [max(0, len(ids) - most) for ids in whole]
+    rows = zip(encoded, categories, lost, strict=True)
+    return [(ids, None, category, cut) for ids, category, cut in rows]
 
 
 _Read = Callable[[Encoder, dict[str, Any]], Any]
@@ -314,10 +350,11 @@ def _encodable(text: str, where: str) -> str:
     return text
 
 
-def _document(tokenizer: Tokenizer, *parts: Ids) -> Ids:
-    """The parts with the tokens that begin and end a document."""
-    begin, end = (np.array(ids, dtype=np.int32) for ids in (tokenizer.begin, [tokenizer.end]))
-    return np.concatenate([begin, *parts, end])
+def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
+    """The ids with the tokens that begin and end a document, unless the text has them."""
+    begin = [] if ids[:1].tolist() == tokenizer.begin else tokenizer.begin
+    end = [] if ids[-1:].tolist() == [tokenizer.end] else [tokenizer.end]
+    return np.concatenate([np.array(begin, np.int32), ids, np.array(end, np.int32)])
 
 
 @functools.lru_cache(maxsize=4)
@@ -329,9 +366,14 @@ def _load_template(name: str | None, template: str | None) -> ChatTemplate:
 def _render(
     encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
 ) -> Rendered:
-    tools = read_tools(row.get("tools"))
-    rendered = _load_template(encoder.tokenizer, encoder.template).render(
-        messages, tools, loss_from=loss_from
-    )
+    tools, parsed = read_tools(row.get("tools")), parse_arguments(messages)
+    template = _load_template(encoder.tokenizer, encoder.template)
+    try:
+        rendered = template.render(parsed, tools, loss_from=loss_from)
+    except RefusedError:
+        if parsed == messages:
+            raise
+        # Some templates (DeepSeek-R1's) take the arguments of tool calls only as text
+        rendered = template.render(messages, tools, loss_from=loss_from)
     _encodable(rendered.text, "the conversation")
     return rendered

@@ -48,13 +48,13 @@ class StepStatistics:
             self._event = stream.record_event()
 
     def loss_tokens(self) -> torch.Tensor:
-        """Tokens with a target over all ranks, at least 1; a float32 scalar on the device."""
+        """Tokens with a target over all ranks; a float32 scalar on the device."""
         self._wait()
         if self._event is not None:
             current = torch.cuda.current_stream(self._device.device)
             current.wait_event(self._event)
             self._device.record_stream(current)
-        return self._device[0].clamp(min=1).float()
+        return self._device[0].float()
 
     def read(self) -> list[int]:
         self._wait()

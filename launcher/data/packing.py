@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from launcher.models.chunked_loss import IGNORED
+
 Integers = npt.NDArray[np.int64]
+_COUNTED_TOKENS = 1 << 22
+"""Tokens of labels that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +31,73 @@ class Sequences:
     split_documents: int = 0
     cut_documents: int = 0
     cut_tokens: int = 0
+    dropped_documents: int = 0
+    """Documents without a target, or whose targets are all cut off."""
+    targets: int = 0
+    """Tokens with loss in all pieces; 0 for classification."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
 
-def pack(offsets: Integers, kind: str, *, packing: bool, sequence_length: int) -> Sequences:
+def pack(
+    offsets: Integers,
+    kind: str,
+    *,
+    packing: bool,
+    sequence_length: int,
+    labels: npt.NDArray[np.int32] | None = None,
+) -> Sequences:
     """kind: data.kind. Documents that are too long are split for kinds text and tokens, and cut for
-    other kinds: the end of an answer is no useful target without its beginning."""
-    cut = kind in ("chat", "instruct", "classification")
-    if not packing or kind == "classification":
-        return separate(offsets, sequence_length, cut=cut)
-    if kind == "text":
-        return stream(offsets, sequence_length)
-    return best_fit(offsets, sequence_length, cut=cut)
+    other kinds: the end of an answer is no useful target without its beginning.
+
+    labels: of the tokens; None: the ids. What has no target is left out.
+    """
+    if kind == "classification":
+        return separate(offsets, sequence_length, cut=True)
+    if kind == "text" and packing:
+        return with_targets(stream(offsets, sequence_length), offsets, labels)
+    cut = kind in ("chat", "instruct")
+    pieces = with_targets(separate(offsets, sequence_length, cut=cut), offsets, labels)
+    return best_fit(pieces, sequence_length) if packing else pieces
+
+
+def with_targets(
+    sequences: Sequences, offsets: Integers, labels: npt.NDArray[np.int32] | None
+) -> Sequences:
+    """The sequences that have a target: the label of a token after the first one of a document,
+    at the token before it."""
+    documents = np.searchsorted(offsets, sequences.starts, side="right")
+    ends = np.minimum(sequences.starts + sequences.lengths + 1, offsets[documents])
+    counts = ends - sequences.starts - 1
+    if labels is not None:
+        counts = _count_labels(labels, sequences.starts + 1, ends)
+    bounds = sequences.bounds
+    kept = np.add.reduceat(counts, bounds[:-1]) > 0
+    pieces = np.diff(bounds)
+    chosen = np.repeat(kept, pieces)
+    dropped = len(offsets) - 1 - np.count_nonzero(np.diff(documents[chosen], prepend=0))
+    return replace(
+        sequences,
+        starts=sequences.starts[chosen],
+        lengths=sequences.lengths[chosen],
+        bounds=np.cumsum(np.append(0, pieces[kept])),
+        dropped_documents=int(dropped),
+        targets=int(counts.sum()),
+    )
+
+
+def _count_labels(labels: npt.NDArray[np.int32], starts: Integers, ends: Integers) -> Integers:
+    """Labels with loss in each range. The ranges are in order and do not overlap."""
+    counts = np.zeros(len(starts), dtype=np.int64)
+    first = 0
+    while first < len(starts):
+        begin = starts[first]
+        last = max(first + 1, int(np.searchsorted(ends, begin + _COUNTED_TOKENS)))
+        sums = np.cumsum(np.append(0, labels[begin : ends[last - 1]] != IGNORED))
+        counts[first:last] = sums[ends[first:last] - begin] - sums[starts[first:last] - begin]
+        first = last
+    return counts
 
 
 def stream(offsets: Integers, length: int) -> Sequences:
@@ -72,12 +129,11 @@ def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
     return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), **counts)
 
 
-def best_fit(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
-    """Whole documents in few sequences (best-fit decreasing). Only longer ones are split, or cut.
+def best_fit(pieces: Sequences, length: int) -> Sequences:
+    """The pieces of `separate` in few sequences (best-fit decreasing).
 
     Needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
     """
-    pieces = separate(offsets, length, cut=cut)
     contents: list[list[int]] = []
     room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens: sequences
     free: list[int] = []  # sorted keys of `room` that have a sequence

@@ -14,6 +14,7 @@ from launcher.data.batching import BatchSampler, Order, Position, StreamOrder, m
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
+from launcher.data.ends import taught_ends
 from launcher.data.loader import GlobalBatch, StepStatistics, TrainingData, make_loader, to_device
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset
@@ -21,6 +22,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.models.export import add_ends
 from launcher.models.shards import derived_seed
 from launcher.recipe import schema
 
@@ -174,6 +176,14 @@ def open_run_data(
             skipped_rows=skipped_rows,
         )
     return RunData(training, validation, order, sampler, steps, data, run.seed)
+
+
+def teach_ends(model: Any, data: schema.Data, *, model_path: str | None) -> None:
+    """Adds the tokens that end answers in the training data to the model's generation config."""
+    if ends := taught_ends(data, model_path=model_path):
+        name = data.tokenizer or model_path
+        assert name is not None
+        add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
 
 
 def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:

@@ -341,7 +341,7 @@ def _parquet(part: Part) -> Iterator[Row]:
             for batch in file.iter_batches(128, row_groups=list(range(part.start, end))):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(part, number, values)
+                    yield Row(part, number, _without_nulls(values))
     except FileNotFoundError:
         raise
     except (pyarrow.ArrowException, OSError) as error:
@@ -353,14 +353,27 @@ def _hub(part: Part) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
     end = len(rows) if part.end is None else part.end
     for number, values in enumerate(rows.select(range(part.start, end)), start=part.start + 1):
-        yield Row(part, number, values)
+        yield Row(part, number, _without_nulls(values))
 
 
 def _hub_stream(part: Part) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation, streaming=True)
     shard = rows.shard(num_shards=part.end, index=part.start)
     for number, values in enumerate(shard, start=1):
-        yield Row(part, number, values)
+        yield Row(part, number, _without_nulls(values))
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the null fields of its structs, at every depth. All structs of a
+    column have the same fields, so most of these nulls were not in the data that was converted.
+    Null columns and null items of lists stay."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    return {column: clean(value) for column, value in row.items()}
 
 
 _READERS = {

@@ -35,7 +35,14 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
-from launcher.data.dataset import EMPTY, Collated, Row, collate_sequences, make_row
+from launcher.data.dataset import (
+    EMPTY,
+    Collated,
+    Row,
+    collate_sequences,
+    make_row,
+    no_targets,
+)
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.sources import Part, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range
@@ -46,7 +53,7 @@ from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from launcher.training import loss
 
-VERSION = 3
+VERSION = 4
 """Version of the order of samples, part of its digest."""
 SHARDS = 64
 """Most shards. More would let more ranks share the work, and make each start slower."""
@@ -56,6 +63,7 @@ _PART_BYTES = 16 * 2**20
 """The largest part that a resume reads again, for data of up to _PARTS parts."""
 _PARTS = 1 << 14
 """Finding where each part starts is one read of the file, on every rank."""
+_NO_TARGETS = "no token with loss within data.sequence_length"
 _ENCODED_ROWS = 16
 """Rows tokenized at once. More are faster per row; fewer are ready sooner."""
 
@@ -150,26 +158,44 @@ class _Shard:
         first, part, row, token = self.position
         # The rows before a start inside a pass are not seen, so they count as documents
         found = (part, row, token) != (0, 0, 0)
+        dropped, stream = False, self._stream
         for turn in itertools.count(first):
             for encoded, position in self._pass(turn, part, row):
                 if encoded.problem:
                     self._skip(encoded, listed=self._list_bad_rows and turn == 0)
                 elif encoded.ids.size:
-                    check_range(encoded, self._stream.model)
+                    check_range(encoded, stream.model)
+                    if not self._learnable(encoded):
+                        dropped = True
+                        if self._list_bad_rows and turn == 0:
+                            self._list(replace(encoded, problem=_NO_TARGETS))
+                        continue
                     found = True
                     yield encoded, position
             if not found:
-                names = list(dict.fromkeys(one.name for one in self._stream.shards[self._number]))
+                names = list(dict.fromkeys(one.name for one in stream.shards[self._number]))
                 listed = ", ".join(names[:5]) + (" ..." if names[5:] else "")
                 hint = "leave these files out, or use streaming: false"
-                raise RecipeError(f"data.streaming: no document with text in {listed}; {hint}")
+                what = f"data.streaming: no document with text in {listed}"
+                what = no_targets(listed, stream.data) if dropped else what
+                raise RecipeError(f"{what}; {hint}")
             part, row, found = 0, 0, False
+
+    def _learnable(self, encoded: Encoded) -> bool:
+        """Whether a document has a target, after it is cut."""
+        data = self._stream.data
+        last = data.sequence_length + 1 if data.kind in ("chat", "instruct") else None
+        return bool((encoded.targets[1:last] != IGNORED).any())
 
     def _skip(self, encoded: Encoded, *, listed: bool) -> None:
         """Raises RecipeError unless data.on_error is skip."""
         if self._stream.data.on_error != "skip":
             raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
-        if listed and self._stream.skipped_rows is not None:
+        if listed:
+            self._list(encoded)
+
+    def _list(self, encoded: Encoded) -> None:
+        if self._stream.skipped_rows is not None:
             line = json.dumps(encoded.skipped, ensure_ascii=False) + "\n"
             with (
                 contextlib.suppress(OSError),  # such as a full disk: the row is skipped anyway
@@ -191,7 +217,8 @@ class _Shard:
             ids, targets = encoded.ids, np.append(encoded.targets[1:], IGNORED)
             whole = not (kind == "text" and packing)
             if whole and pieces and min(len(ids), length) > room:
-                yield make_row(pieces), (*position, 0)
+                if _any_target(pieces):
+                    yield make_row(pieces), (*position, 0)
                 pieces, room = [], length
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
@@ -201,9 +228,14 @@ class _Shard:
                 if room == 0 or not packing:
                     turn, part, row = position
                     following = (row, done) if done < len(ids) else (row + 1, 0)
-                    yield make_row(pieces), (turn, part, *following)
+                    if _any_target(pieces):
+                        yield make_row(pieces), (turn, part, *following)
                     pieces, room = [], length
             done = 0
+
+
+def _any_target(pieces: list[Any]) -> bool:
+    return any((targets != IGNORED).any() for _, targets in pieces)
 
 
 class StreamingDataset(IterableDataset[Collated]):

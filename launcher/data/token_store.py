@@ -39,13 +39,12 @@ from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.console import task
 from launcher.models.attention import Masking
-from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, current_owner
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096
@@ -54,6 +53,9 @@ _SHOWN_PROBLEMS = 5
 _POLL_SECONDS = 5.0
 """The longest pause between two checks of the cache: a thousand ranks may wait."""
 _LOGGED_SECONDS = 60.0
+
+_COUNTS = ("empty", "cut_documents", "cut_tokens")
+"""Fields of a TokenStore that are sums over its parts."""
 
 _Int32s = npt.NDArray[np.int32]
 
@@ -86,9 +88,10 @@ class TokenStore:
     """`where` and `problem` of the rows that cannot be used (on_error: skip)."""
     empty: int = 0
     """Rows without text."""
+    cut_documents: int = 0
+    """Texts for classification that were longer than data.sequence_length."""
+    cut_tokens: int = 0
     largest_id: int = -1
-    trained: int = 0
-    """Tokens that are a target."""
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
@@ -244,7 +247,7 @@ def _load(folder: Path, parts: list[Part], encoder: Encoder) -> TokenStore:
         classes=np.load(classes) if classes.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
-        **{name: meta[name] for name in ("largest_id", "trained", "skipped", "empty")},
+        **{name: meta[name] for name in ("largest_id", "skipped", *_COUNTS)},
     )
 
 
@@ -325,6 +328,8 @@ def store_rows(rows: list[Encoded], on_error: str) -> TokenStore:
         classes=np.array(classes, dtype=np.int32) if classes else None,
         skipped=skipped,
         empty=len(rows) - len(skipped) - len(documents),
+        cut_documents=sum(row.cut_tokens > 0 for row in documents),
+        cut_tokens=sum(row.cut_tokens for row in documents),
     )
 
 
@@ -335,7 +340,7 @@ def _joined(arrays: list[_Int32s]) -> _Int32s:
 def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
     """Writes the arrays of the stores, one after another. Returns what goes to meta.json."""
     lengths, classes, skipped = [], [], []
-    largest, trained, empty = -1, 0, 0
+    largest, counts = -1, dict.fromkeys(_COUNTS, 0)
     with contextlib.ExitStack() as files:
         ids = files.enter_context((folder / "ids.bin").open("wb"))
         labels: Any = None
@@ -348,8 +353,8 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
             if labels is not None:
                 labels.write(store.targets.data)
             largest = max(largest, *(int(x.max(initial=-1)) for x in (store.ids, store.targets)))
-            trained += int((store.targets != IGNORED).sum())
-            empty += store.empty
+            for name in _COUNTS:
+                counts[name] += getattr(store, name)
             skipped += store.skipped
             lengths.append(np.diff(store.offsets))
             classes += [] if store.classes is None else [store.classes]
@@ -368,10 +373,9 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
     return {
         "documents": len(offsets) - 1,
         "tokens": int(offsets[-1]),
-        "trained": trained,
         "largest_id": largest,
-        "empty": empty,
         "skipped": skipped,
+        **counts,
         "content": checksum.hexdigest(),
         "sizes": sizes,
     }

@@ -45,8 +45,16 @@ class ByteTokenizer:
     begin: list[int] = []  # noqa: RUF012
     end = 256
 
-    def ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+    def ids(
+        self, texts: Sequence[str], *, special: bool = False, longest: int | None = None
+    ) -> list[Ids]:
+        encoded = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
+        return [ids[:longest].astype(np.int32) for ids in encoded]
+
+    def joined(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, int]]:
+        """Each pair of texts as one, and the index of the second one's first token."""
+        whole = self.ids(["".join(pair) for pair in pairs])
+        return [(ids, len(first.encode())) for ids, (first, _) in zip(whole, pairs, strict=True)]
 
 
 class HuggingFaceTokenizer:
@@ -68,11 +76,40 @@ class HuggingFaceTokenizer:
             raise RecipeError(f"data.tokenizer: {self._name}: {what}")
         return int(self.tokenizer.eos_token_id)
 
-    def ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
-        """Each text's ids. special: with the tokens that the tokenizer adds at inference."""
-        options = {"return_attention_mask": False, "return_token_type_ids": False}
-        encoded = self.tokenizer(list(texts), add_special_tokens=special, verbose=False, **options)
+    def ids(
+        self, texts: Sequence[str], *, special: bool = False, longest: int | None = None
+    ) -> list[Ids]:
+        """Each text's ids. special: with the tokens that the tokenizer adds at inference. longest:
+        tokens to which it cuts a text."""
+        options: dict[str, Any] = {} if longest is None else {"max_length": longest}
+        encoded = self._encode(texts, special=special, truncation=longest is not None, **options)
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def joined(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, int]]:
+        """Each pair of texts as one, and the index of the first token with a part of the second."""
+        texts = ["".join(pair) for pair in pairs]
+        if not self.tokenizer.is_fast:  # no offsets: the prompt ends where the tokens differ
+            both = zip(self.ids(texts), self.ids([first for first, _ in pairs]), strict=True)
+            return [(ids, _common(ids, alone)) for ids, alone in both]
+        encoded = self._encode(texts, return_offsets_mapping=True)
+        found = []
+        rows = zip(encoded["input_ids"], encoded["offset_mapping"], pairs, strict=True)
+        for ids, offsets, (first, _) in rows:
+            ends = np.maximum.accumulate([end for _, end in offsets])
+            index = int(np.searchsorted(ends, len(first), side="right"))
+            found.append((np.array(ids, dtype=np.int32), index))
+        return found
+
+    def _encode(self, texts: Sequence[str], *, special: bool = False, **options: Any) -> Any:
+        options |= {"return_attention_mask": False, "return_token_type_ids": False}
+        return self.tokenizer(list(texts), add_special_tokens=special, verbose=False, **options)
+
+
+def _common(ids: Ids, others: Ids) -> int:
+    """Number of equal tokens at the beginning."""
+    most = min(len(ids), len(others))
+    different = np.flatnonzero(ids[:most] != others[:most])
+    return int(different[0]) if len(different) else most
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer

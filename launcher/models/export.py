@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapter_names, merged_reader, peft_config
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
+
+logger = logging.getLogger(__name__)
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
@@ -78,6 +81,7 @@ def write_weights(
         _write_config(model, folder, dtype)
         return
     adapter.save_pretrained(folder)
+    _write_generation_config(model, folder)
     if adapter.modules_to_save:  # a classifier
         (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
 
@@ -141,10 +145,35 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     if hasattr(config, "auto_map"):  # the checkpoint's own code
         for file in Path(config.name_or_path).glob("*.py"):
             shutil.copy2(file, folder / file.name)
+    _write_generation_config(model, folder)
+
+
+def _write_generation_config(model: Any, folder: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         # save_pretrained would refuse settings that many models on the hub have
         generation.to_json_file(folder / "generation_config.json")
+
+
+def end_ids(model: Any) -> list[int]:
+    """The tokens at which the model stops: eos_token_id of its generation config, or config."""
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        if (ends := getattr(config, "eos_token_id", None)) is not None:
+            return list(ends) if isinstance(ends, list) else [ends]
+    return []
+
+
+def add_ends(model: Any, ends: Sequence[int], names: Callable[[list[int]], Any]) -> None:
+    """Adds the ends of answers in the training data to the model's generation config: the model of
+    the checkpoint may stop at another token. names: of tokens, for the log."""
+    known = end_ids(model)
+    more = [end for end in ends if end not in known]
+    if not more or getattr(model, "generation_config", None) is None or not model.can_generate():
+        return
+    model.generation_config.eos_token_id = [*known, *more] if known or more[1:] else more[0]
+    added = " and ".join(f"{name} ({end})" for name, end in zip(names(more), more, strict=True))
+    after = f"the model also stops at {added}, which training teaches; before: {known or 'none'}"
+    logger.info(f"generation_config.json, eos_token_id: {after}")
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import ClassificationDataset, MapData
 from launcher.data.loader import StepStatistics, make_loader, to_device
 from launcher.distributed.process_group import DataParallel
+from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
@@ -53,6 +54,15 @@ class Evaluator:
         self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
         global_batch_size = micro_batch_size * ranks.size
         for name, dataset in datasets.items():
+            if not len(dataset):
+                _refuse(name, "no sample")
+            store = getattr(dataset, "store", None)
+            if generator is not None and store is not None and not generator.prompts(store):
+                _refuse(
+                    name,
+                    f"no prompt of up to {generator.longest} tokens to answer: raise "
+                    "data.sequence_length or lower evaluation.generate.max_new_tokens",
+                )
             batches = -(-len(dataset) // global_batch_size)
             # Positions after the last sample are empty rows: with sharding, all ranks need the same
             # number of forward passes
@@ -122,11 +132,18 @@ class Evaluator:
                     return {}
                 more.append(scored)
         dist.all_reduce(totals, group=ranks.group)
-        sets = zip(self._loaders, totals.tolist(), more, strict=True)
+        sets = list(zip(self._loaders, totals.tolist(), more, strict=True))
+        for name, (_, tokens), _ in sets:
+            if not tokens:
+                _refuse(name, "no token with loss (for data.builder: CustomData.targets)")
         return {
-            name: Evaluated(loss / max(tokens, 1.0), int(tokens), **scored)
+            name: Evaluated(loss / tokens, int(tokens), **scored)
             for name, (loss, tokens), scored in sets
         }
+
+
+def _refuse(name: str, problem: str) -> NoReturn:
+    raise RecipeError(f"data.validation: the set {name!r} has {problem}")
 
 
 def _measure(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.models.chunked_loss import IGNORED
+from launcher.models.export import end_ids
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -63,6 +64,15 @@ class Generator:
             function = import_function(metric, key=key) if colon else getattr(scores, name)
             self._scores[name] = function
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt."""
+        return self._longest - self._settings.max_new_tokens
+
+    def prompts(self, store: Any) -> list[Prompt]:
+        """The prompts of a token store that are answered."""
+        return find_prompts(store, prompts=self._settings.prompts, longest=self.longest)
+
     @torch.no_grad()
     def answer(
         self,
@@ -74,8 +84,7 @@ class Generator:
         """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store; None
         if `proceed`, called before each token, is false on a rank. Every rank must call it."""
         most, rows = self._settings.max_new_tokens, self._rows
-        longest = self._longest - most
-        prompts = find_prompts(store, prompts=self._settings.prompts, longest=longest)
+        prompts = self.prompts(store)
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
@@ -112,7 +121,7 @@ class Generator:
         many forward passes as the one with the longest answer."""
         ids = torch.zeros(self._rows, width, dtype=torch.int64)
         lengths = torch.ones(self._rows, dtype=torch.int64)
-        ends = {self._tokenizer.eos_token_id}
+        ends = {self._tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}
         for row, (prompt, reference) in enumerate(chunk):
             ids[row, : len(prompt)] = torch.tensor(prompt)
             lengths[row] = len(prompt)

@@ -23,7 +23,8 @@ class Step:
 
     number: int
     loss: torch.Tensor
-    """This rank's part of the global batch's token mean: the sum over ranks is the loss."""
+    """This rank's part of the global batch's token mean: the sum over ranks is the loss. NaN if the
+    batch has no target."""
     grad_norm: torch.Tensor
     """Before clipping; not finite if the step was skipped."""
     skipped: torch.Tensor
@@ -41,11 +42,14 @@ class Update:
     loss_scale: LossScale
     max_grad_norm: float | None
 
-    def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def apply(
+        self, step: int, norm: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Clips the gradients, updates the weights, and frees the gradients.
 
-        norm: of the scaled gradients, on the optimizer's device (the host with offload). Returns
-        the unscaled norm, whether the step was skipped (1 or 0), and the learning rate.
+        norm: of the scaled gradients, on the optimizer's device (the host with offload). targets:
+        of the global batch; without any, weight decay and momentum change nothing either. Returns
+        the unscaled norm, whether gradients were not finite (1 or 0), and the learning rate.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None
@@ -58,9 +62,10 @@ class Update:
         rate = self.learning_rate(step)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        nothing = (targets == 0).to(skipped)
         # The fused step divides by grad_scale and does nothing if found_inf is 1
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.maximum(skipped, nothing)  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss_scale.update(skipped)
@@ -87,7 +92,7 @@ def train_steps(
     batch = next(batches, None)
     while batch is not None:
         targets = batch.statistics.loss_tokens()
-        factor = ranks / targets
+        factor = ranks / targets.clamp(min=1)
         if update.loss_scale.enabled:
             factor = factor * update.loss_scale.value
         total = torch.zeros_like(factor)
@@ -101,7 +106,7 @@ def train_steps(
                 (summed * factor).backward()  # type: ignore[no-untyped-call]
                 total += summed.detach()
         heartbeat("optimizer")
-        norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm())
+        norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm(), targets)
         step = Step(batch.step, total / targets, norm, skipped, rate, batch)
         heartbeat("data")
         # Its copy to the device starts before the caller waits for this step

@@ -17,7 +17,7 @@ from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
-from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
+from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.metrics.console import configure_logging, task
 from launcher.planner.comparison import Forecast
 from launcher.planner.detect import detect_machine, resolve_auto
@@ -117,6 +117,7 @@ class Run:
         process_group.set_timeout(recipe.run.init_timeout)
         post_mortem.training = training
         self._graph_breaks = 0
+        self._targets, self._warned_of_targets = 0, False
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints, resumed = self._open_checkpoints()
@@ -217,6 +218,7 @@ class Run:
             return True
         for step in self._training.steps_from(self._position):
             self._record(step)
+            self._check_targets(step)
             scores = self._evaluate_if_due(step.number)
             *_, stop_requested, save_requested = step.batch.statistics.read()
             early = self._early_stopping.over
@@ -252,6 +254,21 @@ class Run:
                 logger.info(f"compile: the graph of a block is split. {reason}")
         if step.number == self._position.step + 1:
             process_group.set_timeout(self._recipe.run.timeout)
+
+    def _check_targets(self, step: Step) -> None:
+        """Warns of a step without a target. Raises RecipeError if no step of the run had one."""
+        targets, *_ = step.batch.statistics.read()
+        before, self._targets = self._targets, self._targets + targets
+        if targets:
+            return
+        many = step.number == min(self._recipe.run.max_skipped_steps, self._steps)
+        if not before and not self._position.step and many:
+            what = f"no token with loss in the first {step.number} steps"
+            raise RecipeError(f"data: {what} (for data.builder: CustomData.targets)")
+        if not self._warned_of_targets:
+            self._warned_of_targets = True
+            what = "no token with loss in its batch: weights and optimizer state stay as they are"
+            logger.warning(f"step {step.number}: {what} (not logged again)")
 
     def _evaluate_if_due(self, step: int) -> Scores | None:
         every_steps = self._recipe.evaluation.every_steps

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from launcher.data.batching import Position
-from launcher.data.setup import RunData, open_run_data, tokenizer_to_keep
+from launcher.data.setup import RunData, open_run_data, teach_ends, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
@@ -263,6 +263,8 @@ def assemble(
     random.seed(seed)
     np.random.seed(seed % 2**32)
     tokenizer = None
+    if recipe.checkpoint.export or recipe.evaluation.generate is not None:
+        teach_ends(model, recipe.data, model_path=recipe.model.path)
     if ranks.rank == 0 and recipe.checkpoint.export:
         tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
     export = partial(

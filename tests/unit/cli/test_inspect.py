@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from launcher.cli.inspect_page import bins, load_decoder, spans, tokens_with_loss
+from launcher.cli.inspect_page import bins, load_decoder, spans
 from launcher.cli.main import run
 from launcher.cli.rows import positions_of
 from launcher.data.dataset import SequenceDataset
-from launcher.data.packing import best_fit, separate, stream
+from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
@@ -73,7 +73,7 @@ def test_text_with_loss_is_in_brackets(chat, capsys):
         "<|user|>What is 1 + 2?↵",
         "<|end|><|assistant|>⟦It is 3 🙂<|end|>⟧",
         "next document, 26 tokens",
-        "… 128 tokens of it are in another sequence",
+        "… 128 tokens of it come before these",
         f"⟦{'y' * 25}<|end|>⟧",
     ]
     heading, text = sample(lines, 2)
@@ -81,15 +81,16 @@ def test_text_with_loss_is_in_brackets(chat, capsys):
     assert text[0] == "<|user|>A→   B␛[31m<|end|><|assistant|>⟦C<|end|>⟧"
     assert not any(line.startswith("sample 3") for line in lines)
     # A sequence from the middle of a document; its last target is the next sequence's first token
-    heading, text = sample(inspect(capsys, *chat, "samples=4"), 4)
-    assert heading == "sample 4 · 64 tokens · 26 with loss (41%)"
+    # The first 64 tokens of the document have no target, and are left out
+    heading, text = sample(inspect(capsys, *chat, "samples=3"), 3)
+    assert heading == "sample 3 · 64 tokens · 26 with loss (41%)"
     assert text[:3] == [
-        "… 64 tokens of it are in another sequence",
+        "… 64 tokens of it come before these",
         f"{'x' * 37}<|end|><|assistant|>⟦{'y' * 25}⟧",
-        "… 26 tokens of it are in another sequence",
+        "… 26 tokens of it come after these",
     ]
-    _, text = sample(inspect(capsys, *chat, "samples=4", "tokens=10"), 3)
-    assert text[:3] == [f"<|user|>{'x' * 9}", "… 54 more tokens (tokens=64 shows them)", ""]
+    _, text = sample(inspect(capsys, *chat, "samples=3", "tokens=10"), 3)
+    assert text[1:4] == ["x" * 10, "… 54 more tokens (tokens=64 shows them)", ""]
 
 
 def test_totals_and_histogram(chat, capsys):
@@ -99,10 +100,10 @@ def test_totals_and_histogram(chat, capsys):
         "tokens of a document, median": "31",
         "tokens of a document, 90 % up to": "154",
         "tokens of a document, longest": "154",
-        "sequences of up to 64": "4",
-        "tokens in them": "198",
-        "tokens with loss": "66  (33.3%)",
-        "padding": f"{58 / 256:.1%}",
+        "sequences of up to 64": "3",
+        "tokens in them": "134",
+        "tokens with loss": "66  (49.3%)",
+        "padding": f"{58 / 192:.1%}",
         "documents that continue in another sequence": "1",
     }.items() <= table(lines).items()
     assert "documents that lose their end" not in table(lines)
@@ -155,18 +156,28 @@ def test_spans_do_not_break_characters():
     assert [span.text for span in spans(ids[:2], loss[:2], load_decoder(None))] == ["258 97 "]
 
 
-@pytest.mark.parametrize("packing", [stream, best_fit, separate])
+@pytest.mark.parametrize(
+    ("kind", "packing"), [("text", True), ("tokens", True), ("tokens", False), ("chat", True)]
+)
 @pytest.mark.parametrize("labelled", [False, True])
-def test_tokens_with_loss_match_the_targets(packing, labelled):
+def test_tokens_with_loss_match_the_targets(kind, packing, labelled, monkeypatch):
+    monkeypatch.setattr("launcher.data.packing._COUNTED_TOKENS", 100)
     generator = np.random.default_rng(5)
     offsets = np.cumsum([0, *generator.integers(1, 60, 80)])
     ids = generator.integers(0, 250, offsets[-1], dtype=np.int32)
     labels = np.where(generator.random(len(ids)) < 0.5, ids, IGNORED) if labelled else None
     store = TokenStore(ids=ids, labels=labels, offsets=offsets)
-    dataset = SequenceDataset(store, packing(offsets, 16), 16, packing is not separate)
+    sequences = pack(offsets, kind, packing=packing, sequence_length=16, labels=labels)
+    dataset = SequenceDataset(store, sequences, 16, packing)
     rows = [dataset[index] for index in range(len(dataset))]
     assert dataset.tokens == sum(len(row["input_ids"]) for row in rows)
-    assert tokens_with_loss(dataset) == sum(int((row["targets"] != IGNORED).sum()) for row in rows)
+    counts = [int((row["targets"] != IGNORED).sum()) for row in rows]
+    assert min(counts) > 0
+    assert sequences.targets == sum(counts)
+    if kind != "chat":  # nothing is cut off, so no target is lost
+        targets = ids if labels is None else labels
+        firsts = int((targets[offsets[:-1]] != IGNORED).sum())
+        assert sum(counts) == int((targets != IGNORED).sum()) - firsts
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 3, 900], [63, 64, 65], [1, 64, 128]])
@@ -183,12 +194,12 @@ def test_histogram_bins_cover_every_length(lengths, mark):
 def test_padding_without_packing_and_with_streaming(chat, capsys):
     lines = inspect(capsys, *chat, "data.packing=false", "samples=1")
     assert table(lines)["padding"] in (
-        "38.1%",
-        "38.2%",
-    )  # rows of 31, 13, 64, 64 and 26 tokens, padded to 64
+        "47.6%",
+        "47.7%",
+    )  # rows of 31, 13, 64 and 26 tokens, padded to 64
     lines = inspect(capsys, *chat, "data.streaming=true", "samples=1")
     assert "small · train   the first 1,000 rows" in lines
-    assert table(lines)["tokens with loss"] == "66  (33.3%)"
+    assert table(lines)["tokens with loss"] == "66  (49.3%)"
 
 
 def test_truncated_chats_and_skipped_rows_are_reported(folder, capsys):

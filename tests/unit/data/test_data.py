@@ -276,6 +276,45 @@ def test_hugging_face_tokenizer(tokenizer_folder):
     assert tokenizer.ids(["small " * 100_000])[0].shape == (100_000,)
 
 
+def test_texts_with_begin_and_end_tokens_get_no_others(tokenizer_folder, tmp_path):
+    encoder = make_encoder("text", schema.Data(), tokenizer=str(tokenizer_folder))
+    rows = [{"text": text} for text in ("a", "<s> a", "a </s>", "<s> a </s>")]
+    found = encoder.encode_rows(read_rows(file_part(write(tmp_path / "a.jsonl", rows))))
+    assert [one.ids.tolist() for one in found] == [[0, 3, 1]] * 4
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_long_texts_for_classification_keep_the_closing_token(tmp_path, cache, side):
+    """Ids equal transformers' with truncation."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[CLS]": 0, "[SEP]": 1, "[UNK]": 2} | {f"w{number}": 3 + number for number in range(9)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", truncation_side=side
+    )
+    wrapped.save_pretrained(tmp_path / "tokenizer")
+    texts = [" ".join(f"w{number}" for number in range(count)) for count in (2, 3, 4, 9)]
+    file = write(tmp_path / "a.jsonl", [{"text": text, "label": 0} for text in texts])
+    data = schema.Data(kind="classification", sequence_length=5, cache=str(cache))
+    dataset = open_dataset(
+        *(data, (str(file),)),
+        tokenizer=str(tmp_path / "tokenizer"),
+        model=ModelInputs(),
+        build=True,
+    )
+    expected = [wrapped(text, truncation=True, max_length=5)["input_ids"] for text in texts]
+    assert [dataset[index]["input_ids"].tolist() for index in range(4)] == expected
+    assert expected[3] == ([0, 3, 4, 5, 1] if side == "right" else [0, 9, 10, 11, 1])
+    assert dataset.describe()[1].startswith("warning: 2 of 4 documents are longer than 5 tokens")
+    assert "7 tokens (26.9% of all)" in dataset.describe()[1]
+
+
 def test_tokenizer_identity_changes_with_its_files(tokenizer_folder, tmp_path):
     identity = tokenizer_identity(str(tokenizer_folder))
     copy = copy_folder(tokenizer_folder, tmp_path / "copy")
@@ -506,7 +545,12 @@ def test_files_without_documents_are_refused(tmp_path, cache, name, content, exp
 
 # Packing
 
-PACKINGS = {"stream": packing.stream, "separate": packing.separate, "best_fit": packing.best_fit}
+
+def best_fit(offsets, length):
+    return packing.best_fit(packing.separate(offsets, length), length)
+
+
+PACKINGS = {"stream": packing.stream, "separate": packing.separate, "best_fit": best_fit}
 
 
 def counting_store(sizes):
@@ -571,7 +615,7 @@ def test_documents_are_split_at_the_expected_positions():
             for start, end in bounds
             for at in range(start, end, length)
         ]
-        fitted = packing.best_fit(offsets, length)
+        fitted = best_fit(offsets, length)
         assert sorted(itertools.chain(*pieces_of(fitted))) == [
             one for (one,) in pieces_of(separate)
         ]
@@ -592,8 +636,8 @@ def test_best_fit_is_close_to_the_optimum():
             cuts = sorted({0, 64, *(rng.randrange(1, 64) for _ in range(rng.randint(0, 6)))})
             sizes += [end - start for start, end in itertools.pairwise(cuts)]
         rng.shuffle(sizes)
-        assert full <= len(packing.best_fit(counting_store(sizes).offsets, 64)) <= 11 / 9 * full + 4
-    sequences = packing.best_fit(counting_store([3, 9, 2, 5, 10, 1]).offsets, 10)
+        assert full <= len(best_fit(counting_store(sizes).offsets, 64)) <= 11 / 9 * full + 4
+    sequences = best_fit(counting_store([3, 9, 2, 5, 10, 1]).offsets, 10)
     in_order = [[(0, 3), (12, 2), (14, 5)], [(3, 9), (29, 1)], [(19, 10)]]
     assert pieces_of(sequences) == in_order, "sequences must stay close to the order of the files"
 
@@ -625,7 +669,7 @@ def test_labels_are_shifted(length, targets):
 
 def dataset_of(sizes, length, *, packed):
     store = counting_store(sizes)
-    sequences = (packing.best_fit if packed else packing.separate)(store.offsets, length)
+    sequences = (best_fit if packed else packing.separate)(store.offsets, length)
     return SequenceDataset(store, sequences, length, packed=packed)
 
 
@@ -687,12 +731,13 @@ def test_default_packing_of_each_kind(tmp_path, cache):
     text = write(tmp_path / "a.jsonl", ["abc", "de", "f"])
     stream = dataset_from_file(text, cache, sequence_length=4)
     sequences = [stream[index]["input_ids"].tolist() for index in range(len(stream))]
-    assert sequences == [[*b"abc", END], [*b"de", END, *b"f"], [END]]
-    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}, {"input_ids": [7]}]
+    # The last sequence would be the end of "f" alone, without a target
+    assert sequences == [[*b"abc", END], [*b"de", END, *b"f"]]
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [4, 5, 6]}, {"input_ids": [7, 8]}]
     tokens = write(tmp_path / "b.jsonl", rows)
     fitted = dataset_from_file(tokens, cache, kind="tokens", sequence_length=4)
     sequences = [fitted[index]["input_ids"].tolist() for index in range(len(fitted))]
-    assert sequences in ([[1, 2, 3, 7], [4, 5, 6]], [[1, 2, 3], [4, 5, 6, 7]])
+    assert sequences == [[1, 2, 7, 8], [4, 5, 6]]
     for file, kind in ((text, "text"), (tokens, "tokens")):
         assert len(dataset_from_file(file, cache, kind=kind, sequence_length=8, packing=False)) == 3
 
@@ -708,3 +753,37 @@ def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
         RecipeError, match=r"b.jsonl:1: token id 12 is beyond the model's .* of 10 "
     ):
         dataset_from_file(label, cache, kind="tokens", vocabulary=10)
+
+
+def answer_rows(*prompts):
+    return [{"prompt": "p" * size, "response": "yes"} for size in prompts]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_whose_targets_are_cut_off_are_dropped(tmp_path, cache, packing):
+    """With sequences of 8 tokens, a prompt of 9 leaves no target, and one of 8 the first."""
+    options = {"kind": "instruct", "sequence_length": 8, "packing": packing}
+    rows = answer_rows(2, 9, 8, 20)
+    dataset = dataset_from_file(write(tmp_path / "a.jsonl", rows), cache, **options)
+    collated = [dataset.collate([dataset[index]]) for index in range(len(dataset))]
+    assert [one["loss_tokens"] for one in collated] == [4, 1]
+    size, cut, dropped = dataset.describe()
+    assert size.startswith("2 documents, 14 tokens in 2 sequences of up to 8")
+    assert size.endswith("; 35.7% of these tokens carry loss")  # 5 of 14
+    assert cut.startswith("warning: 3 of 4 documents are longer than 8 tokens")
+    within = "in their first 8 tokens (data.sequence_length)"
+    assert dropped == f"warning: 2 of 4 documents have no token with loss {within} and are dropped"
+    file = write(tmp_path / "b.jsonl", answer_rows(9, 10))
+    with pytest.raises(RecipeError) as error:
+        dataset_from_file(file, cache, **options)
+    why = "each answer begins after the first 8 tokens of its row (data.sequence_length)"
+    assert str(error.value) == f"data: no token with loss in {file}: {why}"
+
+
+def test_token_rows_without_labels_are_dropped(tmp_path, cache):
+    rows = [{"input_ids": [1, 2], "labels": [-100, -100]}, {"input_ids": [3, 4]}]
+    file = write(tmp_path / "a.jsonl", rows)
+    dataset = dataset_from_file(file, cache, kind="tokens", sequence_length=8)
+    assert [dataset[index]["input_ids"].tolist() for index in range(len(dataset))] == [[3, 4]]
+    dropped = "warning: 1 of 2 documents have no token with loss and are dropped"
+    assert dataset.describe()[1] == dropped

@@ -4,11 +4,13 @@ The template marks them, or a second rendering finds and verifies them.
 """
 
 import itertools
+import json
 
 import pytest
 
 from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
 from launcher.data.encoder import make_encoder
+from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
@@ -325,9 +327,9 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def encode_file(tmp_path, rows, kind, folder, **data):
+def encode_file(tmp_path, rows, kind, folder, suffix=".jsonl", **data):
     encoder = make_encoder(kind, schema.Data(kind=kind, **data), tokenizer=folder)
-    return list(encoder.encode_rows(read_rows(file_part(write(tmp_path / "a.jsonl", rows)))))
+    return list(encoder.encode_rows(read_rows(file_part(write(tmp_path / f"a{suffix}", rows)))))
 
 
 def split_by_loss(one, tokenizer):
@@ -340,7 +342,7 @@ def split_by_loss(one, tokenizer):
 
 ALPACA = "### Instruction:\nwhat?\n\n"
 INSTRUCT = [
-    ({"prompt": "what? ", "completion": "yes"}, ("what? ", "yes<eos>")),
+    ({"prompt": "what? ", "completion": "yes"}, ("what?", " yes<eos>")),
     ({"prompt": "what?", "response": " no"}, ("what?", " no<eos>")),
     ({"instruction": "what?", "output": "no"}, (f"{ALPACA}### Response:\n", "no<eos>")),
     (
@@ -356,12 +358,11 @@ def test_instruct_rows(tmp_path, folder):
     assert [split_by_loss(one, tokenizer) for one in found] == [
         expected for _, expected in INSTRUCT
     ]
-    # Prompt and response are tokenized separately
-    prompt = tokenizer("what? ")["input_ids"]
-    assert found[0].ids.tolist()[: len(prompt)] == prompt
+    # Prompt and response are tokenized as one text
+    assert found[0].ids.tolist() == [*tokenizer("what? yes")["input_ids"], tokenizer.eos_token_id]
     columns = {"prompt_column": "q", "response_column": "a"}
-    (named,) = encode_file(tmp_path, [{"q": "a", "a": "no"}], "instruct", folder, **columns)
-    assert split_by_loss(named, tokenizer) == ("a", "no<eos>")
+    (named,) = encode_file(tmp_path, [{"q": "a?", "a": "no"}], "instruct", folder, **columns)
+    assert split_by_loss(named, tokenizer) == ("a?", "no<eos>")
     rows = [
         {"prompt": dialogue("a", "b", "c"), "completion": dialogue("", "no")[1:]},
         {"prompt": dialogue("a"), "response": "no"},
@@ -437,3 +438,178 @@ def test_classification_rows(tmp_path, folder):
     ]
     unnamed = encode_file(tmp_path, rows, "classification", folder)
     assert [one.category for one in unnamed] == [1, 0, None, 2, None, None, None]
+
+
+# Fields beside the messages
+
+
+@pytest.mark.parametrize("template", [with_marks(CHATML), without_marks(CHATML)])
+def test_messages_without_loss(tokenizer, template):
+    """OpenAI's `weight: 0` and ShareGPT's `loss: false`."""
+    for field in ({"weight": 0}, {"loss": False}):
+        first = dialogue("a", "yes", "b", "no")
+        first[1] |= field
+        first[3] |= {"weight": 1, "loss": True}
+        last = dialogue("a", "yes", "b", "no")
+        last[3] |= field
+        for messages, answer in ((first, "no<|end|>"), (last, "yes<|end|>")):
+            messages = read_messages(messages, "messages")
+            assert loss_texts(tokenizer, template, messages) == [answer]
+    with pytest.raises(RowError, match=r"^no assistant turn with loss, so nothing to learn from$"):
+        encoded(tokenizer, template, read_messages(last[2:], "messages"))
+    with pytest.raises(
+        RowError, match=r"^message 1: weight and loss must be 0 or 1 .* got \[0.5, "
+    ):
+        read_messages([{**last[1], "weight": 0.5}], "messages")
+
+
+def test_system_column(tmp_path, folder):
+    tokenizer, system = bpe_tokenizer(), {"role": "system", "content": "what?"}
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "yes"}]
+    rows = [
+        {"conversations": turns, "system": "what?"},
+        {"messages": [system, *ANSWERED], "system": "what?"},
+        {"messages": ANSWERED, "system": ""},
+        {"messages": ANSWERED, "system": None},
+        {"messages": [system, *ANSWERED], "system": "no"},
+        {"messages": ANSWERED, "system": 3},
+    ]
+    found = encode_file(tmp_path, rows, "chat", folder)
+    expected = [
+        tokenizer.apply_chat_template(messages, chat_template=without_marks(CHATML))["input_ids"]
+        for messages in ([system, *ANSWERED], ANSWERED)
+    ]
+    assert [one.ids.tolist() for one in found[:4]] == [expected[number] for number in (0, 0, 1, 1)]
+    assert [one.problem for one in found[4:]] == [
+        "column 'system' and message 1 hold different system prompts; remove one",
+        "column 'system' must hold text; got int",
+    ]
+
+
+def test_alpaca_system_and_history(tmp_path, folder):
+    tokenizer = bpe_tokenizer()
+    row = {"instruction": "what?", "output": "no", "system": "maybe"}
+    history = [["a", "yes"]]
+    rows = [row | {"history": history}, row | {"history": "[]"}]
+    rows += [row | {"history": json.dumps(history)}, row | {"history": [["a"]]}]
+    rows += [{"prompt": "what?", "response": "no", "system": "maybe"}]
+    found = encode_file(tmp_path, rows, "instruct", folder)
+    before = "### Instruction:\na\n\n### Response:\nyes\n\n"
+    whole = (f"maybe\n\n{before}{ALPACA}### Response:\n", "no<eos>")
+    assert [split_by_loss(one, tokenizer) for one in found if not one.problem] == [
+        whole,
+        (f"maybe\n\n{ALPACA}### Response:\n", "no<eos>"),
+        whole,
+        ("maybe\n\nwhat?", "no<eos>"),
+    ]
+    pairs = "column 'history' must hold a list of pairs of texts, [question, answer]"
+    assert found[3].problem == pairs
+    template = str(write(tmp_path / "template.jinja", with_marks(CHATML)))
+    (one,) = encode_file(tmp_path, rows[:1], "instruct", folder, chat_template=template)
+    turns = [{"role": "system", "content": "maybe"}, *dialogue("a", "yes", "what?", "no")]
+    expected = tokenizer.apply_chat_template(turns, chat_template=without_marks(CHATML))
+    assert one.ids.tolist() == expected["input_ids"]
+    assert tokenizer.decode([token for token in one.labels if token != IGNORED]) == "no<|end|>"
+
+
+CALLS = (
+    "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}{% if m.role == 'assistant' %}[[{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ '<|end|>' }}]]"
+    "{% else %}{{ m.content + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+
+
+def calling(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*dialogue("a"), {"role": "assistant", "tool_calls": [call]}]}
+
+
+def test_tool_arguments_are_objects_without_the_nulls_of_a_schema(tmp_path, folder):
+    """As in the templates of Qwen2.5 and Llama 3.2, which write the arguments as JSON."""
+    tokenizer = bpe_tokenizer()
+    template = str(write(tmp_path / "calls.jinja", with_marks(CALLS)))
+    rows = [calling({"a": 2, "in": {"b": 1}}), calling({"in": {"c": [{"d": 1}, {}]}, "city": "x"})]
+    expected = ['{"a": 2, "in": {"b": 1}}', '{"in": {"c": [{"d": 1}, {}]}, "city": "x"}']
+
+    def arguments(rows, **options):
+        found = encode_file(tmp_path, rows, "chat", folder, chat_template=template, **options)
+        return [
+            one.problem or tokenizer.decode([token for token in one.labels if token != IGNORED])
+            for one in found
+        ]
+
+    assert arguments(rows) == [f"{text}<|end|>" for text in expected]
+    assert arguments(rows, suffix=".parquet") == arguments(rows)
+    assert arguments([calling(text) for text in expected]) == arguments(rows)
+    # A null that is written in JSON stays, and no arguments are an empty object
+    assert arguments([calling({"a": None}), calling("")]) == ['{"a": null}<|end|>', "{}<|end|>"]
+    what = "message 2: the arguments of a tool call"
+    assert [text[: len(what) + 8] for text in arguments([calling("{a"), calling("[1]")])] == [
+        f"{what} are not",
+        f"{what} must be",
+    ]
+    # A template that takes the arguments only as text, as DeepSeek-R1's
+    as_text = with_marks(CALLS).replace(
+        "c.function.arguments | tojson", "'' + c.function.arguments"
+    )
+    write(tmp_path / "calls.jinja", as_text)
+    assert arguments([calling(text) for text in expected]) == [
+        f"{text}<|end|>" for text in expected
+    ]
+
+
+# Prompt and response as one text
+
+
+def test_prompt_and_response_are_one_text(tmp_path):
+    """A SentencePiece tokenizer puts `▁` before a text, but not before its second part.
+
+    Llama 2's gives `<0x0A>`, `Hello` for "### Response:\\nHello", and `▁Hello` for "Hello" alone.
+    """
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [
+        {"prompt": "a\n", "response": "no"},
+        {"prompt": "b:", "response": "yes<eos>"},
+        {"prompt": "日", "response": "本"},
+    ]
+    for one, row in zip(
+        encode_file(tmp_path, rows, "instruct", str(tmp_path / "tokenizer")), rows, strict=True
+    ):
+        joint = tokenizer(row["prompt"] + row["response"])["input_ids"]
+        end = [] if row["response"].endswith("<eos>") else [tokenizer.eos_token_id]
+        assert one.ids.tolist() == joint + end
+        learned = [token for token in one.labels if token != IGNORED]
+        answer = tokenizer.convert_ids_to_tokens(learned)
+        assert answer[0] in ("no", "yes", "<0xE6>")
+        assert tokenizer.decode(learned).strip() == row["response"].removesuffix("<eos>") + "<eos>"
+
+
+# Ends of answers
+
+
+def test_ends_of_the_training_data(tmp_path, folder):
+    tokenizer = bpe_tokenizer()
+
+    def ends(template=None, **data):
+        if template is not None:
+            data["chat_template"] = str(write(tmp_path / "template.jinja", template))
+        found = taught_ends(schema.Data(tokenizer=folder, **data), model_path=None)
+        return [tokenizer.convert_ids_to_tokens(token) for token in found]
+
+    assert ends() == ["<eos>"]
+    assert ends(kind="chat") == ["<|end|>"]
+    assert ends(kind="chat", template=with_marks(GEMMA)) == ["</turn>"]
+    assert ends(kind="chat", template=without_marks(PLAIN)) == ["<eos>"]
+    with_line_end = with_marks(CHATML.replace("'<|end|>' }}]]{{ '\n' }}", "'<|end|>\n' }}]]"))
+    assert with_line_end != with_marks(CHATML)
+    assert ends(kind="chat", template=with_line_end) == ["<|end|>"]
+    # The marks enclose the text alone: the model does not learn to stop
+    assert ends(kind="chat", template=with_marks(PLAIN)) == []
+    assert ends(kind="instruct") == ["<eos>", "<|end|>"]  # rows are texts or messages
+    assert ends(kind="instruct", template=with_marks(CHATML)) == ["<|end|>"]
+    assert ends(kind="tokens") == ends(kind="classification") == []
+    source = {"files": ("x",), "weight": 1.0}
+    mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
+    assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]
+    assert taught_ends(schema.Data(tokenizer="bytes", kind="chat"), model_path=None) == [256]

@@ -290,6 +290,20 @@ def test_documents_that_fit_are_not_split(tmp_path):
     assert [len(ids) for ids, _ in unpacked] == [5, 6, 9, 16, 4, 3]
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_whose_targets_are_cut_off_are_dropped_and_listed(tmp_path, packing):
+    rows = [{"prompt": "p" * size, "response": f"{size}"} for size in (2, 17, 16, 30, 3)]
+    file = write(tmp_path / "a.jsonl", rows)
+    options = {"batch": 1, "micro": 1, "kind": "instruct", "shuffle": False, "packing": packing}
+    found = rows_of(make_stream(file, steps=6, **options))
+    assert all(any(target != IGNORED for target in targets) for _, targets in found)
+    assert skipped_rows(file) == ["a.jsonl:2", "a.jsonl:4"]
+    file = write(tmp_path / "b.jsonl", rows[1:2])
+    why = r"no token with loss in .*b.jsonl: each answer begins after the first 16 tokens"
+    with pytest.raises(RecipeError, match=why):
+        rows_of(make_stream(file, **options))
+
+
 def test_unusable_rows_are_refused_or_skipped(texts, small_shards):
     write(texts / "c.jsonl", '{"text": "fine"}\n{"body": "x"}\nnot json\n')
     with pytest.raises(RecipeError, match=r"c\.jsonl:[23]: "):

@@ -15,7 +15,7 @@ from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
-from launcher.models.export import appearing, export_hugging_face
+from launcher.models.export import add_ends, appearing, end_ids, export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
@@ -152,6 +152,35 @@ def test_export_writes_dtype_tokenizer_and_generation_config(tmp_path, dtype):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == dtype
     assert (out / "tokenizer.json").read_text() == "{}"
     assert json.loads((out / "generation_config.json").read_text()).items() >= generation.items()
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"), [(None, 7), (2, [2, 7]), ([2, 5], [2, 5, 7]), ([7, 2], [7, 2]), (7, 7)]
+)
+def test_ends_that_training_teaches_are_added(tmp_path, caplog, known, expected):
+    """A base model ends a text with eos_token_id, and a chat with another token."""
+    base = save(tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": known}))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    model = load_with_adapters(base)
+    with caplog.at_level("INFO"):
+        add_ends(model, [7], lambda ids: [f"<{token}>" for token in ids])
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == (
+        []
+        if expected == known
+        else [
+            "generation_config.json, eos_token_id: the model also stops at <7> (7), which training "
+            f"teaches; before: {'none' if known is None else end_ids(load(base))}"
+        ]
+    )
+    run = tmp_path / "run"
+    export_model(model, run / "hf")
+    assert export(run, tmp_path / "merged", "--merged") == 0
+    for folder in (export_model(model, tmp_path / "out", merged=True), tmp_path / "merged"):
+        found = AutoModelForCausalLM.from_pretrained(folder).generation_config
+        assert found.eos_token_id == expected
 
 
 def test_export_replaces_an_older_export_completely(llama, tmp_path):

@@ -1,0 +1,50 @@
+"""The tokens that end documents and answers in the training data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launcher.data.encoder import Encoder, make_encoder
+from launcher.data.sources import Part, Row
+from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
+from launcher.models.chunked_loss import IGNORED
+from launcher.recipe import schema
+
+_PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+
+def taught_ends(data: schema.Data, *, model_path: str | None) -> list[int]:
+    """Ids of the tokens at which a model that is trained on the data stops, without reading the
+    data. Empty for kinds tokens and classification, and for data.builder."""
+    name, train = data.tokenizer or model_path, data.train
+    if data.builder is not None or name is None:
+        return []
+    kinds = {data.kind}
+    if isinstance(train, dict):
+        kinds = {source.kind or data.kind for source in train.values()}
+    ends = set()
+    if "text" in kinds or ("instruct" in kinds and data.chat_template is None):
+        ends.add(load_tokenizer(name).end)
+    # Rows of kind instruct may be lists of messages
+    if "chat" in kinds or (
+        "instruct" in kinds and (data.chat_template or hugging_face_tokenizer(name).chat_template)
+    ):
+        ends.update(_end_of_turn(make_encoder("chat", data, tokenizer=name)))
+    return sorted(ends)
+
+
+def _end_of_turn(encoder: Encoder) -> list[int]:
+    """The last token with loss of a short chat, apart from white space, if it is no text."""
+    columns: dict[str, str | None] = {"messages_column": None}
+    row = Row(Part("probe", "jsonl"), 0, {"messages": _PROBE})
+    (encoded,) = replace(encoder, columns=columns).encode_rows([row])
+    if encoded.labels is None:  # the template refuses it
+        return []
+    tokenizer = hugging_face_tokenizer(str(encoder.tokenizer))
+    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    for token in reversed(encoded.labels[encoded.labels != IGNORED].tolist()):
+        if token in added:
+            return [token]
+        if tokenizer.decode([token]).strip():
+            break
+    return []

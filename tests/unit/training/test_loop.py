@@ -1,0 +1,134 @@
+"""Steps, runs and evaluations without a target."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from launcher.data.batching import Position
+from launcher.data.custom import CustomData, CustomDataset
+from launcher.data.dataset import SequenceDataset
+from launcher.data.loader import GlobalBatch, StepStatistics
+from launcher.data.packing import pack
+from launcher.data.token_store import TokenStore
+from launcher.distributed.process_group import DataParallel
+from launcher.errors import RecipeError
+from launcher.recipe import schema
+from launcher.training.evaluation import Evaluator
+from launcher.training.generation import Generator
+from launcher.training.loop import Update, train_steps
+from launcher.training.optimizer import LossScale, make_optimizer
+from launcher.training.run import Run
+
+PACKED = {"packing": False, "sequence_length": 8}
+ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon", "int8"])
+def test_step_without_a_target_changes_nothing(name):
+    """Neither weight decay nor momentum, and the loss is unknown, not 0."""
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    settings = {"state_dtype": "int8"} if name == "int8" else {"name": name}
+    optimizer = make_optimizer(
+        *(model, schema.Optimizer(weight_decay=0.5, learning_rate=0.1, **settings)),
+        blocks=list(model),
+    )
+
+    def batches():
+        for step, targets in enumerate([3, 0, 3], start=1):
+            statistics = StepStatistics([targets, 3, 0, 0], ALONE)
+            yield GlobalBatch(step, [{"weight": float(targets > 0)}], statistics, step, 0.0)
+
+    def state():
+        parts = [*optimizer.state_dict()["state"].values(), model.state_dict()]
+        tensors = (value for part in parts for value in part.values())
+        return [value.clone() for value in tensors if isinstance(value, torch.Tensor)]
+
+    def grad_norm():
+        return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+
+    wrapped = SimpleNamespace(
+        model=model,
+        forward_context=nullcontext,
+        micro_batch=lambda last: nullcontext(),
+        grad_norm=grad_norm,
+    )
+    steps = train_steps(
+        wrapped,
+        batches(),
+        loss=lambda model, batch: model(torch.ones(2, 4)).square().sum() * batch["weight"],
+        update=Update(optimizer, lambda step: 0.1, LossScale(ALONE.device, enabled=False), None),
+        ranks=1,
+    )
+    found = [state()]
+    for step in steps:
+        assert step.skipped.item() == 0
+        assert step.loss.isnan() == (step.number == 2)
+        found.append(state())
+    for before, after, changes in zip(found, found[1:], [True, False, True], strict=False):
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        assert same != changes
+
+
+def samples(*, number=4, targets=lambda batch: 0):
+    data = CustomData(
+        train=[1.0] * 4,
+        collate=lambda rows: {"x": torch.tensor(rows)},
+        loss=lambda model, batch: batch["x"].sum() * 0,
+        targets=targets,
+    )
+    return CustomDataset([1.0] * number, data, "x")
+
+
+def evaluator(dataset, **options):
+    data = schema.Data(workers=0)
+    options = {"micro_batch_size": 2, "max_batches": None, "ranks": ALONE} | options
+    return Evaluator({"near": dataset}, data=data, **options)
+
+
+def test_evaluation_without_a_target_is_an_error(monkeypatch):
+    """Its loss would be 0, the best of all."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments, **options: None)
+    wrapped = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), forward_context=nullcontext, reshard=lambda: None
+    )
+    assert evaluator(samples(targets=None)).evaluate(wrapped)["near"].tokens == 4
+    with pytest.raises(RecipeError, match=r"^data.validation: the set 'near' has no token with lo"):
+        evaluator(samples()).evaluate(wrapped)
+    with pytest.raises(RecipeError, match=r"^data.validation: the set 'near' has no sample$"):
+        evaluator(samples(number=0))
+
+
+def test_generation_without_a_prompt_is_an_error():
+    store = TokenStore(np.arange(6), np.array([-100, -100, -100, -100, 4, 5]), np.array([0, 6]))
+    dataset = SequenceDataset(
+        store, pack(store.offsets, "chat", **PACKED, labels=store.labels), 8, False
+    )
+    settings = schema.Generate(max_new_tokens=5)
+    generator = Generator(settings, tokenizer="bytes", rows=1, longest=8)
+    message = r"^data.validation: the set 'near' has no prompt of up to 3 tokens to answer: raise "
+    with pytest.raises(RecipeError, match=message):
+        evaluator(dataset, generator=generator)
+
+
+@pytest.mark.parametrize(("position", "targets"), [(0, [0, 0, 0]), (0, [0, 3, 0, 0]), (5, [0] * 4)])
+def test_run_without_a_target_is_an_error(position, targets, caplog):
+    """It is one in the first steps of a run. Later steps may have no sample left."""
+    run = SimpleNamespace(
+        _recipe=SimpleNamespace(run=SimpleNamespace(max_skipped_steps=3)),
+        _position=Position(step=position),
+        _steps=100,
+        _targets=0,
+        _warned_of_targets=False,
+    )
+    message = r"^data: no token with loss in the first 3 steps \(for data.builder: CustomData.targ"
+    raises = pytest.raises(RecipeError, match=message)
+    with raises if len(targets) == 3 else nullcontext():
+        for number, count in enumerate(targets, start=position + 1):
+            batch = SimpleNamespace(statistics=StepStatistics([count, 1, 0, 0], ALONE))
+            Run._check_targets(run, SimpleNamespace(number=number, batch=batch))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"step {position + 1}: no token with loss in its batch: weights and")
