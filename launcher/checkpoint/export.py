@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
+from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
@@ -30,8 +30,9 @@ from launcher.models.safetensors_files import (
     open_folder,
     write_tensors,
 )
-from launcher.recipe.decode import decode
+from launcher.recipe.functions import refuse_code
 from launcher.recipe.hub import model_folder
+from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 
 
@@ -41,21 +42,23 @@ def export_checkpoint(
     *,
     dtype: str | None,
     merged: bool,
+    trust_run: bool,
     save_tokenizer: Callable[[Recipe, Path], None],
 ) -> bool:
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
     dtype: None: the one that the run would export. merged: merges an adapter into its base model.
-    save_tokenizer: saves the recipe's tokenizer into a folder. Raises RecipeError if weights are
-    missing, DamagedCheckpointError if they cannot be read.
+    trust_run: see `open_checkpoint_weights`. save_tokenizer: saves the recipe's tokenizer into a
+    folder. Raises RecipeError if weights are missing, DamagedCheckpointError if they cannot be
+    read.
     """
-    weights = open_checkpoint_weights(checkpoint)
-    recipe = weights.recipe
+    recipe = _recipe_of(checkpoint)
     if recipe.model.builder is not None:
         raise RecipeError(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
+    weights = open_checkpoint_weights(checkpoint, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else weights.dtype)
@@ -92,9 +95,17 @@ class Weights:
         return self.model.eval()  # type: ignore[no-any-return]
 
 
-def open_checkpoint_weights(checkpoint: Path) -> Weights:
-    """The recipe's model, with its adapters, and the weights of a checkpoint of the run."""
-    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
+def _recipe_of(checkpoint: Path) -> Recipe:
+    return recorded_recipe(str(read_state(checkpoint).get("recipe")), file=checkpoint / STATE)
+
+
+def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> Weights:
+    """The recipe's model, with its adapters, and the weights of a checkpoint of the run.
+
+    trust_run: whether code that the recipe names may be run. Raises RecipeError if it may not.
+    """
+    recipe = _recipe_of(checkpoint)
+    refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Read | None = None
     dtype = torch.float32
@@ -139,6 +150,8 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
         for file in source.iterdir():  # tokenizer, chat template, the model's own code
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
             if copied and not (scratch / file.name).exists():
+                if not file.resolve().is_relative_to(source.resolve()):
+                    raise RecipeError(f"export: {file} is a link to a file outside of {source}")
                 shutil.copy2(file, scratch / file.name)
 
 

@@ -39,13 +39,14 @@ _TEXTS = (
 
 
 def verify_export(
-    checkpoint: Path, out: Path, *, load_tokenizer: Callable[[Recipe], Any]
+    checkpoint: Path, out: Path, *, trust_run: bool, load_tokenizer: Callable[[Recipe], Any]
 ) -> list[str]:
     """Returns how an exported folder differs from a checkpoint, one line per difference.
 
-    load_tokenizer: returns the tokenizer that an export of the recipe has, or None.
+    trust_run: see `open_checkpoint_weights`. load_tokenizer: returns the tokenizer that an export
+    of the recipe has, or None.
     """
-    weights = open_checkpoint_weights(checkpoint)
+    weights = open_checkpoint_weights(checkpoint, trust_run=trust_run)
     differences, dtype = _compare_tensors(weights, out)
     tokenizer, model = load_tokenizer(weights.recipe), weights.load()
     generator = torch.Generator().manual_seed(0)

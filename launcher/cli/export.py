@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from launcher.checkpoint import files
-from launcher.checkpoint.files import MARKER, NoneLeftError, list_checkpoints, newest_valid
+from launcher.checkpoint.files import (
+    MARKER,
+    DamagedCheckpointError,
+    NoneLeftError,
+    UnreadableError,
+    list_checkpoints,
+    newest_valid,
+)
 from launcher.cli.app import flag, option
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
+from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.schema import Dtype, Recipe
+from launcher.reliability.run_directory import RunFolder
 
 
 def export(
@@ -31,10 +41,11 @@ def export(
     verify: Annotated[
         bool, flag("--verify", "Load OUT in a fresh process and compare it with the run.")
     ] = False,
+    trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
 ) -> int:
     """Write the weights of a run as a Hugging Face folder.
 
-    Takes RUN_DIR/hf if a finished run has it, else the newest checkpoint.
+    Takes the newest checkpoint, or RUN_DIR/hf where that is of the same step, and prints the step.
 
     --verify compares weights, logits, tokenizer, chat template and end tokens of OUT with the
     newest checkpoint; an OUT that exists is not written. Exit status 3: they differ.
@@ -44,14 +55,24 @@ def export(
       launcher export runs/qwen3_8b exported dtype=bfloat16
     """
     if not (verify and out.is_dir() and any(out.iterdir())):
-        _write(run, out, dtype, merged=merged)
-    return _verify(run, out) if verify else EXIT_DONE
+        try:
+            _write(run, out, dtype, merged=merged, trust_run=trust_run)
+        except (OSError, DamagedCheckpointError) as error:
+            raise RecipeError(f"export: {out} was not written: {error}") from None
+    return _verify(run, out, trust_run=trust_run) if verify else EXIT_DONE
 
 
-def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool) -> None:
-    weights = run / "hf"
+def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool, trust_run: bool) -> None:
+    weights, checkpoint = run / "hf", None
     exported = any(weights.glob("*.safetensors"))
-    checkpoint = None if exported else _checkpoint(run)
+    step = RunFolder(run).exported_step() if exported else None
+    if step is None or _newest_step(run) > step:
+        checkpoint = _checkpoint(run)
+        found = files.read_marker(checkpoint).step if checkpoint is not None else None
+        if step is not None and found is not None and found <= step:
+            checkpoint = None  # the newer ones are damaged
+        else:
+            step = found
     if checkpoint is None and not exported:
         what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
         raise RecipeError(
@@ -65,7 +86,12 @@ def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool) -> None:
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
 
         adapter = export_checkpoint(
-            checkpoint, out, dtype=dtype, merged=merged, save_tokenizer=_save_tokenizer
+            checkpoint,
+            out,
+            dtype=dtype,
+            merged=merged,
+            trust_run=trust_run,
+            save_tokenizer=_save_tokenizer,
         )
     else:
         adapter = (weights / "adapter_config.json").is_file()
@@ -76,16 +102,23 @@ def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool) -> None:
         export_folder(weights, out, dtype=dtype, merged=merged)
         adapter = adapter and not merged
     reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
-    print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {checkpoint or weights}")
+    source = f"{checkpoint or weights}, {'of an unknown step' if step is None else f'step {step}'}"
+    print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
 
 
-def _verify(run: Path, out: Path) -> int:
+def _newest_step(run: Path) -> float:
+    """Step of the newest checkpoint, valid or not; -inf: there is none."""
+    listed = list_checkpoints(run / "checkpoints")
+    return files.step_of(listed[-1]) if listed else -math.inf
+
+
+def _verify(run: Path, out: Path, *, trust_run: bool) -> int:
     checkpoint = _checkpoint(run)
     if checkpoint is None:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
 
-    differences = verify_export(checkpoint, out, load_tokenizer=_tokenizer)
+    differences = verify_export(checkpoint, out, trust_run=trust_run, load_tokenizer=_tokenizer)
     for difference in differences:
         print(f"differs: {difference}")
     print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")
@@ -113,5 +146,5 @@ def _checkpoint(run: Path) -> Path | None:
         return run
     try:
         return newest_valid(list_checkpoints(run / "checkpoints"))
-    except NoneLeftError as error:
+    except (NoneLeftError, UnreadableError) as error:
         raise RecipeError(f"command line: {error}") from None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher import __version__
-from launcher.cli.app import option
+from launcher.cli.app import flag, option
 from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics import report as page
@@ -22,7 +22,8 @@ from launcher.planner.machine import known_machine
 from launcher.planner.page import component_amounts
 from launcher.recipe.decode import DEFAULT
 from launcher.recipe.find import recipe_names
-from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.functions import TRUST_HELP, refuse_code
+from launcher.recipe.load import load_recipe, recorded_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.run_directory import RunFolder, read_jsonl
@@ -62,8 +63,11 @@ def report(
         typer.Argument(metavar="RUN_DIR", help="Folders of runs, or folders that hold several."),
     ],
     out: Annotated[Path, option("The page.", "FILE")] = Path("report.html"),
+    trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
 ) -> int:
     """Write one or several runs as an HTML page that needs no network.
+
+    Without --trust-run, the memory of a run whose recipe names code is not planned.
 
     \b
     Example:
@@ -78,8 +82,9 @@ def report(
     for path, name in zip(paths, names, strict=True):
         run, recipe = RunFolder(path), None
         try:
-            recipe = load_recipe([f"recipe={path / 'recipe.yaml'}"], ranks=None, files=False).recipe
-        except RecipeError as error:
+            text = (path / "recipe.yaml").read_text(encoding="utf-8", errors="replace")
+            recipe = recorded_recipe(text, file=path / "recipe.yaml", strict=True)
+        except (OSError, RecipeError) as error:
             notes.append(f"{path / 'recipe.yaml'} cannot be read: {error}")
         records = [line for line in read_jsonl(run.metrics) if isinstance(line.get("step"), int)]
         shown = name if names.count(name) == 1 else str(path)
@@ -88,7 +93,7 @@ def report(
     charts, missing = page.make_charts([(run.records, run.start) for run in runs])
     differences = _differences(runs)
     with Console(stderr=True).status("planning the memory of the runs"):
-        memory = _memory(runs)
+        memory = _memory(runs, trust_run=trust_run)
     recipes = [
         {"kind": "text", "title": f"{run.name}: recipe.yaml", "text": to_yaml(run.recipe)}
         for run in runs
@@ -167,12 +172,12 @@ def _times(runs: list[_Run]) -> Iterator[dict[str, Any]]:
     yield page.bars("Time of a step", parts, lambda s: f"{1000 * s:,.3g} ms") | {"note": note}
 
 
-def _memory(runs: list[_Run]) -> dict[str, Any]:
+def _memory(runs: list[_Run], *, trust_run: bool) -> dict[str, Any]:
     """Planned and measured peak by component."""
     rows, notes = [], ["Planned by a trace of the run's recipe; measured: the largest peak."]
     for run in runs:
         try:
-            rows.append((f"{run.name}, planned", _planned(run)))
+            rows.append((f"{run.name}, planned", _planned(run, trust_run=trust_run)))
         except RecipeError as error:
             notes.append(f"{run.name} is not planned: {error}.")
         # Of the last start, which the plan is for: others may have had another number of ranks
@@ -185,11 +190,12 @@ def _memory(runs: list[_Run]) -> dict[str, Any]:
     return page.bars("Memory at the peak", rows, bytes_as_text) | {"note": " ".join(notes)}
 
 
-def _planned(run: _Run) -> dict[str, int]:
+def _planned(run: _Run, *, trust_run: bool) -> dict[str, int]:
     """Bytes of each component at the peak. Raises RecipeError if they are not known."""
     recipe, built = run.recipe, run.built
     if recipe is None or open_keys(recipe) or not built:
         raise RecipeError("its recipe or its device is not recorded")
+    refuse_code(recipe, run.summary.path / "recipe.yaml", trust_run=trust_run)
     nodes = max(1, built["ranks"] // built["ranks_per_node"])
     machine = known_machine(
         built["device"],

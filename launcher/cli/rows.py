@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from launcher.checkpoint import files
 from launcher.checkpoint.resume import data_changes
 from launcher.cli.app import flag, option
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics.console import configure_logging
-from launcher.recipe.decode import decode
-from launcher.recipe.schema import Batch, Recipe
+from launcher.recipe.functions import TRUST_HELP, refuse_code
+from launcher.recipe.load import recorded_recipe
+from launcher.recipe.schema import Batch, Model, Recipe
 from launcher.reliability.run_directory import read_jsonl
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def rows(
     loss: Annotated[
         bool, flag("--loss", "Compute the loss of each row, and list the largest first.")
     ] = False,
+    trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
 ) -> int:
     """List the rows that a step was trained on: file, line, tokens and the beginning of the text.
 
@@ -45,6 +46,9 @@ def rows(
     """
     configure_logging(stream="stderr")
     recipe = _recipe(run, step)
+    # The model is built for losses only; the data has no other code
+    built = recipe.model if loss else Model(config={})
+    refuse_code(dataclasses.replace(recipe, model=built), run / "recipe.yaml", trust_run=trust_run)
     skipped = skipped_batches(read_jsonl(run / "events.jsonl"), step, run=run)
     opened, tokenizer = _open(run, recipe), recipe.data.tokenizer or recipe.model.path
 
@@ -55,7 +59,8 @@ def rows(
         raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
     title = f"step {step}: {found[-1].sequence:,} sequences, {len(found):,} rows"
     print(title + (f"; {skipped:,} batches before it were skipped" if skipped else ""))
-    _print(found, _losses(run, recipe, step, found) if loss else None, tokenizer)
+    losses = _losses(run, recipe, step, found, trust_run=trust_run) if loss else None
+    _print(found, losses, tokenizer)
     return EXIT_DONE
 
 
@@ -64,7 +69,7 @@ def _recipe(run: Path, step: int) -> Recipe:
     file = run / "recipe.yaml"
     if not file.is_file():
         raise RecipeError(f"command line: {run} is not the folder of a run: it has no recipe.yaml")
-    recipe, _, _ = decode(yaml.safe_load(file.read_text(encoding="utf-8")))
+    recipe = recorded_recipe(file.read_text(encoding="utf-8", errors="replace"), file=file)
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
@@ -124,7 +129,9 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     return opened
 
 
-def _losses(run: Path, recipe: Recipe, step: int, found: list[TrainedRow]) -> list[float]:
+def _losses(
+    run: Path, recipe: Recipe, step: int, found: list[TrainedRow], *, trust_run: bool
+) -> list[float]:
     """The loss of each row, in float32, without dropout and without the rest of its sequence."""
     import torch
 
@@ -138,7 +145,7 @@ def _losses(run: Path, recipe: Recipe, step: int, found: list[TrainedRow]) -> li
     nearest = [*reversed(before), *checkpoints[len(before) :]]
     checkpoint = next((path for path in nearest if files.verify(path) is None), None)
     if checkpoint is not None:
-        weights: Any = open_checkpoint_weights(checkpoint)
+        weights: Any = open_checkpoint_weights(checkpoint, trust_run=trust_run)
     elif (run / "hf").is_dir():
         weights = open_exported_weights(run / "hf")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,15 +116,14 @@ def exported_tensors(
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
     """Yields a scratch folder that replaces `folder` at the end. A process that is killed meanwhile
-    leaves the new folder, or the old one, perhaps as FOLDER.old."""
-    old = folder.with_name(folder.name + ".old")
-    scratch = folder.with_name(folder.name + ".writing")
-    shutil.rmtree(scratch, ignore_errors=True)
+    leaves the new folder, or the old one, perhaps as FOLDER.old-NUMBER. Removes nothing else."""
+    folder, number = folder.resolve(), os.urandom(4).hex()  # of a link: what it points to
+    old = folder.with_name(f"{folder.name}.old-{number}")
+    scratch = folder.with_name(f"{folder.name}.writing-{number}")
     scratch.mkdir(parents=True)
     try:
         yield scratch
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         scratch.rename(folder)
         shutil.rmtree(old, ignore_errors=True)

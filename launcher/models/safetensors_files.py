@@ -115,6 +115,8 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     except (ValueError, KeyError, TypeError):
         raise RecipeError(f"{key}: {folder / INDEX} has no weight_map") from None
     names = set(file_of.values())
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise RecipeError(f"{key}: {folder / INDEX} names {outside[0]}, outside of the folder")
     absent = sorted(name for name in names if not (folder / name).is_file())
     stored = open_files([folder / name for name in sorted(names.difference(absent))], key=key)
     if lost := absent or sorted(file_of.keys() - stored.tensors.keys()):
@@ -152,7 +154,7 @@ def write_tensors(
     them; of an adapter always one file.
 
     tensors: name, values, and the dtype to which floating-point values are cast. Those of one file
-    are held in memory.
+    are held in memory. Raises OSError if they cannot be written.
     """
     limit = math.inf if adapter else MAX_FILE_BYTES
     held: dict[str, torch.Tensor] = {}
@@ -162,11 +164,11 @@ def write_tensors(
         dtype = dtype if tensor.is_floating_point() else tensor.dtype
         copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
         if held and size + copy.nbytes > limit:
-            save_file(held, folder / f"part-{number}", metadata={"format": "pt"})
+            _save(held, folder / f"part-{number}")
             held, number, size = {}, number + 1, 0
         held[name], file_of[name] = copy, number
         size, total = size + copy.nbytes, total + copy.nbytes
-    save_file(held, folder / f"part-{number}", metadata={"format": "pt"})
+    _save(held, folder / f"part-{number}")
     if number == 1:
         (folder / "part-1").rename(folder / (ADAPTER if adapter else SINGLE))
         return
@@ -176,3 +178,13 @@ def write_tensors(
     weight_map = {name: files[i - 1] for name, i in file_of.items()}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    file.touch(exist_ok=False)
+    mode = file.stat().st_mode  # by the umask; safetensors makes files for the owner only
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{file} cannot be written: {error}") from None
+    file.chmod(mode)

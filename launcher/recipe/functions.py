@@ -7,9 +7,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
+from launcher.recipe.schema import Recipe
+
+TRUST_HELP = "Run the code that the recipe in RUN_DIR names: you have read it and trust it."
+"""Of the option --trust-run, which all commands have that read the folder of a run."""
 
 
 def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
@@ -50,3 +55,20 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
         where = f"{module_name} ({module.__file__}) has no function {function_name}"
         raise RecipeError(f"{key}: {where}; it has {', '.join(own) or 'none'}")
     return function  # type: ignore[no-any-return]
+
+
+def code_of(recipe: Recipe) -> list[str]:
+    """The keys by which a recipe runs code that is not part of launcher, with their values."""
+    builders = {"model.builder": recipe.model.builder, "data.builder": recipe.data.builder}
+    found = [f"{key}: {value}" for key, value in builders.items() if value is not None]
+    if recipe.model.trust_remote_code:
+        found.append(f"model.trust_remote_code: true (the code in {recipe.model.path})")
+    return found
+
+
+def refuse_code(recipe: Recipe, file: Path, *, trust_run: bool) -> None:
+    """Raises RecipeError if the recipe in a file of a run would run code, unless it is trusted."""
+    found = [] if trust_run else code_of(recipe)
+    if found:
+        what = f"{file}: its recipe would run code: {', '.join(found)}"
+        raise RecipeError(f"{what}. If you have read that code and trust it, add --trust-run")

@@ -1,6 +1,7 @@
 """`launcher export`, adapters, and the exported folders."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from launcher.checkpoint import files
 from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import safetensors_files
@@ -18,7 +20,9 @@ from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
+from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
+from launcher.reliability.run_directory import RunFolder
 from tests.unit.models.test_checkpoint import CLASSIFIER, CPU, load, logits, reference, save
 
 GPT2 = {"model_type": "gpt2", "n_positions": 64}
@@ -183,9 +187,168 @@ def test_interrupted_export_keeps_a_complete_folder(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, observed)
     with appearing(folder) as scratch:
         (scratch / "model").write_text("new")
-    assert {"hf.old": "old", "hf.writing": "new"} in found  # between the two renames
+    names = [{name.partition("-")[0]: text for name, text in state.items()} for state in found]
+    assert {"hf.old": "old", "hf.writing": "new"} in names  # between the two renames
     assert all({"old", "new"} & set(state.values()) for state in found)
     assert found[-1] == {"hf": "new"}
+
+
+def test_export_removes_no_folder_of_the_user(tmp_path, llama):
+    own = [tmp_path / name for name in ("out.old", "out.writing", "out.old-1", "link.old")]
+    for folder in own:
+        folder.mkdir()
+        (folder / "notes").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("out", "out", "link"):
+        export_model(load_with_adapters(llama), tmp_path / name)
+    assert [(folder / "notes").read_text() for folder in own] == ["mine"] * 4
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "elsewhere/adapter_config.json").is_file()
+    there = {path.name for path in tmp_path.iterdir()} - {folder.name for folder in own}
+    assert there == {"out", "link", "elsewhere"}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_exported_files_have_the_mode_of_the_umask(tmp_path, llama, umask):
+    before = os.umask(umask)
+    try:
+        out = export_model(load(llama), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask}
+
+
+def create_checkpoint(run, model, step, recipe):
+    """Writes a checkpoint of a run with one rank."""
+    scratch = files.scratch_folder(run / "checkpoints", step)
+    tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    save_file(tensors, scratch / files.rank_file(0))
+    index = {
+        name: {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "parts": [[files.rank_file(0), 0, len(tensor)]],
+        }
+        for name, tensor in tensors.items()
+    }
+    text = {files.INDEX: json.dumps(index), files.STATE: json.dumps({"recipe": to_yaml(recipe)})}
+    for name, content in text.items():
+        (scratch / name).write_text(content)
+    written = {file.name: files.write_file(file, file.read_bytes()) for file in scratch.iterdir()}
+    return files.commit(scratch, step=step, ranks=1, files=written)
+
+
+def recipe_of(*overrides):
+    words = ["recipe=quickstart", "model.config=null", "data.validation=null", *overrides]
+    return load_recipe(words, ranks=None, files=False).recipe
+
+
+def model_with_seed(folder, seed):
+    model = build_model(Model(path=str(folder)), sequence_length=16)
+    random_weights(model, CPU, CPU, seed=seed)
+    return model.eval()
+
+
+def test_export_takes_the_newest_weights(tmp_path, llama, capsys):
+    """hf/ is of step 20. It is taken until there is a newer checkpoint."""
+    old, new = model_with_seed(llama, 1), model_with_seed(llama, 2)
+    run = create_run(tmp_path, old)
+    recipe = recipe_of(f"model.path={llama}")
+
+    def exported(*expected):
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        assert export(run, out) == 0
+        printed = capsys.readouterr().out
+        assert all(text in printed for text in expected), printed
+        return reference(out)
+
+    assert torch.equal(exported("run/hf, of an unknown step"), logits(old))
+    create_checkpoint(run, new, 20, recipe)
+    assert torch.equal(exported("step_00000020, step 20"), logits(new)), "the step of hf is unknown"
+    folder = RunFolder(run)
+    folder.note("finished", step=20, exported=True)
+    assert torch.equal(exported("run/hf, step 20"), logits(old))
+    newest = create_checkpoint(run, new, 30, recipe)
+    assert torch.equal(exported("step_00000030, step 30"), logits(new))
+    folder.note("finished", step=30, exported=False)
+    assert torch.equal(exported("step_00000030, step 30"), logits(new)), "hf is of step 20"
+    (newest / "index.json").unlink()
+    assert torch.equal(exported("run/hf, step 20"), logits(old)), "the newer one is damaged"
+    folder.note("resumed", step=10)
+    assert torch.equal(exported("step_00000020, step 20"), logits(new)), "the run went back"
+
+
+def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
+    """The recipe of the run calls a function that creates a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.py").write_text(
+        "from pathlib import Path\nPath('executed').touch()\ndef build(): Path('executed').touch()\n"
+    )
+    run = create_run(tmp_path, model_with_seed(llama, 1))
+    shutil.rmtree(run / "hf")
+    built = recipe_of("model.builder=theirs:build", "data.builder=theirs:build", "data.train=null")
+    with_code = recipe_of(f"model.path={llama}", "model.trust_remote_code=true")
+    own = {"device": "cpu", "device_memory": None, "ranks": 1, "ranks_per_node": 1}
+    RunFolder(run).note("built", **own)
+    RunFolder(run).write_status("finished", step=10)
+    for recipe, code in (
+        (built, "model.builder: theirs:build, data.builder: theirs:build"),
+        (with_code, f"model.trust_remote_code: true (the code in {llama})"),
+    ):
+        create_checkpoint(run, model_with_seed(llama, 1), 10, recipe)
+        (run / "recipe.yaml").write_text(to_yaml(recipe) + "# ${oc.env:HOME}")
+        for command in (
+            ["rows", run, "step=1", "--loss"],
+            ["export", run, "out"],
+            ["export", run, run, "--verify"],
+            ["report", run],
+            ["status", run],
+        ):
+            status = main([str(word) for word in command])
+            printed = capsys.readouterr()
+            text = printed.out + printed.err
+            if command[0] == "status":
+                assert status == 0
+            elif command[0] == "report":
+                assert status == 0
+                page = (tmp_path / "report.html").read_text()
+                assert f"its recipe would run code: {code}" in page
+                assert "--trust-run" in page
+            elif command == ["export", run, "out"] and recipe is built:
+                assert status == 2
+                assert "is not a transformers model" in text
+            else:
+                assert status == 2
+                assert f"its recipe would run code: {code}. If you have read that" in text
+                assert "trust it, add --trust-run" in text
+            assert not (tmp_path / "executed").exists(), command
+        shutil.rmtree(run / "checkpoints")
+    create_checkpoint(run, model_with_seed(llama, 1), 10, with_code)
+    assert main(["export", str(run), "out", "trust_run=true"]) == 0
+    (run / "recipe.yaml").write_text(to_yaml(built))
+    assert main(["rows", str(run), "step=1", "trust_run=true"]) == 2  # it does not return data
+    assert (tmp_path / "executed").exists()
+
+
+def test_environment_is_not_shown_and_links_are_not_followed(tmp_path, llama, capsys, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_READER", "hidden-value")
+    monkeypatch.chdir(tmp_path)
+    run = create_run(tmp_path, model_with_seed(llama, 1))
+    text = to_yaml(recipe_of(f"model.path={llama}"))
+    (run / "recipe.yaml").write_text(
+        text.replace("name: quickstart", "name: ${oc.env:SECRET_OF_THE_READER}")
+    )
+    RunFolder(run).write_status("finished", step=1)
+    assert main(["report", str(run)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "oc.env:SECRET_OF_THE_READER" in page
+    assert "hidden-value" not in page
+    (tmp_path / "private").write_text("hidden-value")
+    (run / "hf/notes.txt").symlink_to(tmp_path / "private")
+    assert export(run, tmp_path / "out") == 2
+    assert "notes.txt is a link to a file outside of" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("adapter", [False, True])
