@@ -83,7 +83,7 @@ def report(
         run, recipe = RunFolder(path), None
         try:
             text = (path / "recipe.yaml").read_text(encoding="utf-8", errors="replace")
-            recipe = recorded_recipe(text, file=path / "recipe.yaml")
+            recipe = recorded_recipe(text, file=path / "recipe.yaml", strict=True)
         except (OSError, RecipeError) as error:
             notes.append(f"{path / 'recipe.yaml'} cannot be read: {error}")
         records = [line for line in read_jsonl(run.metrics) if isinstance(line.get("step"), int)]

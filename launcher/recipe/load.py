@@ -100,17 +100,23 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     return LoadedRecipe(recipe, origins)
 
 
-def recorded_recipe(text: str, *, file: Path) -> Recipe:
+def recorded_recipe(text: str, *, file: Path, strict: bool = False) -> Recipe:
     """The recipe that a run has recorded in a file (`to_yaml`). Nothing in it is interpolated: the
-    run has done so, and `${oc.env:NAME}` would show the reader's environment. Raises RecipeError."""
+    run has done so, and `${oc.env:NAME}` would show the reader's environment. Raises RecipeError.
+
+    strict: no key may be wrong; else a wrong one has its default.
+    """
     try:
         plain, _ = parse_yaml(text)
         for path, value in list(_walk(plain, ())):
             if isinstance(value, str):
                 _get(plain, path[:-1])[path[-1]] = value.replace("\\${", "${")
-        return decode(plain)[0]
+        recipe, problems, _ = decode(plain)
     except (NotYamlError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise RecipeError(f"{file}: not the recipe of a run: {first_line(error)}") from None
+    if strict and problems:
+        raise RecipeError([f"{dotted(problem.path)}: {problem.message}" for problem in problems])
+    return recipe
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Origins]:
