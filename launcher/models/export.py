@@ -171,6 +171,7 @@ def add_ends(model: Any, ends: Sequence[int], names: Callable[[list[int]], Any])
     if not more or getattr(model, "generation_config", None) is None or not model.can_generate():
         return
     model.generation_config.eos_token_id = [*known, *more] if known or more[1:] else more[0]
+    model.generation_config._from_model_config = False  # else transformers may compute it again
     added = " and ".join(f"{name} ({end})" for name, end in zip(names(more), more, strict=True))
     after = f"the model also stops at {added}, which training teaches; before: {known or 'none'}"
     logger.info(f"generation_config.json, eos_token_id: {after}")
