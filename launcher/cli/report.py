@@ -81,10 +81,10 @@ def report(
             recipe = load_recipe([f"recipe={path / 'recipe.yaml'}"], ranks=None, files=False).recipe
         except RecipeError as error:
             notes.append(f"{path / 'recipe.yaml'} cannot be read: {error}")
-        records = [line for line in read_jsonl(run.metrics) if isinstance(line.get("step"), int)]
+        records = [line for line in read_jsonl(run.metrics) if line.get("step") is not None]
         shown = name if names.count(name) == 1 else str(path)
         summary = summarize(path, time.time())
-        runs.append(_Run(shown, summary, records, read_jsonl(run.events), recipe))
+        runs.append(_Run(shown, summary, records, run.read_events(), recipe))
     charts, missing = page.make_charts([(run.records, run.start) for run in runs])
     differences = _differences(runs)
     with Console(stderr=True).status("planning the memory of the runs"):
@@ -122,7 +122,7 @@ def _events(run: _Run) -> Iterator[dict[str, Any]]:
     skipped = [record for record in run.records if record.get("skipped")]
     found = [("restart", attempt.resumed, attempt.started) for attempt in run.summary.attempts[1:]]
     found += [("checkpoint", event["step"], event["time"]) for event in saved]
-    found += [("skipped", record["step"], record["time"]) for record in skipped]
+    found += [("skipped", record["step"], record.get("time") or run.start) for record in skipped]
     for kind, step, when in found:
         yield {"kind": kind, "step": step, "time": round(when - run.start, 3)}
 
@@ -179,7 +179,10 @@ def _memory(runs: list[_Run]) -> dict[str, Any]:
         first = run.summary.attempts[-1].resumed if run.summary.attempts else -1
         peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
         if peak := max(peaks, default=0):
-            held = {NAMES[name]: size for name, size in run.built.get("held", {}).items()}
+            sizes = (run.built.get("held") or {}).items()
+            held = {
+                NAMES[name]: size for name, size in sizes if name in NAMES and type(size) is int
+            }
             rest = {"other, measured": max(0, peak - sum(held.values()))}
             rows.append((f"{run.name}, measured", held | rest))
     return page.bars("Memory at the peak", rows, bytes_as_text) | {"note": " ".join(notes)}
@@ -188,14 +191,15 @@ def _memory(runs: list[_Run]) -> dict[str, Any]:
 def _planned(run: _Run) -> dict[str, int]:
     """Bytes of each component at the peak. Raises RecipeError if they are not known."""
     recipe, built = run.recipe, run.built
-    if recipe is None or open_keys(recipe) or not built:
+    known = ("ranks", "ranks_per_node", "device")
+    if recipe is None or open_keys(recipe) or not all(built.get(key) for key in known):
         raise RecipeError("its recipe or its device is not recorded")
     nodes = max(1, built["ranks"] // built["ranks_per_node"])
     machine = known_machine(
         built["device"],
         nodes=nodes,
         gpus_per_node=built["ranks"] // nodes,
-        memory=built["device_memory"],
+        memory=built.get("device_memory"),
     )
     # Without what memory does not depend on: a sweep is traced once
     same = replace(
@@ -215,8 +219,8 @@ def _samples(runs: list[_Run]) -> Iterator[dict[str, Any]]:
     """Answers generated in the last evaluation of each run."""
     for run in runs:
         samples = read_jsonl(run.summary.path / "samples.jsonl")
-        step = samples[-1]["step"] if samples else None
-        last = [sample for sample in samples if sample["step"] == step]
+        step = samples[-1].get("step") if samples else None
+        last = [sample for sample in samples if sample.get("step") == step]
         if last:
             columns = [name for name in last[0] if name != "step"]
             rows = [[str(sample.get(name, "")) for name in columns] for sample in last[:_SAMPLES]]
@@ -255,6 +259,6 @@ def _environment(runs: list[_Run]) -> dict[str, Any]:
     shown = ("host", "ranks", "ranks_per_node", "device", "device_memory")
     facts = []
     for built in (run.built for run in runs):
-        found = {name: built.get(name) for name in shown} | built.get("versions", {})
+        found = {name: built.get(name) for name in shown} | (built.get("versions") or {})
         facts.append({name: str(value) for name, value in found.items() if value is not None})
     return _table("Environment", [run.name for run in runs], facts)

@@ -13,11 +13,11 @@ import yaml
 from launcher.checkpoint import files
 from launcher.checkpoint.resume import data_changes
 from launcher.cli.app import flag, option
-from launcher.errors import EXIT_DONE, RecipeError
+from launcher.errors import EXIT_DONE, RecipeError, first_line
 from launcher.metrics.console import configure_logging
 from launcher.recipe.decode import decode
 from launcher.recipe.schema import Batch, Recipe
-from launcher.reliability.run_directory import read_jsonl
+from launcher.reliability.run_directory import RunFolder, read_jsonl
 
 if TYPE_CHECKING:
     from launcher.data.origins import TrainedRow
@@ -45,7 +45,7 @@ def rows(
     """
     configure_logging(stream="stderr")
     recipe = _recipe(run, step)
-    skipped = skipped_batches(read_jsonl(run / "events.jsonl"), step, run=run)
+    skipped = skipped_batches(RunFolder(run).read_events(), step, run=run)
     opened, tokenizer = _open(run, recipe), recipe.data.tokenizer or recipe.model.path
 
     from launcher.data.origins import trained_rows
@@ -64,7 +64,13 @@ def _recipe(run: Path, step: int) -> Recipe:
     file = run / "recipe.yaml"
     if not file.is_file():
         raise RecipeError(f"command line: {run} is not the folder of a run: it has no recipe.yaml")
-    recipe, _, _ = decode(yaml.safe_load(file.read_text(encoding="utf-8")))
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{file} is not the recipe of a run: it has no sections")
+    recipe, _, _ = decode(values)
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
@@ -87,11 +93,11 @@ def skipped_batches(events: list[dict[str, Any]], step: int, *, run: Path) -> in
             skipped, other_step = 0, 0
         if event["event"] != "resumed":
             continue
-        source = Path(event.get("origin", run / "checkpoints/own")).parent.parent
+        source = Path(event.get("origin") or run / "checkpoints/own").parent.parent
         if source.resolve() != run.resolve():
             other, other_step = source, event["step"]
         if event["step"] < step:
-            skipped = event.get("skipped_batches", 0)
+            skipped = event.get("skipped_batches") or 0
     if step <= other_step:
         what = f"{run} was started from step {other_step} of another run"
         raise RecipeError(

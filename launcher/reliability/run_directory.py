@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -17,6 +17,22 @@ from launcher.errors import RecipeError
 from launcher.reliability.lock import Ownership
 
 State = Literal["running", "finished", "stopped", "failed"]
+# Types of the keys that are read again, in status.json, events.jsonl and metrics.jsonl
+_TEXTS = (
+    "state", "reason", "error", "warning", "event", "host", "found", "text", "origin", "job",
+    "run_id", "agent", "device",
+)  # fmt: skip
+_COUNTS = (
+    "step", "steps", "attempt", "ranks", "ranks_per_node", "found_step", "skipped_batches",
+    "bytes", "device_memory", "peak_memory_bytes", "micro_batch_size",
+)  # fmt: skip
+_TIMES = ("time", "found_time")
+_NUMBERS = (
+    "seconds", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "eval_loss",
+)  # fmt: skip
+_TABLES = ("shares", "held", "versions", "eval_losses", "eval_scores")
+_EVERY_EVENT = ("event", "time", "host", "attempt")
+_OF_EVENT = {"saved": ("step",), "resumed": ("step",), "verdict": ("text",)}
 Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "stopped", "finished"]
 
 
@@ -63,13 +79,15 @@ class RunFolder:
         mine = _identity(environment)
         return environment.restarted and any(
             value is not None and event.get(key) == value
-            for event in read_jsonl(self.events)
+            for event in self.read_events()
             for key, value in mine.items()
         )
 
-    def note_start(self, environment: Environment) -> None:
+    def note_start(self, environment: Environment, overrides: Sequence[str] = ()) -> None:
+        """overrides: the arguments of this start."""
         self.note(
             "started",
+            overrides=list(overrides),
             ranks=environment.world_size,
             job_restart_count=environment.job_restart_count,
             restart_count=environment.restart_count,
@@ -77,10 +95,16 @@ class RunFolder:
             **_identity(environment),
         )
 
+    def overrides_of_last_start(self) -> list[str]:
+        """Keys that the last start of training gave as arguments; `recipe=NAME` as it was."""
+        started = [event for event in self.read_events() if event["event"] == "started"]
+        words = started[-1].get("overrides", []) if started else []
+        return [word if word.startswith("recipe=") else word.partition("=")[0] for word in words]
+
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
-        return any(event.get("origin") == origin for event in read_jsonl(self.events))
+        return any(event.get("origin") == origin for event in self.read_events())
 
     def refuse_if_used(self, why: str) -> None:
         """Raises RecipeError if a run trained into this folder.
@@ -118,10 +142,20 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         """status.json; empty if there is none."""
         try:
-            status: dict[str, Any] = json.loads(self._status.read_text())
-        except (OSError, ValueError):
+            return well_formed(json.loads(self._status.read_bytes()))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return status
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl that have the keys of their event."""
+        return [
+            event
+            for event in read_jsonl(self.events)
+            if all(
+                event.get(key) is not None
+                for key in (*_EVERY_EVENT, *_OF_EVENT.get(event.get("event", ""), ()))
+            )
+        ]
 
     def write_status(
         self,
@@ -152,7 +186,7 @@ class RunFolder:
         self.check()
         self._ranks = more.get("ranks", self._ranks)
         if self._attempt is None or event == "started":
-            attempts = [line["attempt"] for line in read_jsonl(self.events)]
+            attempts = [line["attempt"] for line in self.read_events()]
             self._attempt = max(attempts, default=0) + (event == "started")
         if event == "started":
             files = self.read_status(), last_line(self.metrics)
@@ -193,15 +227,39 @@ def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError), file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
         for line in stream:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict)]
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(well_formed(json.loads(line)))
+    return [value for value in found if value]
 
 
-def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
-    """The last object with this key near the end of a .jsonl file; empty if there is none."""
+def well_formed(value: Any) -> dict[str, Any]:
+    """The keys of an object without those whose value has another type than a run writes, because
+    something else has changed the file; empty if it is no object."""
+    if not isinstance(value, dict):
+        return {}
+    return {key: one for key, one in value.items() if one is None or _has_type(key, one)}
+
+
+def _has_type(key: str, value: Any) -> bool:
+    if key in _TEXTS:
+        return isinstance(value, str)
+    if key in _COUNTS:
+        return type(value) is int and 0 <= value < 1 << 53
+    if key in _TIMES:
+        return type(value) in (int, float) and 0 <= value < 1e11
+    if key in _NUMBERS or key.endswith("_seconds"):
+        return type(value) in (int, float) and abs(value) < 1e300
+    if key in _TABLES:
+        return isinstance(value, dict)
+    return key != "overrides" or (
+        isinstance(value, list) and all(isinstance(one, str) for one in value)
+    )
+
+
+def last_line(file: Path, *, having: Sequence[str] = ("step",)) -> dict[str, Any]:
+    """The last object with these keys near the end of a .jsonl file; empty if there is none."""
     lines = read_jsonl(file, size=64 << 10)
-    return next((line for line in reversed(lines) if having in line), {})
+    return next((line for line in reversed(lines) if line.keys() >= {*having}), {})
 
 
 class _Tee:
