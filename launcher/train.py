@@ -8,42 +8,56 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+if __name__ == "__main__":  # until the handlers exist: the imports below take time
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     # Started as a file: its folder would come before the standard library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launcher.checkpoint.resume import choose_resume
+from launcher.checkpoint.resume import choose_resume, finished_run
 from launcher.distributed.environment import (
     cache_folder,
     prepare_cuda,
     read_environment,
     set_compile_cache,
 )
-from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
+from launcher.distributed.spawn import end_process
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.reliability.run_directory import RunFolder, last_line
+from launcher.reliability.json_files import last_line
+from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.signals import StartGuard, StopRequest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains; returns the exit status."""
+    with StopRequest() as stop:
+        return _train(sys.argv[1:] if arguments is None else arguments, stop)
+
+
+def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     environment = run = None
     try:
         environment = read_environment()
-        loaded = load_recipe(
-            sys.argv[1:] if arguments is None else arguments, ranks=environment.world_size
-        )
+        guard = StartGuard(stop, environment)
+        if finished := finished_run(arguments):
+            if environment.main:
+                print(finished, flush=True)
+            return EXIT_DONE
+        loaded = load_recipe(arguments, ranks=environment.world_size)
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             run.take(environment)
+            guard.run = run
             recipe_yaml = to_yaml(loaded.recipe)
             restarted = run.was_begun_by(environment)
             run.resume = choose_resume(run, loaded.recipe, recipe_yaml, restarted=restarted)
-            run.note_start(environment)
+            run.note_start(environment, arguments)
             run.create(recipe_yaml, from_scratch=run.resume == "never")
     except RecipeError as error:
         if run is not None:
@@ -54,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 environment.tell_agent(str(error))
                 environment.tell_job(str(error))
         else:
-            time.sleep(10)  # rank 0 prints it; torchrun ends all ranks once one has ended
+            # Rank 0 prints it; torchrun ends all ranks once one has ended
+            stop.watched.wait(10)
         return EXIT_USAGE
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
     set_compile_cache(cache_folder(loaded.recipe.data.cache))
@@ -67,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.enable()
 
     try:
-        return train(loaded, environment, run)
+        return train(loaded, environment, run, stop)
     except TrainingError as error:  # raised before the ranks could exchange failures
         if environment.local_rank == 0 or error.reason != "no_gpu":
             print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
@@ -83,10 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _status = main()
-    if "torch" in sys.modules:
-        # Threads of torch can abort an interpreter that exits: the run would count as failed
-        from launcher.reliability.failures import end_process
-
-        end_process(_status)
+    with StopRequest() as _stop:
+        _status = _train(sys.argv[1:], _stop)
+        if "torch" in sys.modules:
+            # Threads of torch can abort an interpreter that exits: the run would count as failed
+            end_process(_status)
     sys.exit(_status)

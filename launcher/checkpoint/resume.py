@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launcher.checkpoint.files import STATE, list_checkpoints
+from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
+from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
 
@@ -150,6 +151,72 @@ def saved_position(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> Posit
     return Position(step, samples, skipped, state["stream"])
 
 
+def finished_run(arguments: Sequence[str]) -> str | None:
+    """What to print if this command has nothing left to train; None: the run is not finished, does
+    not exist, or is to be continued.
+
+    Changes no file, so all ranks decide the same. The number of ranks does not matter. Raises
+    RecipeError for a change of the recipe that alters the training.
+    """
+    try:
+        recipe = load_recipe(arguments, ranks=None).recipe
+    except RecipeError:  # reported with the rules that need the number of ranks
+        return None
+    run = RunFolder(Path(recipe.run.dir))
+    status, wanted = run.read_status(), recipe.checkpoint.resume
+    checkpoints = list_checkpoints(run.path / "checkpoints")
+    own = wanted == "auto" or (wanted != "never" and run.was_started_from(wanted))
+    if status.get("state") != "finished" or not checkpoints or not own:
+        return None
+    before = _recorded(checkpoints[-1]).get("recipe")
+    damaged = verify(checkpoints[-1], deep=False)  # then an older one is resumed from
+    if before is None or damaged or _has_more_to_do(recipe, before, status, run, arguments):
+        return None
+    now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
+    check_changes(before, now, allow=allow, checkpoint=checkpoints[-1])
+    step = status.get("step", 0)
+    early = ", by evaluation.stop_after" if status.get("reason") == "early_stopping" else ""
+    return (
+        f"{run.path} is finished: {step} of {status.get('steps', step)} steps{early}. Nothing was "
+        "trained or changed. To continue it, give more steps than that on the command line "
+        "(run.max_steps=N); to train again, another run.dir"
+    )
+
+
+def _has_more_to_do(
+    recipe: Recipe,
+    before: Mapping[str, Any],
+    status: Mapping[str, Any],
+    run: RunFolder,
+    arguments: Sequence[str],
+) -> bool:
+    """Whether the recipe is longer than that of the finished run.
+
+    The same recipe without the override that gave its length is no request to train on.
+    """
+    given, last = {word.partition("=")[0] for word in arguments}, run.overrides_of_last_start()
+    lengths = {"run.max_steps", "run.epochs"}
+    same = any(word.startswith("recipe=") and word in last for word in arguments)
+    if same and not lengths.isdisjoint(last) and lengths.isdisjoint(given):
+        return False
+    stop_after = before.get("evaluation", {}).get("stop_after")
+    if status.get("reason") == "early_stopping" and recipe.evaluation.stop_after != stop_after:
+        return True
+    if recipe.run.max_steps is None:
+        return (recipe.run.epochs or 0) > (before.get("run", {}).get("epochs") or 0)
+    return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
+
+
+def _recorded(checkpoint: Path) -> dict[str, Any]:
+    """`step` and `recipe` (as values) of a checkpoint; empty if it is damaged."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text())
+        recipe = yaml.safe_load(state["recipe"])
+        return {"step": int(state.get("step", 0)), "recipe": dict(recipe)}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # reported when it is loaded
+        return {}
+
+
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
     """What this start resumes from: `never` (from scratch), `auto` (the newest checkpoint of the
     folder) or the path in checkpoint.resume.
@@ -177,10 +244,17 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
             why = f"it was not started from checkpoint.resume={resume}"
             run.refuse_if_used(f"{why} (checkpoint.resume=auto continues it)")
     source = checkpoints[-1] if resume == "auto" else Path(resume)
-    try:
-        before = yaml.safe_load(json.loads((source / STATE).read_text())["recipe"])
-    except (OSError, ValueError, KeyError, TypeError):  # damage is reported later
-        return resume
-    allow = recipe.checkpoint.allow_changes
-    check_changes(before, yaml.safe_load(recipe_yaml), allow=allow, checkpoint=source)
+    if recorded := _recorded(source):
+        before, now = recorded["recipe"], yaml.safe_load(recipe_yaml)
+        check_changes(before, now, allow=recipe.checkpoint.allow_changes, checkpoint=source)
+        check_length(recorded["step"], recipe.run.max_steps, checkpoint=source)
     return resume
+
+
+def check_length(step: int, steps: int | None, *, checkpoint: Path) -> None:
+    """Raises RecipeError if the run is shorter than what was trained. steps: None if not known."""
+    if steps is not None and step > steps:
+        raise RecipeError(
+            f"run.max_steps: the run has {steps} steps, but {checkpoint} is of step {step} "
+            "already; give at least as many, or another run.dir"
+        )

@@ -26,7 +26,8 @@ from launcher.recipe.functions import TRUST_HELP, refuse_code
 from launcher.recipe.load import load_recipe, recorded_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.run_directory import RunFolder, read_jsonl
+from launcher.reliability.json_files import read_jsonl
+from launcher.reliability.run_directory import RunFolder
 
 _SAMPLES = 8
 """Answers that the page shows."""
@@ -86,10 +87,10 @@ def report(
             recipe = recorded_recipe(text, file=path / "recipe.yaml", strict=True)
         except (OSError, RecipeError) as error:
             notes.append(f"{path / 'recipe.yaml'} cannot be read: {error}")
-        records = [line for line in read_jsonl(run.metrics) if isinstance(line.get("step"), int)]
+        records = [line for line in read_jsonl(run.metrics) if line.get("step") is not None]
         shown = name if names.count(name) == 1 else str(path)
         summary = summarize(path, time.time())
-        runs.append(_Run(shown, summary, records, read_jsonl(run.events), recipe))
+        runs.append(_Run(shown, summary, records, run.read_events(), recipe))
     charts, missing = page.make_charts([(run.records, run.start) for run in runs])
     differences = _differences(runs)
     with Console(stderr=True).status("planning the memory of the runs"):
@@ -127,7 +128,7 @@ def _events(run: _Run) -> Iterator[dict[str, Any]]:
     skipped = [record for record in run.records if record.get("skipped")]
     found = [("restart", attempt.resumed, attempt.started) for attempt in run.summary.attempts[1:]]
     found += [("checkpoint", event["step"], event["time"]) for event in saved]
-    found += [("skipped", record["step"], record["time"]) for record in skipped]
+    found += [("skipped", record["step"], record.get("time") or run.start) for record in skipped]
     for kind, step, when in found:
         yield {"kind": kind, "step": step, "time": round(when - run.start, 3)}
 
@@ -184,7 +185,10 @@ def _memory(runs: list[_Run], *, trust_run: bool) -> dict[str, Any]:
         first = run.summary.attempts[-1].resumed if run.summary.attempts else -1
         peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
         if peak := max(peaks, default=0):
-            held = {NAMES[name]: size for name, size in run.built.get("held", {}).items()}
+            sizes = (run.built.get("held") or {}).items()
+            held = {
+                NAMES[name]: size for name, size in sizes if name in NAMES and type(size) is int
+            }
             rest = {"other, measured": max(0, peak - sum(held.values()))}
             rows.append((f"{run.name}, measured", held | rest))
     return page.bars("Memory at the peak", rows, bytes_as_text) | {"note": " ".join(notes)}
@@ -193,7 +197,8 @@ def _memory(runs: list[_Run], *, trust_run: bool) -> dict[str, Any]:
 def _planned(run: _Run, *, trust_run: bool) -> dict[str, int]:
     """Bytes of each component at the peak. Raises RecipeError if they are not known."""
     recipe, built = run.recipe, run.built
-    if recipe is None or open_keys(recipe) or not built:
+    known = ("ranks", "ranks_per_node", "device")
+    if recipe is None or open_keys(recipe) or not all(built.get(key) for key in known):
         raise RecipeError("its recipe or its device is not recorded")
     refuse_code(recipe, run.summary.path / "recipe.yaml", trust_run=trust_run)
     nodes = max(1, built["ranks"] // built["ranks_per_node"])
@@ -201,7 +206,7 @@ def _planned(run: _Run, *, trust_run: bool) -> dict[str, int]:
         built["device"],
         nodes=nodes,
         gpus_per_node=built["ranks"] // nodes,
-        memory=built["device_memory"],
+        memory=built.get("device_memory"),
     )
     # Without what memory does not depend on: a sweep is traced once
     same = replace(
@@ -221,8 +226,8 @@ def _samples(runs: list[_Run]) -> Iterator[dict[str, Any]]:
     """Answers generated in the last evaluation of each run."""
     for run in runs:
         samples = read_jsonl(run.summary.path / "samples.jsonl")
-        step = samples[-1]["step"] if samples else None
-        last = [sample for sample in samples if sample["step"] == step]
+        step = samples[-1].get("step") if samples else None
+        last = [sample for sample in samples if sample.get("step") == step]
         if last:
             columns = [name for name in last[0] if name != "step"]
             rows = [[str(sample.get(name, "")) for name in columns] for sample in last[:_SAMPLES]]
@@ -261,6 +266,6 @@ def _environment(runs: list[_Run]) -> dict[str, Any]:
     shown = ("host", "ranks", "ranks_per_node", "device", "device_memory")
     facts = []
     for built in (run.built for run in runs):
-        found = {name: built.get(name) for name in shown} | built.get("versions", {})
+        found = {name: built.get(name) for name in shown} | (built.get("versions") or {})
         facts.append({name: str(value) for name, value in found.items() if value is not None})
     return _table("Environment", [run.name for run in runs], facts)

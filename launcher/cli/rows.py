@@ -13,12 +13,13 @@ import typer
 from launcher.checkpoint import files
 from launcher.checkpoint.resume import data_changes
 from launcher.cli.app import flag, option
-from launcher.errors import EXIT_DONE, RecipeError
+from launcher.errors import EXIT_DONE, RecipeError, first_line
 from launcher.metrics.console import configure_logging
 from launcher.recipe.functions import TRUST_HELP, refuse_code
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Batch, Model, Recipe
-from launcher.reliability.run_directory import read_jsonl
+from launcher.reliability.json_files import read_jsonl
+from launcher.reliability.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from launcher.data.origins import TrainedRow
@@ -50,7 +51,7 @@ def rows(
     # The model is built for losses only; the data has no other code
     built = recipe.model if loss else Model(config={})
     refuse_code(dataclasses.replace(recipe, model=built), run / "recipe.yaml", trust_run=trust_run)
-    events, size = read_jsonl(run / "events.jsonl"), recipe.batch.global_batch_size
+    events, size = RunFolder(run).read_events(), recipe.batch.global_batch_size
     positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
     opened, tokenizer = _open(run, recipe), recipe.data.tokenizer or recipe.model.path
 
@@ -71,7 +72,10 @@ def _recipe(run: Path, step: int) -> Recipe:
     file = run / "recipe.yaml"
     if not file.is_file():
         raise RecipeError(f"command line: {run} is not the folder of a run: it has no recipe.yaml")
-    recipe = recorded_recipe(file.read_text(encoding="utf-8", errors="replace"), file=file)
+    try:
+        recipe = recorded_recipe(file.read_text(encoding="utf-8"), file=file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
@@ -104,11 +108,11 @@ def positions_of(
         if event["event"] != "resumed":
             continue
         at, samples = event["step"], event.get("samples")
-        source = Path(event.get("origin", run / "checkpoints/own")).parent.parent
+        source = Path(event.get("origin") or run / "checkpoints/own").parent.parent
         if source.resolve() != run.resolve():
             other, other_step = source, at
         if at < step:
-            skipped, end = event.get("skipped_batches", 0), sys.maxsize
+            skipped, end = event.get("skipped_batches") or 0, sys.maxsize
             before = (at + skipped) * size if samples is None else samples
             first = (at, before, event.get("global_batch_size", size))
         elif at == step and samples is not None:  # the step may have ended a shorter run

@@ -14,11 +14,13 @@ import typer
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics.console import bytes_as_text, seconds_as_text
+from launcher.reliability.json_files import last_line, read_jsonl
 from launcher.reliability.lock import current_owner
-from launcher.reliability.run_directory import RunFolder, last_line, read_jsonl
+from launcher.reliability.run_directory import RunFolder
 
 _COLOURS = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
 _SHOWN_ATTEMPTS = 12
+_OF_STEP = ("step", "loss", "time", "tokens_per_second", "step_seconds")
 
 
 @dataclass
@@ -106,12 +108,12 @@ def find_runs(folder: Path) -> list[Path]:
 def summarize(path: Path, now: float) -> Summary:
     """Reads status.json, events.jsonl, the end of metrics.jsonl, the owner and the checkpoints."""
     run = RunFolder(path)
-    status, last = run.read_status(), last_line(run.metrics, having="loss")
+    status, last = run.read_status(), last_line(run.metrics, having=_OF_STEP)
     owner, alive = current_owner(path) or (None, False)
     state, reason = status.get("state", "starting"), status.get("reason") or ""
     if state in ("running", "starting") and alive is False:
         state, reason = "died", "its process ended without a message, or its machine was lost"
-    events = read_jsonl(run.events)
+    events = run.read_events()
     verdicts = [event["text"] for event in events if event["event"] == "verdict"]
     liveness = {True: "alive", False: "ended", None: "no heartbeat for some minutes"}[alive]
     summary = Summary(
@@ -121,7 +123,7 @@ def summarize(path: Path, now: float) -> Summary:
         step=max(status.get("step") or 0, last.get("step") or 0),
         status=status,
         last=last,
-        evaluation=last_line(run.metrics, having="eval_loss"),
+        evaluation=last_line(run.metrics, having=("step", "eval_loss")),
         owner=f"{owner.describe()}: {liveness}" if owner is not None else "none",
         until=now if alive else max(status.get("time") or 0.0, last.get("time") or 0.0),
         attempts=read_attempts(events),
@@ -174,7 +176,9 @@ def time_spent(summary: Summary) -> dict[str, float]:
     attempts, counted = summary.attempts, 0.0
     first = trained = attempts[0].resumed
     for record in read_jsonl(RunFolder(summary.path).metrics):
-        if "step_seconds" in record:  # a mean over the steps since the last line
+        if record.get("step_seconds") and record.get(
+            "step"
+        ):  # a mean over the steps since the last line
             counted += record["step_seconds"] * (record["step"] - trained)
             trained = record["step"]
     pairs = list(itertools.pairwise(attempts))
@@ -256,14 +260,18 @@ def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
     yield "step", summary.steps + left, ""
     if last:
         norm = _number(last.get("grad_norm"), ".3f")
-        yield "loss", f"{_number(last['loss'])}, grad norm {norm}, {_ago(last['time'], now)}", ""
+        yield (
+            "loss",
+            f"{_number(last['loss'])}, grad norm {norm}, {_ago(last['time'] or 0.0, now)}",
+            "",
+        )
     if evaluation := summary.evaluation:
         loss = _number(evaluation["eval_loss"])
         yield "evaluation", f"loss {loss} after step {evaluation['step']:,}", ""
     if last:
         mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
-        speed = f"{last['tokens_per_second']:,.0f} tokens/s"
-        yield "speed", f"{speed}, {last['step_seconds']:.3g} s a step{mfu}", ""
+        speed = f"{_number(last['tokens_per_second'], ',.0f')} tokens/s"
+        yield "speed", f"{speed}, {_number(last['step_seconds'], '.3g')} s a step{mfu}", ""
     if summary.checkpoints:
         step, when, size = summary.checkpoints[-1]
         others = f"; {len(summary.checkpoints)} are kept" if len(summary.checkpoints) > 1 else ""
@@ -322,7 +330,7 @@ def _print_table(summaries: list[Summary], now: float) -> None:
             summary.steps,
             _number(last["loss"]) if last else "",
             _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
-            f"{last['tokens_per_second']:,.0f}" if last else "",
+            _number(last["tokens_per_second"], ",.0f") if last else "",
             f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",
             str(max(0, len(summary.attempts) - 1)),
             Text("" if state in ("running", "finished") else summary.reason),

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
 
 
 def train(
@@ -28,16 +36,75 @@ def train(
       launcher train recipe=fsdp data.train=[my/data/*.jsonl] optimizer.learning_rate=1e-4
       launcher train recipe=quickstart run.device=cpu --gpus 2
     """
+    if finished := finished_run(overrides):
+        print(finished)
+        return EXIT_DONE
     recipe = load_recipe(overrides, ranks=gpus).recipe
+    requests = _Requests()
     if gpus is None:
         gpus = _visible_gpus(recipe.run.device)
         load_recipe(overrides, ranks=gpus)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
     options = ["--standalone", f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
-    status = _run_agent([*options, "-m", "launcher.train", *overrides])
-    # Under torchrun a stopped run exits with 0; status.json has the outcome
-    stopped = RunFolder(Path(recipe.run.dir)).read_status().get("state") == "stopped"
-    return EXIT_STOPPED if stopped and status != EXIT_USAGE else status
+    run = RunFolder(Path(recipe.run.dir))
+    found = run.read_status()
+    exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
+    # Under torchrun a stopped run exits with 0; status.json has the outcome, if this start wrote it
+    status = run.read_status()
+    state = status.get("state") if status != found else None
+    if exit_status == EXIT_DONE and requests.first is not None and state is None:
+        state = "stopped"  # before a rank had taken the folder
+    return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status
+
+
+class _Requests:
+    """Passes requests to stop on to the ranks, and waits for them: torchrun's own handler would
+    kill them after 30 seconds. A second SIGINT, more than two seconds later, kills them at once.
+
+    Signals stay blocked from now on, in the ranks too: one that arrives before a rank has its
+    handlers is not lost.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        """The first request."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        threading.Thread(target=self._forward, name="signals", daemon=True).start()
+
+    def _forward(self) -> None:
+        since, signaled = 0.0, set[int]()
+        while True:
+            arrived = signal.sigtimedwait(STOP_SIGNALS, 0.2)
+            if arrived is not None and self.first is None:
+                self.first, since = signal.Signals(arrived.si_signo), time.monotonic()
+                print(f"{self.first.name}: the ranks save and stop", file=sys.stderr, flush=True)
+            elif arrived is not None and arrived.si_signo == signal.SIGINT:
+                if time.monotonic() - since > SAME_REQUEST_SECONDS:
+                    self._kill()
+            if self.first is not None:
+                new = set(_ranks()) - signaled  # restarted ones too
+                signaled |= new
+                _send(new, self.first)
+
+    def _kill(self) -> NoReturn:
+        text = "SIGINT again: the ranks are killed; steps since the last checkpoint are lost"
+        print(text, file=sys.stderr, flush=True)
+        _send(_ranks(), signal.SIGKILL)
+        os._exit(EXIT_FAILED)
+
+
+def _ranks() -> list[int]:
+    """Process ids of torchrun's ranks: the children of the main thread of this process."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return [int(child) for child in children.split()]
+    return []
+
+
+def _send(ranks: Iterable[int], number: signal.Signals) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, number)
 
 
 def _run_agent(arguments: list[str]) -> int:

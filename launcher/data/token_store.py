@@ -35,7 +35,6 @@ from launcher.data.sources import Part, find_parts, read_all, split
 from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
-from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.console import task
 from launcher.models.attention import Masking
@@ -264,7 +263,7 @@ def _tokenize(parts: list[Part], encoder: Encoder, data: schema.Data) -> Iterato
         batch_size=None,
         collate_fn=partial(_run_task, encoder, data.on_error),
         num_workers=processes if processes > 1 else 0,
-        worker_init_fn=partial(_start_worker, os.getpid()),
+        worker_init_fn=prepare_worker_process,
         multiprocessing_context="fork" if processes > 1 else None,
         # By default its seed is drawn from the default generator, which dropout uses too
         generator=torch.Generator(),
@@ -289,11 +288,6 @@ def _tasks(parts: list[Part]) -> list[list[Part]]:
     starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
     groups = itertools.groupby(zip(starts, pieces, strict=False), lambda one: one[0] // _TASK_BYTES)
     return [[piece for _, piece in group] for _, group in groups]
-
-
-def _start_worker(parent: int, worker: int) -> None:
-    prepare_worker_process(worker)
-    end_with_parent(parent)
 
 
 def _run_task(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.hub import model_folder
 
@@ -184,8 +186,11 @@ def tokenizer_identity(name: str) -> str:
 
 
 def prepare_worker_process(worker: int) -> None:
-    """In a loader process: ignores requests to stop the rank, and tokenizes in one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """In a loader process: ignores requests to stop the rank, ends with it, and tokenizes in one
+    thread."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with_parent(parent.pid)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

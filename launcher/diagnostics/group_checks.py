@@ -26,9 +26,8 @@ from launcher.diagnostics.report import ALL_NODES, RATES, Finding, Report, host_
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel, gather
-from launcher.distributed.spawn import rank_main
+from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE
-from launcher.reliability.failures import end_process
 
 INIT_SECONDS = 180
 """Time for all ranks to meet, while the first one of each node examines it."""

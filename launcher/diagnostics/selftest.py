@@ -16,7 +16,7 @@ from torch import nn
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
-from launcher.distributed.spawn import rank_main
+from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
@@ -29,7 +29,6 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
-from launcher.reliability.failures import end_process
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4

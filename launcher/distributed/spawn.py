@@ -1,10 +1,11 @@
-"""Starts ranks under torchrun, and ends processes with their parent. Standard library only."""
+"""Starts ranks under torchrun, and ends processes. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,13 +15,14 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launcher.distributed.environment import read_environment
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 _SHUTDOWN_SECONDS = 45
 """torchrun gives its ranks 30 seconds to end."""
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process should load nothing
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,17 @@ def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
 def end_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG). Ends at
     once if the parent has ended already. parent: its process id."""
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if _prctl is not None:  # on Linux
+        _prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends at once, with the loader processes; no clean-up that may wait for lost ranks."""
+    for child in multiprocessing.active_children():
+        child.kill()  # they ignore SIGTERM
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)

@@ -69,14 +69,15 @@ def _curves(records: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[
     for record in records:
         values = {key: record[key] for key in keys if key in record}
         if "eval_loss" in keys:
-            values |= record.get("eval_losses", {})
+            values |= record.get("eval_losses") or {}
         elif "eval_*" in keys:
             others = [key for key in record if key.startswith("eval_") and key not in _NO_METRICS]
             values = {key.removeprefix("eval_"): record[key] for key in others}
-            for name, scores in record.get("eval_scores", {}).items():
-                values |= {f"{metric}, {name}": score for metric, score in scores.items()}
+            for name, scores in (record.get("eval_scores") or {}).items():
+                if isinstance(scores, dict):
+                    values |= {f"{metric}, {name}": score for metric, score in scores.items()}
         for name, value in values.items():
-            point = (record["step"], record.get("time", 0.0), finite(value))
+            point = (record["step"], record.get("time") or 0.0, finite(value))
             found.setdefault(name, []).append(point)
     return [
         (name, points) for name, points in found.items() if any(p[2] is not None for p in points)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from launcher.errors import first_line
 from launcher.recipe import schema
-from launcher.reliability.run_directory import Lines, RunFolder, replace_text
+from launcher.reliability.json_files import Lines, replace_text
+from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from launcher.planner.separate_process import run_in_process
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.run_directory import RunFolder, read_jsonl, replace_text
+from launcher.reliability.json_files import replace_text
+from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def resolve_auto(
     answer: list[Any] = [None]
     if ranks.rank == 0:
         logger.info("auto: looking for the fastest configuration that fits ...")
-        failed = failed_micro_batches(read_jsonl(run.events), machine=machine, recipe=recipe)
+        failed = failed_micro_batches(run.read_events(), machine=machine, recipe=recipe)
         try:
             answer[0] = run_in_process(SECONDS, _choose, recipe, machine, min(failed, default=None))
         except RecipeError as error:
@@ -181,6 +182,6 @@ def failed_micro_batches(
     return [
         event["micro_batch_size"]
         for event in events
-        if isinstance(event.get("micro_batch_size"), int)
+        if event.get("micro_batch_size") is not None
         and all(event.get(name) == value for name, value in same.items())
     ]

@@ -26,7 +26,7 @@ from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import ran_out_of_memory
-from launcher.reliability.run_directory import replace_text
+from launcher.reliability.json_files import replace_text
 
 MOST = 6
 """Maximum number of configurations that are measured."""

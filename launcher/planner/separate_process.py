@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,8 +51,6 @@ def run_in_process(seconds: float, task: Callable[..., Answer], *arguments: Any)
 
 def _main() -> None:
     end_with_parent(int(sys.argv[1]))
-    # After a failure torchrun sends SIGTERM to all processes while the rank waits for the answer
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print to standard output too
     task, arguments = pickle.load(sys.stdin.buffer)

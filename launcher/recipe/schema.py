@@ -72,7 +72,7 @@ class Run(Section):
     on_divergence: Literal["stop", "rewind"] = "stop"
     """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
     steps that diverged."""
-    hang_timeout: PositiveInt = 480
+    hang_timeout: Annotated[StrictInt, Field(ge=1, le=30 * 24 * 3600)] = 480
     """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
     ends, to be restarted."""
 

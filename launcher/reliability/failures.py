@@ -8,9 +8,7 @@ CPU waits for the device): its watchdog sees the claim in the store and ends the
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import sys
 import threading
 import time
 import traceback
@@ -22,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
+from launcher.distributed.spawn import end_process
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -353,13 +352,3 @@ class FailureWatch:
             closing.join(_CLOSE_SECONDS)
         self.run.release()
         end_process(status)
-
-
-def end_process(status: int) -> NoReturn:
-    """Ends at once, with the loader processes; no clean-up that may wait for lost ranks."""
-    for child in multiprocessing.active_children():
-        child.terminate()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(status)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError
+from launcher.reliability.json_files import Lines, last_line, read_jsonl, replace_text, well_formed
 from launcher.reliability.lock import Ownership
 
 logger = logging.getLogger(__name__)
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_BLOCK = 4096
-"""Bytes of a file that a full disk has room for if the file exists."""
-
 State = Literal["running", "finished", "stopped", "failed"]
+_EVERY_EVENT = ("event", "time", "host", "attempt")
+_OF_EVENT = {"saved": ("step",), "resumed": ("step",), "verdict": ("text",)}
 Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "stopped", "finished"]
 
 
@@ -73,13 +71,15 @@ class RunFolder:
         mine = _identity(environment)
         return environment.restarted and any(
             value is not None and event.get(key) == value
-            for event in read_jsonl(self.events)
+            for event in self.read_events()
             for key, value in mine.items()
         )
 
-    def note_start(self, environment: Environment) -> None:
+    def note_start(self, environment: Environment, overrides: Sequence[str] = ()) -> None:
+        """overrides: the arguments of this start."""
         self.note(
             "started",
+            overrides=list(overrides),
             ranks=environment.world_size,
             job_restart_count=environment.job_restart_count,
             restart_count=environment.restart_count,
@@ -90,18 +90,24 @@ class RunFolder:
     def exported_step(self) -> int | None:
         """The step of RUN_DIR/hf; None: not known, or the run has gone back since."""
         step = None
-        for event in read_jsonl(self.events):
-            if event.get("event") == "finished" and event.get("exported"):
+        for event in self.read_events():
+            if event["event"] == "finished" and event.get("exported"):
                 step = event.get("step")
-            went_back = event.get("event") == "resumed" and event.get("step", 0) < (step or 0)
+            went_back = event["event"] == "resumed" and event["step"] < (step or 0)
             if went_back or event.get("from_scratch"):
                 step = None
-        return step if isinstance(step, int) else None
+        return step
+
+    def overrides_of_last_start(self) -> list[str]:
+        """Keys that the last start of training gave as arguments; `recipe=NAME` as it was."""
+        started = [event for event in self.read_events() if event["event"] == "started"]
+        words = started[-1].get("overrides", []) if started else []
+        return [word if word.startswith("recipe=") else word.partition("=")[0] for word in words]
 
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
-        return any(event.get("origin") == origin for event in read_jsonl(self.events))
+        return any(event.get("origin") == origin for event in self.read_events())
 
     def refuse_if_used(self, why: str) -> None:
         """Raises RecipeError if a run trained into this folder.
@@ -139,10 +145,20 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         """status.json; empty if there is none."""
         try:
-            status: dict[str, Any] = json.loads(self._status.read_text())
-        except (OSError, ValueError):
+            return well_formed(json.loads(self._status.read_bytes()))
+        except (OSError, ValueError, RecursionError):
             return {}
-        return status
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl that have the keys of their event."""
+        return [
+            event
+            for event in read_jsonl(self.events)
+            if all(
+                event.get(key) is not None
+                for key in (*_EVERY_EVENT, *_OF_EVENT.get(event.get("event", ""), ()))
+            )
+        ]
 
     def write_status(
         self,
@@ -185,7 +201,7 @@ class RunFolder:
         """
         self._ranks = more.get("ranks", self._ranks)
         if self._attempt is None or event == "started":
-            attempts = [line["attempt"] for line in read_jsonl(self.events)]
+            attempts = [line["attempt"] for line in self.read_events()]
             self._attempt = max(attempts, default=0) + (event == "started")
         if event == "started":
             files = self.read_status(), last_line(self.metrics)
@@ -203,113 +219,6 @@ def _identity(environment: Environment) -> dict[str, str | None]:
     agent = f"{socket.gethostname()}:{environment.parent}" if environment.torchrun else None
     run_id = environment.run_id if environment.run_id not in (None, "", "none") else None
     return {"job": environment.job, "run_id": run_id, "agent": agent}
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Replaces a file atomically. On a full disk it is overwritten instead, if the text fits into
-    the blocks that the file has. Raises OSError."""
-    scratch, data = file.with_name(f".{file.name}.{os.getpid()}"), text.encode()
-    try:
-        scratch.write_bytes(data)
-        scratch.replace(file)
-    except OSError as problem:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        size = file.stat().st_size if file.exists() else 0
-        if problem.errno not in _NO_SPACE or not size or len(data) > max(size, _BLOCK):
-            raise
-        with file.open("r+b") as stream:
-            stream.write(data)
-            stream.truncate()
-
-
-class Lines:
-    """A .jsonl file to which lines are appended. Lines that cannot be written, for example on a
-    full disk, stay in memory, are written with a later one, and do not end the run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._kept: list[bytes] = []
-        self._file: BinaryIO | None = None
-
-    def append(self, line: dict[str, Any], *, check: Callable[[], None] = lambda: None) -> None:
-        """check: called before the file is changed."""
-        waiting = len(self._kept)
-        self._kept.append(json.dumps(line).encode() + b"\n")
-        try:
-            check()
-            self._write()
-        except OSError as problem:
-            self.close()
-            if not waiting:
-                logger.warning(
-                    f"{self.path} cannot be written: {problem.strerror}; its lines are kept in "
-                    "memory, training continues"
-                )
-        else:
-            if waiting:
-                logger.info(f"{self.path} can be written again: {waiting} lines were added")
-
-    def _write(self) -> None:
-        if self._file is None:
-            self._file = _open_to_append(self.path)
-        data, end = memoryview(b"".join(self._kept)), os.fstat(self._file.fileno()).st_size
-        try:
-            while data:
-                data = data[self._file.write(data) or 0 :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)  # a part of these lines may have been written
-            raise
-        self._kept.clear()
-
-    def forget(self, wanted: Callable[[str], bool]) -> int:
-        """Forgets the lines in memory that are not wanted; returns how many."""
-        before = len(self._kept)
-        self._kept = [line for line in self._kept if wanted(line.decode())]
-        return before - len(self._kept)
-
-    def close(self) -> None:
-        """Closes the file; the next line opens it again."""
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
-
-
-def _open_to_append(file: Path) -> BinaryIO:
-    """Opens a .jsonl file, and ends an incomplete line that a killed writer may have left."""
-    stream = file.open("ab+", buffering=0)
-    size = stream.seek(0, os.SEEK_END)
-    stream.seek(max(0, size - 1))
-    if size and stream.read(1) != b"\n":
-        stream.write(b"\n")
-    return stream
-
-
-def append_line(file: Path, line: dict[str, Any]) -> None:
-    """Appends to a .jsonl file; an OSError is a warning, and the line is lost."""
-    lines = Lines(file)
-    lines.append(line)
-    lines.close()
-
-
-def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
-    there is no such file."""
-    found: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError), file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
-        for line in stream:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict)]
-
-
-def last_line(file: Path, *, having: str = "step") -> dict[str, Any]:
-    """The last object with this key near the end of a .jsonl file; empty if there is none."""
-    lines = read_jsonl(file, size=64 << 10)
-    return next((line for line in reversed(lines) if having in line), {})
 
 
 class _Tee:

@@ -5,42 +5,75 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from launcher.errors import EXIT_FAILED
-from launcher.reliability.failures import end_process
+from launcher.distributed.environment import Environment
+from launcher.distributed.spawn import end_process, end_with_parent
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError
+from launcher.reliability.lock import process_start
+from launcher.reliability.run_directory import RunFolder
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SAME_REQUEST_SECONDS = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_REQUEST_SECONDS = 2.0
 """A request may arrive twice: directly, and through torchrun's agent."""
+_START_SECONDS = 20.0
+"""Time for a rank that is asked to stop to meet the others. torchrun kills a rank after 30."""
+
+_rank: int | None = None
+"""Process id of this rank, while a StopRequest is active."""
+_forked_by_main = False
 
 
-def _reset_in_child() -> None:
-    """A forked process must not report its signals to its parent."""
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
+def _before_fork() -> None:
+    global _forked_by_main
+    _forked_by_main = threading.current_thread() is threading.main_thread()
 
 
-os.register_at_fork(after_in_child=_reset_in_child)
+def _in_forked_process() -> None:
+    """Makes a helper process survive what is sent to the process group of its rank, and no rank.
+
+    SIGTERM ends it, because pools of processes end their workers so.
+    """
+    global _rank
+    if _rank is None:
+        return
+    rank, _rank = _rank, None
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if _forked_by_main:  # the kernel takes the thread that forks for the parent
+        end_with_parent(rank)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_forked_process)
 
 
 class StopRequest:
-    """Remembers a request to stop; the ranks agree on it at the next step. A second signal, more
-    than five seconds later, ends the process at once.
+    """Remembers a request to stop; the ranks agree on it at the next step. A second SIGINT, more
+    than two seconds later, ends the process at once.
 
     Python runs a signal handler when the main thread returns from a call, but a collective may
-    never return. So each signal is also written to a pipe that the watchdog reads (`look`).
+    never return. So the signals are blocked, and any thread reads those that arrived (`look`).
+    Programs that the rank starts inherit that: a signal to the process group of the rank does not
+    end them before the rank has saved. Threads that were started earlier must not exist.
     """
 
     def __init__(self) -> None:
         self.signal: str | None = None
         """The source of the request: the name of a signal, or a file."""
+        self.watched = threading.Event()
+        """The watchdog runs and acts on requests, or there is no rank any more."""
         self._first: float | None = None
         self._handlers: dict[int, Any] = {}
-        self._read = -1
 
     def requested(self) -> bool:
+        self.look()
         return self.signal is not None
 
     def ask(self, source: str) -> None:
@@ -49,30 +82,86 @@ class StopRequest:
 
     def look(self) -> None:
         """Reads the signals that arrived; from any thread."""
-        with contextlib.suppress(OSError):
-            for number in os.read(self._read, 64):
-                if number in _SIGNALS:
-                    self._note(signal.Signals(number))
+        while (arrived := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
+            self._note(signal.Signals(arrived.si_signo))
 
     def _note(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._first is None:
             self.ask(number.name)
             self._first = now
-        elif now - self._first > _SAME_REQUEST_SECONDS:
+        elif number == signal.SIGINT and now - self._first > SAME_REQUEST_SECONDS:
             end_process(EXIT_FAILED)
 
     def __enter__(self) -> StopRequest:
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in _SIGNALS:
-            self._handlers[number] = signal.signal(number, lambda *_: self.look())
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        global _rank
+        self._outer, _rank = _rank, os.getpid()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        for number in STOP_SIGNALS:  # the kernel discards signals that are ignored
+            handler = lambda number, _: self._note(signal.Signals(number))  # noqa: E731
+            self._handlers[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
+        global _rank
+        self.watched.set()
+        self.look()
+        _rank = self._outer
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        read, self._read = self._read, -1
-        os.close(read)
-        os.close(self._write)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+
+class StartGuard:
+    """Ends a rank that is asked to stop before its watchdog runs.
+
+    The other ranks may not know of the request, so the rank first tries to meet them: from then on,
+    the watchdogs end all ranks together. But it ends at once if it is alone, or if another rank has
+    ended: torchrun ends the ranks with SIGTERM after one of them has failed.
+    """
+
+    def __init__(self, stop: StopRequest, environment: Environment) -> None:
+        self.run: RunFolder | None = None
+        """Rank 0: set when it has taken the folder."""
+        self._stop, self._environment = stop, environment
+        self._seconds = _START_SECONDS + (0 if environment.main else 3)  # rank 0 reports, so first
+        threading.Thread(target=self._watch, name="start", daemon=True).start()
+
+    def _watch(self) -> None:
+        deadline = None
+        while not self._stop.watched.wait(0.2):
+            if not self._stop.requested():
+                continue
+            if self._others_ended():
+                end_process(EXIT_DONE)
+            deadline = deadline or time.monotonic() + self._seconds
+            if self._environment.world_size == 1 or time.monotonic() > deadline:
+                self._end(self._stop.signal or "signal")
+
+    def _others_ended(self) -> bool:
+        parent = self._environment.parent
+        if not self._environment.torchrun:
+            return False
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except OSError:  # the agent has ended
+            return True
+        alive = sum(process_start(int(child)) is not None for child in children)
+        return alive < self._environment.local_world_size
+
+    def _end(self, source: str) -> NoReturn:
+        if self._environment.main:
+            report_stop_at_start(self.run, source)
+        end_process(EXIT_DONE if self._environment.torchrun else EXIT_STOPPED)
+
+
+def report_stop_at_start(run: RunFolder | None, source: str) -> None:
+    """Nothing was trained. run: None if this process has not taken a folder."""
+    text = f"stopped by {source} before the first step: there is nothing to save"
+    print(text, file=sys.stderr, flush=True)
+    if run is not None:
+        with contextlib.suppress(OSError, TrainingError):
+            step = run.read_status().get("step") or 0 if run.resume != "never" else 0
+            run.write_status("stopped", step=step, reason=source)
+            run.note("stopped", step=step, reason=source)
+            run.release()

@@ -20,11 +20,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
 from launcher.reliability import hang_report
+from launcher.reliability.causes import describe
 from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
 from launcher.reliability.signals import StopRequest
 
@@ -72,6 +74,7 @@ class Watch:
             # Now, because a rank that has not published its process cannot be reported as lost
             self._failures.neighbours.find(self._store)
         self._thread.start()
+        self._stop.watched.set()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,6 +98,13 @@ class Watch:
             self._save_file.unlink(missing_ok=True)
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_done()
+        except Exception as error:  # nothing else notices hangs, lost ranks and requests to stop
+            traceback.print_exc()
+            self._fail("watchdog", f"the watchdog of rank {self._rank} failed: {describe(error)}")
+
+    def _watch_until_done(self) -> None:
         before = time.monotonic()
         while not self._done.wait(self._period):
             now = time.monotonic()

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from launcher.checkpoint.files import list_checkpoints, step_of
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.reliability.run_directory import RunFolder, append_line, read_jsonl, replace_text
+from launcher.reliability.json_files import append_line, read_jsonl, replace_text
+from launcher.reliability.run_directory import RunFolder
 from launcher.slurm.scheduler import JobInfo, log, sbatch, slurm_command
 
 _HOPELESS = ("recipe", "no_valid_checkpoint")
@@ -66,12 +69,14 @@ class Attempts:
     @classmethod
     def read(cls, run_dir: Path, job: str, *, max_failures: int) -> Attempts:
         """Reads the attempts of a job; those of another job in the same folder do not count."""
-        values = {}
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             values = json.loads((run_dir / "slurm" / "attempts.json").read_text())
-        if values.get("job") != job:
-            values = {"job": job, "checkpoint": newest_checkpoint(run_dir)}
-        return cls(run_dir, max_failures, **values)
+            found = TypeAdapter(cls).validate_python(
+                {**values, "run_dir": run_dir, "max_failures": max_failures}
+            )
+            if found.job == job:
+                return found
+        return cls(run_dir, max_failures, job, checkpoint=newest_checkpoint(run_dir))
 
     def write(self) -> None:
         own = ("run_dir", "max_failures")
@@ -198,8 +203,9 @@ def measured_lead(run_dir: Path) -> int | None:
     """
     run, size = RunFolder(run_dir), 256 << 10
     lines, events = read_jsonl(run.metrics, size=size), read_jsonl(run.events, size=size)
-    steps: list[float] = [line["step_seconds"] for line in lines if "step_seconds" in line]
-    saves: list[float] = [line["seconds"] for line in events if line.get("event") == "saved"]
+    steps: list[float] = [line["step_seconds"] for line in lines if line.get("step_seconds")]
+    saved = [line.get("seconds") for line in events if line.get("event") == "saved"]
+    saves: list[float] = [seconds for seconds in saved if seconds is not None]
     if not steps or not saves:
         return None
     return max(60, math.ceil(2 * (max(steps[-100:]) + max(saves[-10:]))))
@@ -211,4 +217,5 @@ def note_submission(run_dir: Path, job: str, **more: str) -> None:
 
 
 def submitted_jobs(run_dir: Path) -> list[str]:
-    return [line["job"] for line in read_jsonl(run_dir / "slurm" / "submissions.jsonl")]
+    lines = read_jsonl(run_dir / "slurm" / "submissions.jsonl")
+    return [line["job"] for line in lines if line.get("job") is not None]

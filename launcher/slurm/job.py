@@ -215,7 +215,8 @@ class Job:
             self.attempts.remove_successor()
             return EXIT_FAILED
         status = RunFolder(self.run_dir).read_status()
-        if status == self.attempts.found:  # this attempt did not write it
+        done = exit_status == EXIT_DONE and status.get("state") == "finished"  # nothing was left
+        if status == self.attempts.found and not done:  # this attempt did not write it
             status = {}
         state, before = status.get("state"), replace(self.attempts)
         if self.refused.exists() and state != "finished":

@@ -38,11 +38,11 @@ def together(file: Path, *, status: int) -> Problems:
     """Problems found on all nodes together. file: the report of `launcher doctor json=FILE`."""
     try:
         findings = json.loads(file.read_text())["findings"]
-    except (OSError, ValueError):
+        bad = [finding for finding in findings if finding["state"] == "bad"]
+        return [(finding["host"], f"{finding['name']}: {finding['text']}") for finding in bad]
+    except (OSError, ValueError, KeyError, TypeError):
         how = "took too long" if status == LATE else f"ended with status {status}, without a report"
         return [(_ALL, f"the check {how}")]
-    bad = [finding for finding in findings if finding["state"] == "bad"]
-    return [(finding["host"], f"{finding['name']}: {finding['text']}") for finding in bad]
 
 
 def report(problems: Problems, nodes: Sequence[str], file: Path) -> list[str]:

@@ -25,7 +25,8 @@ from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_ste
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.metrics.verdict import Measured, step_shares, verdict
 from launcher.planner.comparison import PATIENCE, Forecast
-from launcher.reliability.run_directory import Lines, RunFolder, replace_text
+from launcher.reliability.json_files import Lines, replace_text
+from launcher.reliability.run_directory import RunFolder
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 from launcher.training.setup import Training

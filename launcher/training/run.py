@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.checkpoint.manager import CheckpointManager
-from launcher.checkpoint.resume import Resumed
+from launcher.checkpoint.resume import Resumed, check_length
 from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
@@ -59,7 +59,7 @@ class Rank:
     progress: Progress
 
 
-def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int:
+def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder, stop: StopRequest) -> int:
     """Joins the other ranks and trains with them. Returns the exit status. A failure of any rank
     ends this process (`FailureWatch`). Raises TrainingError if the ranks do not meet."""
     settings, progress = loaded.recipe.run, Progress()
@@ -70,7 +70,6 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder) -> int
         environment, device=settings.device, init_timeout=settings.init_timeout
     )
     with (
-        StopRequest() as stop,
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
         FailureWatch(
@@ -161,7 +160,10 @@ class Run:
         if self._recipe.checkpoint.every_steps is None and resume == "never":
             return None, None
         manager = CheckpointManager(directory, self._training)
-        return manager, manager.restore(resume)
+        resumed = manager.restore(resume)
+        if resumed is not None:  # with run.epochs, the number of steps is known only now
+            check_length(resumed.position.step, self._steps, checkpoint=resumed.path)
+        return manager, resumed
 
     def _move_to(self, position: Position) -> Training:
         """Continues at a position of the data, which may change the number of steps."""
@@ -181,8 +183,8 @@ class Run:
 
     def execute(self) -> bool:
         """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
-        if self._evaluation_due:
-            self._evaluate(self._position.step)
+        if self._evaluation_due and self._evaluate(self._position.step) is None:
+            self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
         finished = self._train()
         self._finish_checkpoints(finished)
         reason, exported = None, None
@@ -224,9 +226,10 @@ class Run:
             early = self._early_stopping.over
             stopping = bool(stop_requested) or scores is None or early
             self._save_if_due(step, scores, stopping=stopping, requested=bool(save_requested))
-            if stopping and step.number < self._steps:
+            interrupted = scores is None and self._checkpoints is not None
+            if interrupted or (stopping and step.number < self._steps):
                 self._reporter.flush()
-                return early
+                return early  # after an interrupted evaluation, the next start repeats it
         self._reporter.flush()
         return True
 

@@ -200,7 +200,7 @@ def start():
 
     train.prepare_cuda = prepare_and_patch
     status = train.main()
-    from launcher.reliability.failures import end_process
+    from launcher.distributed.spawn import end_process
 
     end_process(status)
 

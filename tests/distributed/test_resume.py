@@ -340,6 +340,7 @@ def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
 def test_damaged_checkpoint_is_reported_and_older_one_used(folder, one_rank):
     run_dir = shutil.copytree(one_rank[0], folder / "damaged")
     before = records(run_dir)
+    (run_dir / "status.json").write_text('{"state": "running", "step": 12}')
     file = run_dir / "checkpoints/step_00000012/rank_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -437,7 +438,7 @@ def test_run_stopped_by_signal_resumes_exactly(folder, undisturbed):
     def save_then_stop(process):
         (run_dir / "save").touch()
         wait_until(lambda: events(run_dir, "saved"), seconds=30, process=process)
-        os.kill(workers(process.pid)[-1], signal.SIGUSR1)
+        os.killpg(workers(process.pid)[-1], signal.SIGTERM)  # loader processes too
 
     words = ["run.max_steps=40", "checkpoint.every_steps=39"]
     during = call_when(trained, save_then_stop)

@@ -253,13 +253,14 @@ def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_pa
             b["grad_norm"],
             b["learning_rate"],
         )
-    before = (tmp_path / "second/metrics.jsonl").read_bytes()
-    finished = run_python(*again).check()
-    assert "resumed from" in finished.output
-    assert "finished after 3 of 3 steps" in finished.output
-    assert (tmp_path / "second/metrics.jsonl").read_bytes() == before, (
+    files = ("metrics.jsonl", "events.jsonl", "status.json", "recipe.yaml")
+    before = [(tmp_path / "second" / name).read_bytes() for name in files]
+    finished = torchrun(TRAIN, *again, ranks=2).check()
+    assert finished.output.count(f"{tmp_path}/second is finished: 3 of 3 steps") == 1
+    assert [(tmp_path / "second" / name).read_bytes() for name in files] == before, (
         "no step was left to train, so nothing must be written"
     )
+    before = before[0]
     refused = run_python(*again, "checkpoint.resume=never").check(2)
     assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
     assert "Traceback" not in refused.output
@@ -558,8 +559,12 @@ def test_torchrun_stops_all_ranks_at_the_same_step(tmp_path):
     """The agent forwards SIGTERM; both ranks stop at the same step."""
     run_dir = tmp_path / "run"
     stop = when_training(run_dir, lambda process: process.send_signal(signal.SIGTERM))
-    torchrun(TRAIN, *SMALL, "run.max_steps=100000", f"run.dir={run_dir}", ranks=2, during=stop)
+    workers = "data.workers=2"  # they get the signal too
+    torchrun(
+        TRAIN, *SMALL, workers, "run.max_steps=100000", f"run.dir={run_dir}", ranks=2, during=stop
+    )
     assert status(run_dir)["state"] == "stopped"
+    assert (run_dir / f"checkpoints/step_{status(run_dir)['step']:08}/commit.json").exists()
     assert status(run_dir)["step"] == training_metrics(run_dir)[-1]["step"]
     assert "Traceback" not in (run_dir / "log/rank_1.log").read_text()
 

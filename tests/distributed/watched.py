@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
+from launcher.distributed.spawn import end_process
 from launcher.recipe.schema import Data
-from launcher.reliability.failures import FailureWatch, end_process
+from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest

@@ -19,7 +19,7 @@ from launcher.distributed.environment import prepare_cuda
 
 prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
 
-from launcher.reliability.failures import end_process  # noqa: E402
+from launcher.distributed.spawn import end_process  # noqa: E402
 from launcher.reliability.progress import Progress  # noqa: E402
 from launcher.train import main  # noqa: E402
 from tests.nullgpu.devices import preloaded  # noqa: E402

@@ -8,12 +8,14 @@ import pytest
 import torch
 import yaml
 
+from launcher.checkpoint.files import commit, scratch_folder, write_file
 from launcher.checkpoint.resume import (
     check_changes,
     check_data,
     check_stream,
     choose_resume,
     data_changes,
+    finished_run,
 )
 from launcher.data.setup import open_run_data
 from launcher.data.token_store import ModelInputs
@@ -256,3 +258,43 @@ def test_resume_path_in_an_unrelated_run_folder_is_refused(tmp_path):
     assert choose(run.path, own[0]) == str(own[0]), "an explicit rewind to an own checkpoint"
     run.note("resumed", step=4, origin=str(own[0]))
     assert choose(run.path, own[0]) == "auto", "a restart must not repeat the rewind"
+
+
+@pytest.fixture
+def finished(folder):
+    """`recipe=x.yaml run.max_steps=8`, finished. The file has run.max_steps: 10."""
+    run = RunFolder(folder / "run")
+    arguments = ["recipe=x.yaml", "run.max_steps=8", f"run.dir={run.path}"]
+    scratch = scratch_folder(run.path / "checkpoints", 8)
+    text = to_yaml(load_recipe(arguments, ranks=1).recipe)
+    state = json.dumps({"step": 8, "recipe": text}).encode()
+    parts = {"state.json": state, "index.json": b"{}", "rank_00000.safetensors": b"x"}
+    files = {name: write_file(scratch / name, content) for name, content in parts.items()}
+    commit(scratch, step=8, ranks=1, files=files)
+    run.note_start(environment(), arguments)
+    run.write_status("finished", step=8, steps=8)
+    return run, arguments
+
+
+def test_finished_run_is_continued_only_with_more_steps(finished):
+    run, (recipe, steps, folder) = finished
+    for same in ([steps], [], ["run.max_steps=5"], [steps, "batch.micro_batch_size=4"]):
+        text = finished_run([recipe, folder, *same])
+        assert f"{run.path} is finished: 8 of 8 steps. Nothing was trained" in text
+        assert "run.max_steps=N" in text
+    assert finished_run([recipe, folder, "run.max_steps=9"]) is None
+    assert finished_run([recipe, folder, steps, "checkpoint.resume=never"]) is None
+    with pytest.raises(RecipeError, match=r"run.seed: 1234 -> 7"):
+        finished_run([recipe, folder, steps, "run.seed=7"])
+    run.write_status("finished", step=6, steps=8, reason="early_stopping")
+    assert "6 of 8 steps, by evaluation.stop_after" in finished_run([recipe, folder, steps])
+    run.write_status("stopped", step=8, steps=8)
+    assert finished_run([recipe, folder, steps]) is None
+
+
+def test_shorter_run_than_its_checkpoint_is_refused(finished):
+    run, (recipe, _, folder) = finished
+    loaded = load_recipe([recipe, folder, "run.max_steps=5"], ranks=1)
+    text = r"run.max_steps: the run has 5 steps, but .*step_00000008 is of step 8 already"
+    with pytest.raises(RecipeError, match=text):
+        choose_resume(run, loaded.recipe, to_yaml(loaded.recipe), restarted=False)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import typer.main
@@ -11,6 +12,7 @@ from typer.core import TyperOption
 from launcher.cli import train
 from launcher.cli.main import app, main, run
 from launcher.errors import RecipeError
+from launcher.reliability.run_directory import RunFolder
 
 GROUP = typer.main.get_command(app)
 COMMANDS = GROUP.commands
@@ -101,10 +103,29 @@ def test_shell_completes_commands_options_and_keys():
     assert completed("show", "optimizer.learn") == ["optimizer.learning_rate="]
 
 
+def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
+    """A wrapper that starts a stopped run again must not do so for ever."""
+    run = RunFolder(folder / "runs/small")
+    run.path.mkdir(parents=True)
+    run.write_status("stopped", step=5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(train, "_Requests", lambda: types.SimpleNamespace(first=None))
+    for ended in (lambda arguments: 1, lambda arguments: 0):
+        monkeypatch.setattr(train, "_run_agent", ended)
+        command = ["train", "recipe=x.yaml", "--gpus", "2", f"run.dir={run.path}"]
+        assert main(command) == ended([])
+    monkeypatch.setattr(
+        train, "_run_agent", lambda arguments: run.write_status("stopped", step=9) or 0
+    )
+    assert main(command) == 75
+
+
 def test_train_starts_ranks(folder, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(train, "_run_agent", lambda arguments: started.append(arguments) or 0)
     monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
+    # It would block the signals of this process
+    monkeypatch.setattr(train, "_Requests", lambda: types.SimpleNamespace(first=None))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     main(["train", "recipe=x.yaml", "--gpus", "2", "run.seed=3", "max_restarts=1"])
     ranks = ["--nproc-per-node=2", "--max-restarts=1", "-m", "launcher.train"]

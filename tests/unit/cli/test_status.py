@@ -1,5 +1,6 @@
 """`launcher status` on run folders that the tests construct."""
 
+import json
 import os
 import time
 
@@ -7,9 +8,12 @@ import pytest
 
 from launcher.checkpoint.files import commit, scratch_folder, write_file
 from launcher.cli import main, status
+from launcher.cli.rows import skipped_batches
 from launcher.distributed.environment import Environment
+from launcher.reliability.json_files import append_line
 from launcher.reliability.lock import Ownership
-from launcher.reliability.run_directory import RunFolder, append_line
+from launcher.reliability.run_directory import RunFolder
+from launcher.slurm.attempts import Attempts, measured_lead, submitted_jobs
 
 SINGLE_PROCESS = Environment(
     rank=0, world_size=1, local_rank=0, local_world_size=1, torchrun=False, restart_count=0
@@ -143,3 +147,42 @@ def test_folder_without_runs_is_refused(command, arguments, message, tmp_path, c
     monkeypatch.chdir(tmp_path)
     assert main.main([command, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+ODD = ("[]", "null", "3", '"text"', "{}", '{"step": "x"', '{"event": "saved"}', '{"attempt": []}')
+ODD_KEYS = {
+    "state": [], "step": "x", "steps": [], "time": "now", "reason": 3, "error": {}, "loss": "low",
+    "warning": 4, "event": "resumed", "attempt": None, "host": 3, "tokens_per_second": "fast",
+    "step_seconds": [], "eval_loss": {}, "found_time": -1, "shares": 2, "overrides": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*ODD, json.dumps(ODD_KEYS), "[" * 20_000, "\xff"])
+def test_files_of_another_shape_give_no_traceback(run, text, tmp_path):
+    """Something else has written to the files: a start, status and report use what is well formed."""
+    run.write_status("stopped", step=7)
+    expected = describe_all(run)
+    with run.events.open("a") as events, run.metrics.open("a") as lines:
+        events.write(text + "\n")
+        lines.write(text + "\n")
+    assert [row for row in describe_all(run) if row[0] == "step"] == [
+        row for row in expected if row[0] == "step"
+    ]
+    (run.path / "status.json").write_text(text)
+    assert main.main(["status", str(run.path)]) == 0
+    assert main.main(["report", str(run.path), "--out", str(tmp_path / "page.html")]) == 0
+    assert run.read_status().get("step") is None
+    run.note_start(SINGLE_PROCESS)
+    assert run.read_events()[-1]["attempt"] == 4
+    assert not run.was_begun_by(SINGLE_PROCESS)
+    assert measured_lead(run.path) in (None, 60)
+    (run.path / "slurm").mkdir()
+    for name in ("attempts.json", "submissions.jsonl"):
+        (run.path / "slurm" / name).write_text(text + "\n")
+    assert submitted_jobs(run.path) == []
+    assert Attempts.read(run.path, "7", max_failures=3).job == "7"
+    assert skipped_batches(run.read_events(), 3, run=run.path) == 0
+
+
+def describe_all(run):
+    return list(status.describe(status.summarize(run.path, NOW), NOW))

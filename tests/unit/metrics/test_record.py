@@ -18,7 +18,8 @@ from launcher.metrics.recorder import Flops, StepRecorder
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.metrics.verdict import TOLERATED, Measured, step_shares, verdict
 from launcher.recipe.load import load_recipe
-from launcher.reliability.run_directory import RunFolder, read_jsonl
+from launcher.reliability.json_files import read_jsonl
+from launcher.reliability.run_directory import RunFolder
 from launcher.training.loop import Step
 from launcher.training.reporting import Reporter
 

@@ -12,7 +12,8 @@ from launcher.metrics import report
 from launcher.planner.formatting import as_json
 from launcher.planner.page import plan_page
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.reliability.run_directory import RunFolder, append_line, read_jsonl
+from launcher.reliability.json_files import append_line, read_jsonl
+from launcher.reliability.run_directory import RunFolder
 from tests.browser import Browser, unavailable
 from tests.unit.planner.example_plans import RECIPE, example_ladder, example_plan
 

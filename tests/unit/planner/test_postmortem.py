@@ -22,8 +22,9 @@ from launcher.planner.out_of_memory import (
 from launcher.recipe.schema import Batch
 from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
+from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.progress import Progress
-from launcher.reliability.run_directory import RunFolder, read_jsonl
+from launcher.reliability.run_directory import RunFolder
 from tests.unit.planner.example_plans import (
     GIB,
     RECIPE,

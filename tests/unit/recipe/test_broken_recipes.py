@@ -34,6 +34,7 @@ FILES = r"""
 3|  max_steps: true -> x.yaml:3: run.max_steps: must be a whole number; got true
 3|  max_steps: "10" -> x.yaml:3: run.max_steps: must be a whole number; got '10'
 3|  max_steps: 0 -> x.yaml:3: run.max_steps: must be at least 1; got 0
+3|  max_steps: 10\n  hang_timeout: 10000000000 -> x.yaml:4: run.hang_timeout: must be at most 2592000; got 10000000000
 3|  max_steps: 10\n  deterministic: 1 -> x.yaml:4: run.deterministic: must be true or false; got 1
 3|  max_steps: 10\n  epochs: 1 -> x.yaml:4: run.epochs: run.max_steps is given too; set all but one to null
 3|  max_steps: 10\n  seed: 1\n  seed: 2 -> x.yaml:5: not YAML: seed is given twice

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -117,6 +118,60 @@ def test_killed_neighbour_is_reported_despite_store_errors(start, neighbour):
     assert rank.ended == [1]
     assert (status["state"], status["reason"], status["step"]) == ("failed", "rank_lost", 4)
     assert status["error"].startswith("rank 1 of 2 ended without an error message in step 5")
+
+
+def test_failed_watchdog_ends_the_run(start, monkeypatch):
+    def overflow(*_, **more):
+        raise OverflowError("timeout value is too large")
+
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", overflow)
+    status = start().wait_for_status()
+    assert (status["state"], status["reason"]) == ("failed", "watchdog")
+    assert status["error"].startswith("the watchdog of rank 0 failed: OverflowError")
+
+
+def test_helper_processes_survive_signals_to_the_group_of_a_rank(tmp_path):
+    """A program inherits blocked signals. A forked process is in a group of its own, ends by
+    SIGTERM, and is killed with its parent."""
+    script = tmp_path / "rank.py"
+    script.write_text(HELPERS)
+    rank = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    forked, program = map(int, rank.stdout.readline().split())
+    try:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.killpg(rank.pid, number)
+        assert rank.stdout.readline().endswith("others run: True\n")
+        assert process_start(program) is not None
+        rank.kill()
+        rank.wait()
+        while process_start(forked) is not None:
+            time.sleep(0.02)
+    finally:
+        rank.kill()
+        os.kill(program, signal.SIGKILL)
+        rank.stdout.close()
+
+
+HELPERS = """
+import multiprocessing, subprocess, sys, time
+from launcher.reliability.signals import StopRequest
+
+with StopRequest() as stop:
+    context = multiprocessing.get_context("fork")
+    ended, forked = (context.Process(target=time.sleep, args=(1000,)) for _ in range(2))
+    ended.start(), forked.start()
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    time.sleep(0.5)
+    print(forked.pid, program.pid, flush=True)
+    while not stop.requested():
+        time.sleep(0.02)
+    ended.terminate()
+    ended.join()
+    print(f"{stop.signal}, others run:", forked.is_alive() and program.poll() is None, flush=True)
+    time.sleep(1000)
+"""
 
 
 def test_killed_neighbour_is_reported_without_the_store(start, neighbour, monkeypatch):

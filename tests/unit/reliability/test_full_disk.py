@@ -11,7 +11,8 @@ import pytest
 from launcher.cli.main import main
 from launcher.errors import TrainingError
 from launcher.metrics.sinks import JsonLines
-from launcher.reliability.run_directory import RunFolder, read_jsonl, replace_text
+from launcher.reliability.json_files import read_jsonl, replace_text
+from launcher.reliability.run_directory import RunFolder
 from tests.full_disk import fill, full_disk
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE]

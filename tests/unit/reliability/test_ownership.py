@@ -14,8 +14,9 @@ import pytest
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.reliability import lock
+from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.lock import Ownership, current_owner, succeeds
-from launcher.reliability.run_directory import RunFolder, read_jsonl
+from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
 
 SINGLE_PROCESS = Environment()

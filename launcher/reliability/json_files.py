@@ -1,0 +1,165 @@
+"""JSON and JSON Lines files of a run: written also when the disk is full, read also when damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_BLOCK = 4096
+"""Bytes of a file that a full disk has room for if the file exists."""
+
+# Types of the keys that are read again, in status.json, events.jsonl and metrics.jsonl
+_TEXTS = (
+    "state", "reason", "error", "warning", "event", "host", "found", "text", "origin", "job",
+    "run_id", "agent", "device",
+)  # fmt: skip
+_COUNTS = (
+    "step", "steps", "attempt", "ranks", "ranks_per_node", "found_step", "skipped_batches",
+    "bytes", "device_memory", "peak_memory_bytes", "micro_batch_size", "samples",
+    "global_batch_size",
+)  # fmt: skip
+_TIMES = ("time", "found_time")
+_NUMBERS = (
+    "seconds", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "eval_loss",
+)  # fmt: skip
+_TABLES = ("shares", "held", "versions", "eval_losses", "eval_scores")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Replaces a file atomically. On a full disk it is overwritten instead, if the text fits into
+    the blocks that the file has. Raises OSError."""
+    scratch, data = file.with_name(f".{file.name}.{os.getpid()}"), text.encode()
+    try:
+        scratch.write_bytes(data)
+        scratch.replace(file)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        size = file.stat().st_size if file.exists() else 0
+        if problem.errno not in _NO_SPACE or not size or len(data) > max(size, _BLOCK):
+            raise
+        with file.open("r+b") as stream:
+            stream.write(data)
+            stream.truncate()
+
+
+class Lines:
+    """A .jsonl file to which lines are appended. Lines that cannot be written, for example on a
+    full disk, stay in memory, are written with a later one, and do not end the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept: list[bytes] = []
+        self._file: BinaryIO | None = None
+
+    def append(self, line: dict[str, Any], *, check: Callable[[], None] = lambda: None) -> None:
+        """check: called before the file is changed."""
+        waiting = len(self._kept)
+        self._kept.append(json.dumps(line).encode() + b"\n")
+        try:
+            check()
+            self._write()
+        except OSError as problem:
+            self.close()
+            if not waiting:
+                logger.warning(
+                    f"{self.path} cannot be written: {problem.strerror}; its lines are kept in "
+                    "memory, training continues"
+                )
+        else:
+            if waiting:
+                logger.info(f"{self.path} can be written again: {waiting} lines were added")
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._file = _open_to_append(self.path)
+        data, end = memoryview(b"".join(self._kept)), os.fstat(self._file.fileno()).st_size
+        try:
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # a part of these lines may have been written
+            raise
+        self._kept.clear()
+
+    def forget(self, wanted: Callable[[str], bool]) -> int:
+        """Forgets the lines in memory that are not wanted; returns how many."""
+        before = len(self._kept)
+        self._kept = [line for line in self._kept if wanted(line.decode())]
+        return before - len(self._kept)
+
+    def close(self) -> None:
+        """Closes the file; the next line opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _open_to_append(file: Path) -> BinaryIO:
+    """Opens a .jsonl file, and ends an incomplete line that a killed writer may have left."""
+    stream = file.open("ab+", buffering=0)
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(0, size - 1))
+    if size and stream.read(1) != b"\n":
+        stream.write(b"\n")
+    return stream
+
+
+def append_line(file: Path, line: dict[str, Any]) -> None:
+    """Appends to a .jsonl file; an OSError is a warning, and the line is lost."""
+    lines = Lines(file)
+    lines.append(line)
+    lines.close()
+
+
+def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
+    """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
+    there is no such file."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
+        for line in stream:
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(well_formed(json.loads(line)))
+    return [value for value in found if value]
+
+
+def well_formed(value: Any) -> dict[str, Any]:
+    """The keys of an object without those whose value has another type than a run writes, because
+    something else has changed the file; empty if it is no object."""
+    if not isinstance(value, dict):
+        return {}
+    return {key: one for key, one in value.items() if one is None or _has_type(key, one)}
+
+
+def _has_type(key: str, value: Any) -> bool:
+    if key in _TEXTS:
+        return isinstance(value, str)
+    if key in _COUNTS:
+        return type(value) is int and 0 <= value < 1 << 53
+    if key in _TIMES:
+        return type(value) in (int, float) and 0 <= value < 1e11
+    if key in _NUMBERS or key.endswith("_seconds"):
+        return type(value) in (int, float) and abs(value) < 1e300
+    if key in _TABLES:
+        return isinstance(value, dict)
+    return key != "overrides" or (
+        isinstance(value, list) and all(isinstance(one, str) for one in value)
+    )
+
+
+def last_line(file: Path, *, having: Sequence[str] = ("step",)) -> dict[str, Any]:
+    """The last object with these keys near the end of a .jsonl file; empty if there is none."""
+    lines = read_jsonl(file, size=64 << 10)
+    return next((line for line in reversed(lines) if line.keys() >= {*having}), {})
