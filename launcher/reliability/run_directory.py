@@ -77,6 +77,13 @@ class RunFolder:
             **_identity(environment),
         )
 
+    def first_day(self) -> str:
+        """The day (YYYY-MM-DD, UTC) of the run's first start; today if it was not started."""
+        started = [event for event in read_jsonl(self.events) if event.get("event") == "started"]
+        anew = [event["time"] for event in started if event.get("from_scratch")]
+        times = anew[-1:] or [event["time"] for event in started] or [time.time()]
+        return time.strftime("%Y-%m-%d", time.gmtime(times[0]))
+
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
