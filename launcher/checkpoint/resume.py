@@ -32,8 +32,16 @@ _HARMLESS = (
     "data.validation",
 )
 """Exceptions: sections and keys among these that do not."""
-_UNREPORTED = ("run.name", "run.dir", "checkpoint.resume", "checkpoint.allow_changes", "slurm")
-"""Sections and keys whose changes are not reported."""
+_UNREPORTED = (
+    "run.name",
+    "run.dir",
+    "checkpoint.resume",
+    "checkpoint.allow_changes",
+    "slurm",
+    "data.date",
+)
+"""Sections and keys whose changes are not reported. The fingerprint of the data has the date where
+it matters."""
 _OTHERWISE = "or train into another run.dir; or set checkpoint.allow_changes=true"
 
 

@@ -137,7 +137,8 @@ def _open(run: Path, recipe: Recipe) -> RunData:
 
     group: Any = None  # one process
     alone = DataParallel(rank=0, size=1, group=group, device=torch.device("cpu"))
-    data = dataclasses.replace(recipe.data, validation=None)
+    day = recipe.data.date or RunFolder(run).first_day()
+    data = dataclasses.replace(recipe.data, validation=None, date=day)
     size = recipe.batch.global_batch_size
     batch = Batch(global_batch_size=size, micro_batch_size=1)  # any gives the same rows
     recipe = dataclasses.replace(recipe, data=data, batch=batch)

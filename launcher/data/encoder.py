@@ -13,21 +13,25 @@ from typing import Any
 import numpy as np
 
 from launcher.data.chat import (
-    ChatTemplate,
     Message,
     RefusedError,
-    Rendered,
     RowError,
+    parse_arguments,
+    read_history,
     read_messages,
+    read_text,
     read_tools,
+    with_system,
 )
-from launcher.data.messages import parse_arguments, read_history, read_text, with_system
+from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.sources import Row
+from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
     Tokenizer,
     hugging_face_tokenizer,
     load_tokenizer,
+    prints_date,
     tokenizer_identity,
 )
 from launcher.errors import RecipeError
@@ -84,6 +88,8 @@ class Encoder:
     """The text of a chat template that replaces the tokenizer's own."""
     longest: int | None = None
     """Most tokens of a text for classification, with the tokenizer's special tokens."""
+    day: str | None = None
+    """YYYY-MM-DD, for a chat template that prints today's date; None if none does."""
 
     @property
     def text_column(self) -> str:
@@ -92,15 +98,18 @@ class Encoder:
 
     def identity(self) -> list[Any]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
-        tokenizer, template = self.fingerprint().values()
-        return [self.kind, tokenizer, self.columns, self.labels, template, self.longest]
+        tokenizer, template, *day = self.fingerprint().values()
+        return [self.kind, tokenizer, self.columns, self.labels, template, self.longest, *day]
 
     def fingerprint(self) -> dict[str, str | None]:
-        """Checksums of the tokenizer's files and of data.chat_template."""
+        """Checksums of the tokenizer's files and of data.chat_template; and the date, if a template
+        prints it."""
         template = self.template
+        day = {} if self.day is None else {"date": self.day}
         return {
             "tokenizer": None if self.tokenizer is None else tokenizer_identity(self.tokenizer),
             "chat_template": template and hashlib.sha256(template.encode()).hexdigest(),
+            **day,
         }
 
     def encode_rows(self, rows: Iterable[Row], *, batch_rows: int = 64) -> Iterator[Encoded]:
@@ -138,6 +147,10 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
             problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
             raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
     assert tokenizer is not None or kind == "tokens", "the model's own tokenizer is the default"
+    day = None
+    if kind in ("chat", "instruct") and tokenizer is not None:
+        dated = prints_date(tokenizer) if template is None else uses_date(template)
+        day = (data.date or today()) if dated else None
     return Encoder(
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
@@ -145,6 +158,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         labels=data.labels if kind == "classification" else None,
         template=template,
         longest=data.sequence_length if kind == "classification" else None,
+        day=day,
     )
 
 
@@ -191,7 +205,9 @@ def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
     return [
         (ids, labels, None)
-        for ids, labels in _load_template(encoder.tokenizer, encoder.template).tokens(batch)
+        for ids, labels in _load_template(encoder.tokenizer, encoder.template, encoder.day).tokens(
+            batch
+        )
     ]
 
 
@@ -358,16 +374,16 @@ def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
 
 
 @functools.lru_cache(maxsize=4)
-def _load_template(name: str | None, template: str | None) -> ChatTemplate:
+def _load_template(name: str | None, template: str | None, day: str | None) -> ChatTemplate:
     assert name is not None
-    return ChatTemplate(hugging_face_tokenizer(name), name, template)
+    return ChatTemplate(hugging_face_tokenizer(name), name, template, day=day)
 
 
 def _render(
     encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
 ) -> Rendered:
     tools, parsed = read_tools(row.get("tools")), parse_arguments(messages)
-    template = _load_template(encoder.tokenizer, encoder.template)
+    template = _load_template(encoder.tokenizer, encoder.template, encoder.day)
     try:
         rendered = template.render(parsed, tools, loss_from=loss_from)
     except RefusedError:

@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from launcher.recipe.hub import model_folder
 Ids = npt.NDArray[np.int32]
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
+_NAMED_TEMPLATES = "additional_chat_templates"
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
 """Checksum of the byte tokenizer's ids and chat template; part of the names of stores."""
 _SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -178,11 +179,22 @@ def tokenizer_identity(name: str) -> str:
     if name == "bytes":
         return _BYTES_IDENTITY
     digest = hashlib.sha256()
-    for file in sorted(model_folder(name, key="data.tokenizer", weights=False).iterdir()):
-        if file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json"):
-            content = file.read_bytes()
-            digest.update(json.dumps([file.name, len(content)]).encode() + content)
+    for file_name, content in _tokenizer_files(name):
+        digest.update(json.dumps([file_name, len(content)]).encode() + content)
     return digest.hexdigest()
+
+
+def prints_date(name: str) -> bool:
+    """Whether a chat template of the tokenizer prints today's date. Loads no tokenizer."""
+    return name != "bytes" and any(b"strftime_now(" in text for _, text in _tokenizer_files(name))
+
+
+def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of a tokenizer's files, with its named chat templates."""
+    folder = model_folder(name, key="data.tokenizer", weights=False)
+    for file in sorted([*folder.iterdir(), *folder.glob(f"{_NAMED_TEMPLATES}/*.jinja")]):
+        if file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json"):
+            yield str(file.relative_to(folder)), file.read_bytes()
 
 
 def prepare_worker_process(worker: int) -> None:

@@ -15,8 +15,8 @@ from launcher.recipe.schema_outputs import Logging as Logging
 from launcher.recipe.schema_outputs import Profile as Profile
 from launcher.recipe.schema_outputs import Wandb as Wandb
 from launcher.recipe.schema_slurm import Slurm as Slurm
-from launcher.recipe.section import Dtype as Dtype
 from launcher.recipe.section import (
+    Day,
     Folder,
     FolderName,
     Fraction,
@@ -33,6 +33,7 @@ from launcher.recipe.section import (
     Text,
     TextList,
 )
+from launcher.recipe.section import Dtype as Dtype
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
@@ -177,6 +178,9 @@ class Data(Section):
     """Names of the classes, for kind classification; null: the column holds integers from 0."""
     chat_template: Text | None = None
     """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
+    date: Day | None = None
+    """What a chat template prints as today's date (YYYY-MM-DD), for kinds chat and instruct; null:
+    the day (UTC) of the run's first start."""
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
     processes: PositiveInt | None = None

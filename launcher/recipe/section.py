@@ -31,6 +31,7 @@ Fraction = Annotated[StrictFloat, Field(ge=0, lt=1)]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Text = Annotated[str, form(r".*\S.*", "must not be empty")]
 Name = Annotated[str, form(r"[A-Za-z_][\w-]*", "must be a name of letters, digits, _ and -")]
+Day = Annotated[str, form(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", "must be YYYY-MM-DD")]
 Folder = Annotated[str, form(r"(?!~).*\S.*", "must be a folder; instead of ~ write ${oc.env:HOME}")]
 FolderName = Annotated[
     str, form(r"(?!\.\.?$)(?=.*\S)[^/\\\n\t\0]+", "must be usable as a folder's name")

@@ -36,6 +36,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.prompt_column data.response_column", "data.kind", "instruct"),
     ("data.label_column data.labels", "data.kind", "classification"),
     ("data.chat_template", "data.kind", "chat instruct"),
+    ("data.date", "data.kind", "chat instruct"),
     ("data.shuffle_buffer", "data.streaming", True),
     ("data.streaming", "data.kind", "text tokens chat instruct"),
     ("run.epochs", "data.streaming", False),

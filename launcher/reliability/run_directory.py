@@ -100,9 +100,18 @@ class RunFolder:
 
     def overrides_of_last_start(self) -> list[str]:
         """Keys that the last start of training gave as arguments; `recipe=NAME` as it was."""
-        started = [event for event in self.read_events() if event["event"] == "started"]
-        words = started[-1].get("overrides", []) if started else []
+        words = (self._starts() or [{}])[-1].get("overrides") or []
         return [word if word.startswith("recipe=") else word.partition("=")[0] for word in words]
+
+    def first_day(self) -> str:
+        """The day (YYYY-MM-DD, UTC) of the run's first start; today if it was not started."""
+        started = self._starts()
+        anew = [event["time"] for event in started if event.get("from_scratch")]
+        times = anew[-1:] or [event["time"] for event in started] or [time.time()]
+        return time.strftime("%Y-%m-%d", time.gmtime(times[0]))
+
+    def _starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.read_events() if event["event"] == "started"]
 
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""

@@ -23,6 +23,7 @@ from launcher.planner.comparison import Forecast
 from launcher.planner.detect import detect_machine, resolve_auto
 from launcher.planner.out_of_memory import PostMortem
 from launcher.recipe.load import LoadedRecipe
+from launcher.recipe.schema import Recipe
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
@@ -91,9 +92,8 @@ class Run:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         directory, environment = rank.directory, rank.environment
         machine = detect_machine(rank.ranks, environment)
-        self._recipe = recipe = resolve_auto(
-            loaded.recipe, machine, ranks=rank.ranks, run=directory
-        )
+        recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
+        self._recipe = recipe = _fix_date(recipe, rank)
         post_mortem = PostMortem(
             recipe,
             machine,
@@ -380,3 +380,12 @@ class Run:
             run = self._rank.directory.path
             text += f"; they are in the checkpoint of step {saved}: launcher export {run} OUT"
         return text
+
+
+def _fix_date(recipe: Recipe, rank: Rank) -> Recipe:
+    """The recipe with the day of the run's first start as data.date; every rank must call this."""
+    if recipe.data.date is not None or recipe.data.builder is not None:
+        return recipe
+    day = [rank.directory.first_day() if rank.ranks.rank == 0 else ""]
+    dist.broadcast_object_list(day, group=rank.ranks.group, group_src=0)
+    return replace(recipe, data=replace(recipe.data, date=day[0]))

@@ -214,6 +214,15 @@ def choose(folder, resume="auto", *, restarted=False):
     return choose_resume(RunFolder(folder), loaded.recipe, text, restarted=restarted)
 
 
+def test_the_day_of_the_first_start_is_that_of_the_last_start_from_scratch(tmp_path):
+    day = 24 * 60 * 60
+    for days, from_scratch in ((1, True), (2, False), (4, True), (9, False)):
+        line = {"event": "started", "time": days * day, "from_scratch": from_scratch}
+        with (tmp_path / "events.jsonl").open("a") as events:
+            events.write(json.dumps(line) + "\n")
+    assert RunFolder(tmp_path).first_day() == "1970-01-05"
+
+
 def test_folder_without_checkpoint_is_refused_unless_restarted(tmp_path):
     run = RunFolder(tmp_path)
     assert choose(tmp_path) == "never", "the folder is empty"

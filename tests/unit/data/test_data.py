@@ -321,7 +321,7 @@ def test_tokenizer_identity_changes_with_its_files(tokenizer_folder, tmp_path):
     write(copy / "model.safetensors", b"weights")
     write(copy / "model.safetensors.index.json", b"{}")
     assert tokenizer_identity(str(copy)) == identity
-    for name in ("merges.txt", "chat_template.jinja"):
+    for name in ("merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
         write(copy / name, "a b")
         assert tokenizer_identity(str(copy)) != identity
         (copy / name).unlink()

@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from launcher.data.chat import ChatTemplate, RowError, read_messages, read_tools
+from launcher.data.chat import RowError, read_messages, read_tools
+from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
@@ -194,7 +195,8 @@ def test_thinking_of_earlier_turns_is_dropped(tokenizer):
     messages = dialogue(
         "a", "<think>\nlong\n</think>\n\nyes", "b", "<think>\nshort\n</think>\n\nno"
     )
-    expected = ["yes<|end|>", "<think>\nshort\n</think>\n\nno<|end|>"]
+    # Without its reasoning the first answer would teach to answer without reasoning
+    expected = ["<think>\nshort\n</think>\n\nno<|end|>"]
     for template in (with_marks(THINKING), without_marks(THINKING)):
         assert loss_texts(tokenizer, template, messages) == expected
     one_line = dialogue("a", "<think>long</think>yes", "b", "<think>short</think>no")
@@ -230,10 +232,9 @@ def test_eos_is_added_if_the_end_of_turn_is_missing(tokenizer):
     assert loss_texts(tokenizer, text_end, dialogue("a", "yes", "b", "no"))[-1] == "no##\n<eos>"
     open_ended = loss_texts(tokenizer, without_marks(PLAIN), dialogue("a", "yes", "b"))
     assert [run.strip() for run in open_ended] == ["yes"]
-    # With generation marks, no EOS token is added
+    # Generation marks select the turn, and the same rule holds
     ids, labels = encoded(tokenizer, with_marks(PLAIN), dialogue("a", "yes"))
-    assert ids[-1] != tokenizer.eos_token_id
-    assert labels[-1] == IGNORED
+    assert ids[-1] == labels[-1] == tokenizer.eos_token_id
 
 
 ANSWERED = dialogue("a", "yes")
@@ -274,6 +275,190 @@ def test_unusable_templates_and_tokenizers_are_refused():
     slow = r"^data.tokenizer: it: is a slow tokenizer \(Slow\), which gives no positions"
     with pytest.raises(RecipeError, match=slow):
         ChatTemplate(Slow(), "it", None)
+
+
+# Templates with the structure of real models'. [[ and ]] enclose the marks of a careless author.
+CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}"
+SAID = "{{ '<|begin|>' + m.role + '\n' + m.content + '<|end|>\n' }}"
+QWEN3 = (
+    "{% set ns = namespace(last=messages|length) %}{% for m in messages[::-1] %}{% if m.role == 'user' and ns.last == messages|length %}"
+    "{% set ns.last = messages|length - 1 - loop.index0 %}{% endif %}{% endfor %}{{ 'tools: ' + tools|length|string if tools }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|begin|>assistant\n' }}"
+    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"  # noqa: E501
+    f"[[{{{{ m.content }}}}]]{CALLS}{{{{ '<|end|>\n' }}}}{{% else %}}{SAID}{{% endif %}}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"  # noqa: E501
+)
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if loop.last and m.reasoning_content %}{{ '<|begin|>assistant<|neck|>analysis ' + m.reasoning_content + '<|end|>' }}{% endif %}"
+    "{% if m.tool_calls %}{{ '<|begin|>assistant' }}[[{{ ' to=' + m.tool_calls[0].function.name + '</turn>' }}]]"
+    "{% else %}{{ '<|begin|>assistant<|neck|>final ' }}[[{{ m.content }}]]{{ '<eos>' if loop.last else '<|end|>' }}{% endif %}"
+    "{% else %}{{ '<|begin|>' + m.role + '<|neck|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant' }}{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|head|>\n<think></think>\n' }}[[{{ m.content }}]]"
+    f"{CALLS}{{% else %}}{{{{ '<|begin|>\n' + m.content }}}}{{% endif %}}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ '<|head|>' }}{% endif %}"
+)
+QWEN35 = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|begin|>assistant\n' }}{% if loop.last %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"  # noqa: E501
+    f"[[{{{{ m.content }}}}]]{{{{ '<|end|>\n' }}}}{{% else %}}{SAID}{{% endif %}}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n<think>\n' }}{% if enable_thinking is false %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"  # noqa: E501
+)
+NEMOTRON = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|begin|>assistant\n' + ('<think>\n' + m.reasoning_content + '\n</think>' if m.reasoning_content else '<think></think>') }}"  # noqa: E501
+    f"[[{{{{ m.content }}}}]]{{{{ '<|end|>\n' }}}}{{% else %}}{SAID}{{% endif %}}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' + ('<think></think>' if enable_thinking is false else '<think>\n') }}{% endif %}"  # noqa: E501
+)
+COHERE2 = (
+    "{% for m in messages %}{{ '<turn>' + m.role }}{% if m.role == 'assistant' %}{{ '<|head|>' }}[[{{ m.content }}]]{{ '<|neck|></turn>' }}"
+    "{% else %}{{ m.content + '</turn>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<turn>assistant<|head|>' }}{% endif %}"
+)
+PHI = (
+    "{% for m in messages %}{{ '<|head|>' + m.role + '\n' }}{% if m.role == 'assistant' %}[[{{ m.content }}]]{% else %}{{ m.content }}{% endif %}{{ '<|end|>\n' }}"  # noqa: E501
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}[[{% if m.tool_calls %}{{ '<|head|>' + m.tool_calls[0].function.name }}{% else %}{{ ' ' + m.content }}{% endif %}{{ eos_token }}]]"  # noqa: E501
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+NO_THOUGHT, CALL = "<think>\n\n</think>\n\n", {"function": {"name": "maybe"}}
+TOOL_CHAT = [
+    *dialogue("a"),
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "it"},
+    *dialogue("", "no")[1:],
+]
+PARALLEL = [*TOOL_CHAT[:1], {**TOOL_CHAT[1], "tool_calls": [CALL, CALL]}, *TOOL_CHAT[2:]]
+THOUGHTS = [
+    {**message, **({"reasoning_content": f"what {at}"} if at % 2 else {})}
+    for at, message in enumerate(dialogue("a", "yes", "b", "no"))
+]
+RULE = {
+    "plain turns of qwen3": (
+        QWEN3,
+        dialogue("a", "yes", "b", "no"),
+        ["yes<|end|>", f"{NO_THOUGHT}no<|end|>"],
+    ),
+    "parallel calls of qwen3": (
+        QWEN3,
+        PARALLEL,
+        ["<call>maybe</call>" * 2 + "<|end|>", f"{NO_THOUGHT}no<|end|>"],
+    ),
+    "reasoning of qwen3": (QWEN3, THOUGHTS, ["<think>\nwhat 3\n</think>\n\nno<|end|>"]),
+    "plain turns of gpt-oss": (
+        GPT_OSS,
+        dialogue("a", "yes", "b", "no"),
+        ["<|neck|>final yes", "<|neck|>final no<eos>"],
+    ),
+    "a call of gpt-oss": (GPT_OSS, TOOL_CHAT, [" to=maybe</turn>", "<|neck|>final no<eos>"]),
+    "reasoning of gpt-oss": (
+        GPT_OSS,
+        THOUGHTS,
+        ["<|neck|>analysis what 3<|end|><|begin|>assistant<|neck|>final no<eos>"],
+    ),
+    "glm": (
+        GLM,
+        TOOL_CHAT,
+        ["\n<think></think>\n<call>maybe</call><|begin|>", "\n<think></think>\nno<eos>"],
+    ),
+    "qwen3.5": (QWEN35, THOUGHTS, ["what 3\n</think>\n\nno<|end|>"]),
+    "qwen3.5 without reasoning": (
+        QWEN35,
+        dialogue("a", "yes", "b", "no"),
+        ["\n</think>\n\nno<|end|>"],
+    ),
+    "nemotron": (
+        NEMOTRON,
+        [*dialogue("a", "yes"), *THOUGHTS[2:]],
+        ["yes<|end|>", "what 3\n</think>no<|end|>"],
+    ),
+    "cohere2": (
+        COHERE2,
+        dialogue("a", "yes", "b", "no"),
+        ["yes<|neck|></turn>", "no<|neck|></turn>"],
+    ),
+    "phi": (PHI, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
+    "mistral": (MISTRAL, TOOL_CHAT, ["<|head|>maybe<eos>", " no<eos>"]),
+}
+
+
+@pytest.mark.parametrize("name", RULE)
+@pytest.mark.parametrize("mark", [without_marks, with_marks])
+def test_loss_is_on_all_that_the_model_must_produce(name, mark):
+    template, messages, expected = RULE[name]
+    tokenizer = bpe_tokenizer()
+    tools = [{"name": "maybe"}] if "calls" in name else None
+    runs = loss_texts(tokenizer, mark(template), messages, tools=tools)
+    if name == "mistral":  # The space before an answer may be part of the prompt
+        runs[1] = " " + runs[1].lstrip()
+    assert runs == expected
+    ids, _ = encoded(tokenizer, mark(template), messages, tools=tools)
+    options = {"chat_template": without_marks(template), "tools": tools}
+    stock = tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    assert ids.tolist() == stock + [tokenizer.eos_token_id] * (name == "glm")
+
+
+IN_ONE_TURN = (
+    "{% for m in messages if m.role != 'tool' %}{{ '<|begin|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + messages[2].content }}{% endfor %}{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+)
+LOSES = [
+    (GPT_OSS, PARALLEL, "message 2: the chat template leaves out a tool call (maybe); "),
+    (CHATML, THOUGHTS[:2], "message 2: the chat template leaves out its reasoning, so the model "),
+    (QWEN35.replace("loop.last", "false"), dialogue("a", "no"), "message 2: the chat template's generation prompt ends in "),
+    # What a tool returned is not for the model to say
+    (IN_ONE_TURN, TOOL_CHAT, "message 2: the assistant's part of the rendered text cannot be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "messages", "expected"), LOSES)
+def test_rows_that_a_template_renders_in_part_are_refused(template, messages, expected):
+    with pytest.raises(RowError) as error:
+        encoded(bpe_tokenizer(), without_marks(template), messages)
+    assert str(error.value).startswith(expected)
+
+
+def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch):
+    rendered, apply = [], ChatTemplate.apply
+    monkeypatch.setattr(
+        ChatTemplate, "apply", lambda *args, **more: rendered.append(1) or apply(*args, **more)
+    )
+    counts = []
+    for turns in (2, 100):
+        rendered.clear()
+        messages = [TOOL_CHAT[0], *TOOL_CHAT[1:3] * turns, TOOL_CHAT[3]]
+        assert len(loss_texts(bpe_tokenizer(), without_marks(QWEN3), messages)) == turns + 1
+        counts.append(len(rendered))
+    assert counts[0] == counts[1] < 12
+
+
+def test_a_template_prints_the_date_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.data.encoder.today", lambda: "2026-03-01")
+    tokenizer = bpe_tokenizer()
+    dated = without_marks(CHATML).replace("{% for", "{{ strftime_now('%d %b %Y') }}{% for", 1)
+    encoders = {}
+    for name, template in (("plain", without_marks(CHATML)), ("dated", dated)):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / name)
+        for day in (None, "2026-03-02"):
+            data = schema.Data(kind="chat", date=day)
+            encoders[name, day] = make_encoder("chat", data, tokenizer=str(tmp_path / name))
+    same, other = (encoders["plain", day].identity() for day in (None, "2026-03-02"))
+    assert same == other
+    assert [encoders["dated", day].fingerprint()["date"] for day in (None, "2026-03-02")] == [
+        "2026-03-01",
+        "2026-03-02",
+    ]
+    file = write(tmp_path / "a.jsonl", [{"messages": ANSWERED}])
+    for day, shown in ((None, "01 Mar 2026"), ("2026-03-02", "02 Mar 2026")):
+        (one,) = encoders["dated", day].encode_rows(read_rows(file_part(file)))
+        assert tokenizer.decode(one.ids).startswith(shown + "<|begin|>user")
+    computed = dated.replace("'%d %b %Y'", "messages[0].content")
+    with pytest.raises(RecipeError, match="its format must be a text"):
+        encoded(tokenizer, computed, ANSWERED)
 
 
 # Messages
