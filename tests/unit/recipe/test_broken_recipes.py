@@ -13,7 +13,6 @@ import yaml
 from launcher.errors import RecipeError
 from launcher.recipe.decode import decode, dotted, keys, merged
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.recipe.validate import check as check_rules
 from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL, says
 
@@ -398,11 +397,11 @@ def test_hostile_values_of_every_key_cause_no_traceback(folder):
     """One value for each key through all of the loading, and all values through the decoding."""
     for path, value in zip(keys(), itertools.cycle(HOSTILE)):
         hostile_values_are_refused_or_usable(["recipe=x.yaml", f"{dotted(path)}={value}"])
+    small = yaml.safe_load(SMALL)
     for path in keys():
         for value in DECODED:
             plain = value
             for key in reversed(path):
                 plain = {key: plain}
-            recipe, problems, unsound = decode(merged(yaml.safe_load(SMALL), plain))
-            check_rules(recipe, ranks=2, unsound=unsound, files=False)
+            _, problems, _ = decode(merged(small, plain))
             assert all(dotted(problem.path).isprintable() for problem in problems)
