@@ -23,6 +23,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_
 from launcher.recipe.find import shown_path
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
+from launcher.recipe.validate import fits_ranks
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import scheduler
 from launcher.slurm.attempts import measured_lead, note_submission, submitted_jobs
@@ -182,9 +183,10 @@ def _load(arguments: Sequence[str]) -> Recipe:
     recipe = load_recipe(arguments, ranks=None).recipe
     slurm = recipe.slurm or Slurm()
     counts = node_counts(slurm)
-    for nodes in counts:
+    each = ranks_per_node(slurm)
+    for nodes in (nodes for nodes in counts if not fits_ranks(recipe, nodes * each)):
         try:
-            load_recipe(arguments, ranks=nodes * ranks_per_node(slurm))
+            load_recipe(arguments, ranks=nodes * each)
         except RecipeError as error:
             where = f"on {nodes} of {slurm.nodes} nodes: " if len(counts) > 1 else ""
             raise RecipeError([where + problem for problem in error.problems]) from None
@@ -258,7 +260,7 @@ def _plan(overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Sl
         return EXIT_DONE
     nodes = node_counts(slurm)[0]  # with more nodes, each GPU holds less
     size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *plan]
-    memory = re.fullmatch(r"([1-9]\d*)([KMGT]?)", (slurm.host_memory or "").upper())
+    memory = re.fullmatch(r"([1-9][0-9]*)([KMGT]?)", (slurm.host_memory or "").upper())
     size += [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
     different = [
         (key, values if key.split(".")[0] in _CHANGE_MEMORY else values[:1])

@@ -17,6 +17,7 @@ from launcher.models.initialization import clean_name
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
+from launcher.recipe.model_config import value_problems
 from launcher.recipe.schema import Model
 
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
@@ -67,6 +68,7 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     with _refusals(folder):
         config = _make_config(model, folder, labels)
         _refuse_encoder(model, config)
+        _refuse_values(model, config)
         with torch.device("meta"):
             built: Any = auto.from_config(
                 config,
@@ -123,6 +125,13 @@ def _refuse_encoder(model: Model, config: Any) -> None:
         )
 
 
+def _refuse_values(model: Model, config: Any) -> None:
+    """Refuses what only the whole config shows: a recipe's heads with the class's default groups."""
+    where = "model.config." if model.path is None else f"model.path: {model.path}/config.json: "
+    if problems := [f"{where}{key}: {what}" for key, what in value_problems(config.to_dict())]:
+        raise RecipeError(problems)
+
+
 @contextlib.contextmanager
 def _refusals(folder: Path | None) -> Iterator[None]:
     """Raises RecipeError in place of the errors of transformers."""
@@ -134,6 +143,8 @@ def _refusals(folder: Path | None) -> Iterator[None]:
         key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
+        if isinstance(error, KeyError):  # a value that it looks up, such as hidden_act
+            what = f"it knows no {what}"
         if "trust_remote_code" in str(error):
             what = f"{folder} needs its own Python code, which is not run by default: if you have "
             what += "read it and trust it, set model.trust_remote_code: true"

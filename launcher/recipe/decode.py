@@ -206,4 +206,10 @@ def _message(errors: list[Any]) -> str:
 
 def _quoted(value: Any) -> str:
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shown(text, 60)
+
+
+def shown(text: str, length: int = 200) -> str:
+    """A text as messages show it: cut, and without characters that a terminal would obey."""
+    text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: length + 1])
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
-from launcher.recipe.decode import DEFAULT, KeyPath, Problem, decode, dotted, merged, unit
+from launcher.recipe.decode import (
+    DEFAULT,
+    KeyPath,
+    Problem,
+    decode,
+    dotted,
+    merged,
+    shown,
+    unit,
+)
 from launcher.recipe.find import find_recipe, shown_path
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
+
+_LARGEST_FILE = 2**20
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+"""Characters that neither a path nor a file of text can hold: NUL, and halves of surrogate pairs."""
 
 Places = dict[KeyPath, int | str]
 """For each key, its line in the file, or the argument as it was typed."""
@@ -56,7 +70,7 @@ class Origins:
             place, key = "command line", where if where.partition("=")[0] == key else key
         else:
             place = f"{self.file}:{where}" if where else self.file
-        return f"{place}: {key}: {problem.message}"
+        return f"{place}: {shown(key)}: {shown(problem.message, 3000)}"
 
 
 @dataclass(frozen=True)
@@ -85,11 +99,14 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     found = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in found if problem is not None]
     problems += _interpolate(plain, origins)
+    problems += _characters(plain, {problem.path for problem in problems})
     reported = {problem.path for problem in problems}
     recipe, wrong, unsound = decode(plain)
     problems += [problem for problem in wrong if problem.path not in reported]
     unsound |= {unit(path) for path in reported}
     problems += check(recipe, ranks=ranks, unsound=unsound, files=files)
+    if ("run", "dir") not in origins.places:  # its default has the problems of run.name
+        problems = [problem for problem in problems if problem.path != ("run", "dir")]
 
     def order(problem: Problem) -> tuple[bool, int]:
         where = origins.locate(problem.path)
@@ -123,7 +140,11 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins]:
     """The values of a file, not interpolated, and their lines. Raises RecipeError."""
     file = shown_path(path)
     try:
-        values, lines = parse_yaml(path.read_bytes())
+        with path.open("rb") as opened:
+            text = opened.read(_LARGEST_FILE + 1)
+        if len(text) > _LARGEST_FILE:
+            raise RecipeError(f"{file}: larger than 1 MiB, so it is no recipe")
+        values, lines = parse_yaml(text)
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
     except NotYamlError as error:
@@ -194,10 +215,16 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             value, what = None, first_line(error)
             if isinstance(error, RecursionError):
                 what = "it leads back to itself"
-            if path in origins.places:  # else run.dir, which has the name's problem
-                problems.append(Problem(path, f"cannot be interpolated: {what}"))
+            problems.append(Problem(path, f"cannot be interpolated: {what}"))
         _get(plain, path[:-1])[path[-1]] = value
     return problems
+
+
+def _characters(plain: dict[str, Any], reported: set[KeyPath]) -> Iterator[Problem]:
+    for path, text in _walk(plain, ()):
+        wrong = _NOT_TEXT.search(text) if isinstance(text, str) else None
+        if wrong is not None and path not in reported:
+            yield Problem(path, f"holds {wrong[0]!r}, which is no character of a text")
 
 
 def _get(values: Any, path: KeyPath) -> Any:

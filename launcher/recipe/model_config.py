@@ -6,9 +6,10 @@ The import takes three seconds and torch, and transformers accepts unknown keys 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str,
     auto = package / "models" / "auto"
     tables = runpy.run_path(str(auto / "auto_mappings.py"))
     classes, model_type = tables["CONFIG_MAPPING_NAMES"], config.get("model_type")
-    if model_type not in classes:
+    if not isinstance(model_type, str) or model_type not in classes:
         near = suggestion(str(model_type), classes) or "; llama, qwen3 and gpt2 are some"
         yield "model_type", f"must be a model type of transformers; got {model_type}{near}"
         return
@@ -51,7 +52,7 @@ def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str,
         yield "model_type", f"{model_type} is not available with model.task: {task}"
         return
     special = tables["SPECIAL_MODEL_TYPE_TO_MODULE_NAME"]
-    folder = package / "models" / special.get(model_type, str(model_type).replace("-", "_"))
+    folder = package / "models" / special.get(model_type, model_type.replace("-", "_"))
     sources = "".join(file.read_text() for file in sorted(folder.glob("configuration_*.py")))
     own = set(_DECLARED.findall(sources))
     base = set(_DECLARED.findall((package / "configuration_utils.py").read_text()))
@@ -63,3 +64,25 @@ def config_problems(config: dict[str, Any], *, task: str) -> Iterator[tuple[str,
         elif key not in own | base | known | _LEGACY:
             near = suggestion(key, own | base) or f"; known here: {', '.join(sorted(own))}"
             yield key, f"unknown key{near}"
+    yield from value_problems(config)
+
+
+def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields each key with a value that transformers accepts and no model can compute with.
+
+    config: the keys of a recipe, or all keys of a config.
+    """
+    for key, value in config.items():
+        if not isinstance(value, (int, float)):
+            continue
+        if not math.isfinite(value):
+            yield key, f"must be a finite number; got {value}"
+        elif "drop" in key and not 0 <= value <= 1:
+            yield key, f"must be from 0 to 1; got {value}"
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        yield "num_key_value_heads", f"{groups} does not divide {heads} (num_attention_heads)"
+    rope, size = config.get("rope_parameters"), config.get("head_dim")
+    whole = isinstance(rope, dict) and "partial_rotary_factor" not in rope
+    if whole and isinstance(size, int) and size % 2:
+        yield "head_dim", f"must be even for rotary positions; got {size}"

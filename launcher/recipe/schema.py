@@ -26,10 +26,11 @@ from launcher.recipe.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Processes,
+    Seconds,
     Section,
     Share,
     Size,
-    StrictFloat,
     Text,
     TextList,
 )
@@ -54,9 +55,9 @@ class Run(Section):
     support and no rank sees a GPU."""
     deterministic: StrictBool = False
     """true: the same bits on CUDA too, at some cost in speed."""
-    timeout: PositiveInt = 600
+    timeout: Seconds = 600
     """Seconds that a collective may take after the first step."""
-    init_timeout: PositiveInt = 1800
+    init_timeout: Seconds = 1800
     """Seconds that the first collectives may take, while other ranks still load and compile."""
     float32_matmul: Literal["highest", "high", "medium"] = "high"
     """Precision of float32 matrix products on CUDA: highest is float32, high is TF32."""
@@ -67,13 +68,13 @@ class Run(Section):
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps with gradients that are not finite before on_divergence applies; a float16
     loss scale causes up to 16."""
-    max_loss_ratio: Annotated[StrictFloat, Field(gt=1)] | None = None
+    max_loss_ratio: Annotated[PositiveFloat, Field(gt=1)] | None = None
     """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
     only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
     steps that diverged."""
-    hang_timeout: Annotated[StrictInt, Field(ge=1, le=30 * 24 * 3600)] = 480
+    hang_timeout: Seconds = 480
     """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
     ends, to be restarted."""
 
@@ -91,7 +92,7 @@ class Model(Section):
     """Keyword arguments of the builder."""
     task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
     """Class in transformers: AutoModelForCausalLM or AutoModelForSequenceClassification."""
-    num_labels: Annotated[StrictInt, Field(ge=2)] | None = None
+    num_labels: Annotated[PositiveInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
     """Run the Python code of a checkpoint. It can do whatever you can."""
@@ -150,13 +151,13 @@ class Data(Section):
     """Keyword arguments of the builder."""
     tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
-    sequence_length: Annotated[StrictInt, Field(ge=2)] = 2048
+    sequence_length: Annotated[PositiveInt, Field(ge=2)] = 2048
     """Tokens of a sequence."""
     packing: StrictBool = True
     """Fill sequences with several documents, attention and positions kept apart."""
     shuffle: StrictBool = True
     """false: keep the order of the files."""
-    workers: NonNegativeInt = 2
+    workers: Processes = 2
     """Loader processes per rank; 0: the rank itself loads."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker keeps ready."""
@@ -183,7 +184,7 @@ class Data(Section):
     the day (UTC) of the run's first start."""
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
-    processes: PositiveInt | None = None
+    processes: Annotated[Processes, Field(ge=1)] | None = None
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
     """Tokenize while training, for sets larger than the disk."""

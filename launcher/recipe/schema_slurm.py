@@ -8,6 +8,7 @@ from launcher.recipe.section import (
     ListOfOne,
     NonNegativeInt,
     PositiveInt,
+    Seconds,
     Section,
     Text,
     TextList,
@@ -18,14 +19,18 @@ _Line = Annotated[
     str, form(r"[^\x00-\x1f\x7f]+", "holds a character that cannot be written in a job script")
 ]
 _Option = Annotated[
-    str, form(r"--?[a-zA-Z][\w-]*(=[^\n]*)?", "must be options, --name or --name=value")
+    str, form(r"--?[a-zA-Z][\w-]*(=[^\x00-\x1f\x7f]*)?", "must be options, --name or --name=value")
 ]
 _Options = Annotated[tuple[_Option, ...], Field(min_length=1), ListOfOne]
-_Nodes = Annotated[str, form(r"[1-9]\d*(-[1-9]\d*)?", "must be a number, or a range such as 2-4")]
-_Memory = Annotated[
-    str, form(r"\d+[KMGTkmgt]?", "must be a number with K, M, G or T, such as 500G")
+_MOST_NODES = 99_999
+_Nodes = Annotated[
+    str,
+    form(r"[1-9][0-9]{0,4}(-[1-9][0-9]{0,4})?", "must be a number, or a range such as 2-4"),
 ]
-_TIME = r"(?i)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE"
+_Memory = Annotated[
+    str, form(r"[0-9]{1,15}[KMGTkmgt]?", "must be a number with K, M, G or T, such as 500G")
+]
+_TIME = r"(?i)N+(:N+){0,2}|N+-N+(:N+){0,2}|UNLIMITED|INFINITE".replace("N+", "[0-9]{1,9}")
 _Time = Annotated[str, form(_TIME, "must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS")]
 _Variable = Annotated[
     str, form(r"[A-Za-z_][A-Za-z0-9_]*", "must be the name of an environment variable")
@@ -35,7 +40,7 @@ _Variable = Annotated[
 class Slurm(Section):
     """What `launcher submit` requests from Slurm. Its arguments win: `submit time=1:30:00`."""
 
-    nodes: PositiveInt | _Nodes = 1
+    nodes: Annotated[PositiveInt, Field(le=_MOST_NODES)] | _Nodes = 1
     """Nodes; "2-4": as many of them as are free, another number after each requeue."""
     gpus_per_node: PositiveInt | None = None
     """GPUs per node; null: the ranks compute on the CPU."""
@@ -79,7 +84,7 @@ class Slurm(Section):
     """Restarts within an allocation (torchrun --max-restarts)."""
     max_failures: PositiveInt = 3
     """Consecutive failures without a new checkpoint after which the job is not requeued."""
-    lead: PositiveInt | None = None
+    lead: Seconds | None = None
     """Seconds before the time limit when the run is asked to save; null: at least twice the
     measured time of a step and a save."""
     preflight: StrictBool = False

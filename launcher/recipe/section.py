@@ -2,42 +2,80 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, StrictInt
 
 
-def form(pattern: str, message: str) -> AfterValidator:
-    """Refuses a text that does not match the whole pattern."""
+def refuse_unless(accepts: Callable[[str], object], message: str) -> AfterValidator:
+    """Refuses a text that a function does not accept."""
 
     def check(text: str) -> str:
-        if re.fullmatch(pattern, text, re.DOTALL) is None:
+        if not accepts(text):
             raise ValueError(message)
         return text
 
     return AfterValidator(check)
 
 
+def form(pattern: str, message: str) -> AfterValidator:
+    """Refuses a text that does not match the whole pattern."""
+    return refuse_unless(re.compile(pattern, re.DOTALL).fullmatch, message)
+
+
+def _fits_file_system(path: str) -> bool:
+    whole = os.fsencode(path)
+    return len(whole) <= 3000 and max(map(len, whole.split(b"/"))) <= 255
+
+
+def size_in_bytes(text: str) -> int | None:
+    """`80GiB` is 80 x 1024^3, `80GB` is 80 x 1000^3. None: not a size with a unit."""
+    match = re.fullmatch(SIZE, text)
+    if match is None:
+        return None
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(match[2].upper()) + 1)) or None
+
+
 Dtype = Literal["bfloat16", "float16", "float32"]
 # The only conversion is that of an integer to a float: 3 is not true, and "4" is not 4
 StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-PositiveInt = Annotated[StrictInt, Field(ge=1)]
-NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
-PositiveFloat = Annotated[StrictFloat, Field(gt=0)]
-NonNegativeFloat = Annotated[StrictFloat, Field(ge=0)]
+# Larger numbers overflow the integers and floats that they are computed with
+LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e15
+PositiveInt = Annotated[StrictInt, Field(ge=1, le=LARGEST_INT)]
+NonNegativeInt = Annotated[StrictInt, Field(ge=0, le=LARGEST_INT)]
+Seconds = Annotated[StrictInt, Field(ge=1, le=30 * 24 * 3600)]
+"""A time: at most 30 days, which all timers can hold."""
+Processes = Annotated[StrictInt, Field(ge=0, le=1024)]
+PositiveFloat = Annotated[StrictFloat, Field(gt=0, le=LARGEST_FLOAT)]
+NonNegativeFloat = Annotated[StrictFloat, Field(ge=0, le=LARGEST_FLOAT)]
 Fraction = Annotated[StrictFloat, Field(ge=0, lt=1)]
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Text = Annotated[str, form(r".*\S.*", "must not be empty")]
 Name = Annotated[str, form(r"[A-Za-z_][\w-]*", "must be a name of letters, digits, _ and -")]
-Day = Annotated[str, form(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", "must be YYYY-MM-DD")]
-Folder = Annotated[str, form(r"(?!~).*\S.*", "must be a folder; instead of ~ write ${oc.env:HOME}")]
-FolderName = Annotated[
-    str, form(r"(?!\.\.?$)(?=.*\S)[^/\\\n\t\0]+", "must be usable as a folder's name")
+Day = Annotated[
+    str, form(r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", "must be YYYY-MM-DD")
 ]
-SIZE = r"(\d+(?:\.\d+)?)\s*([KMGTkmgt])([Ii]?)[Bb]"
-Size = Annotated[str, form(SIZE, "must be a size such as 40GiB, or a number from 0 to 1")]
+_LENGTHS = "must be shorter: a name in a path may have 255 bytes, and a folder's path 3,000"
+_ShortPath = refuse_unless(_fits_file_system, _LENGTHS)
+Folder = Annotated[
+    str,
+    form(r"(?!~).*\S.*", "must be a folder; instead of ~ write ${oc.env:HOME}"),
+    _ShortPath,
+]
+FolderName = Annotated[
+    str,
+    form(r"(?!(\.\.?|\?\?\?)$)(?=.*\S)[^/\\\x00-\x1f\x7f]+", "must be usable as a folder's name"),
+    _ShortPath,
+]
+SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGTkmgt])([Ii]?)[Bb]"
+Size = Annotated[
+    str, refuse_unless(size_in_bytes, "must be a size such as 40GiB, or a number from 0 to 1")
+]
 _FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Function = Annotated[str, form(_FUNCTION, "must be `package.module:function`")]
 Metric = Annotated[
@@ -64,12 +102,3 @@ class Section:
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
-
-
-def size_in_bytes(text: str) -> int | None:
-    """`80GiB` is 80 x 1024^3, `80GB` is 80 x 1000^3. None: not a size with a unit."""
-    match = re.fullmatch(SIZE, text, re.ASCII)
-    if match is None or float(match[1]) <= 0:
-        return None
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** ("KMGT".index(match[2].upper()) + 1))

@@ -19,8 +19,10 @@ from launcher.recipe.decode import KeyPath, Problem, subsection
 from launcher.recipe.hub import is_hub_id, is_model_id
 from launcher.recipe.model_config import config_problems
 from launcher.recipe.schema import Recipe
+from launcher.recipe.section import LARGEST_INT
 
-Found = Iterator[tuple[str, str]]
+Found = Iterator[tuple[str | KeyPath, str]]
+"""Dotted keys, or paths of keys, and what is wrong with them."""
 
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
@@ -110,15 +112,20 @@ def check(
         *(_needs(sound, key, other, how) for keys, other, how in _NEEDS for key in keys.split()),
         *(_one_of(sound, keys.split()) for keys in _ONE_OF),
         *(rule(sound) for rule in (*_RULES, *(_FILE_RULES if files else ()))),
-        *(_batches(sound, ranks), _replicate(sound, ranks), _profile(sound, ranks)),
+        *(rule(sound, ranks) for rule in _RANK_RULES),
     ]
     problems = []
     for rule in rules:
         with contextlib.suppress(_UnsoundError):
             for key, message in rule:
-                parts = (int(part) if part.isdigit() else part for part in key.split("."))
-                problems.append(Problem(tuple(parts), message))
+                path = tuple(key.split(".")) if isinstance(key, str) else key
+                problems.append(Problem(path, message))
     return problems
+
+
+def fits_ranks(recipe: Recipe, ranks: int) -> bool:
+    """Whether a checked recipe can run on this number of data-parallel ranks."""
+    return not any(True for rule in _RANK_RULES for _ in rule(recipe, ranks))
 
 
 def _value(section: Any, key: str) -> Any:
@@ -224,14 +231,19 @@ def _classification(recipe: Recipe) -> Found:
 def _config(recipe: Recipe) -> Found:
     if recipe.model.config is not None:
         for key, message in config_problems(recipe.model.config, task=recipe.model.task):
-            yield f"model.config.{key}", message
+            yield ("model", "config", key), message
 
 
 def _sizes(recipe: Recipe) -> Found:
     config = recipe.model.config or {}
     for key in _SIZES & config.keys():
-        if isinstance(config[key], int) and config[key] < 1:
+        if not isinstance(config[key], int):
+            continue
+        if config[key] < 1:
             yield f"model.config.{key}", f"must be at least 1; got {config[key]}"
+        most = 10_000 if "layer" in key else LARGEST_INT
+        if config[key] > most:
+            yield f"model.config.{key}", f"must be at most {most}; got {config[key]}"
     size = config.get("vocab_size")
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
     if tokenizer == "bytes" and isinstance(size, int) and 0 < size < 257:
@@ -359,12 +371,13 @@ def _data_files(recipe: Recipe) -> Found:
                 continue
             found = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
             if not found and not is_hub_id(pattern):
-                yield f"{key}.{index}", _missing(f"no such file or folder: {pattern}")
+                yield (*key.split("."), index), _missing(f"no such file or folder: {pattern}")
 
 
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _config, _sizes),
     *(_micro_batch_tokens, _metrics, _nodes, _resume),
 )
+_RANK_RULES = (_batches, _replicate, _profile)
 _FILE_RULES = (_tokenizer, _data_files)
 """Those that look for the data, which a plan does not need."""

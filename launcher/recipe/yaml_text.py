@@ -14,15 +14,24 @@ from launcher.recipe.decode import KeyPath
 from launcher.recipe.schema import Recipe
 
 _TAG = "tag:yaml.org,2002:"
-_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
-"""Numbers such as 1e-4, which YAML 1.1 takes for text."""
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01][01_]*|0x[0-9a-fA-F][0-9a-fA-F_]*)\Z")
+"""Not 017 and 1:30, which are 15 and 90 in YAML 1.1."""
+_FLOAT = re.compile(
+    r"[-+]?(([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+"
+    r"|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
+)
+"""Also 1e-4, which is text in YAML 1.1. Not 1:30.0."""
+_OTHER_RULES = {_TAG + "int", _TAG + "float", _TAG + "timestamp"}
+_LONGEST_NUMBER = 100
+_DEEPEST, _MOST_VALUES = 50, 100_000
+"""Limits of a recipe: levels of keys in keys, and values, with aliases replaced by what they name."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number and dates as text, and refuses keys that are given twice."""
+    """Reads 1e-4 as a number, dates and times as text, and refuses keys that are given twice."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (as yaml declares it)
-        start: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "timestamp"]
+        start: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHER_RULES]
         for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
@@ -38,15 +47,25 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             # PyYAML itself refuses keys that are not scalars
             if isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge":
-                if key.value in names:
-                    what = f"{key.value} is given twice"
+                what = f"{key.value} is given twice"
+                if not key.value.isprintable():
+                    what = f"the key {key.value!r} holds a character that cannot be printed"
+                if key.value in names or not key.value.isprintable():
                     raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
                 names.add(key.value)
                 key.tag = _TAG + "str"  # also of 0 and on, as in id2label: {0: no, 1: yes}
         return super().construct_mapping(node, deep)
 
+    def construct_int(self, node: yaml.ScalarNode) -> int | str:
+        """A text where it has more digits than any number of a recipe, or than Python converts."""
+        if len(node.value) > _LONGEST_NUMBER:
+            return self.construct_yaml_str(node)
+        return self.construct_yaml_int(node)
 
+
+_Loader.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor(_TAG + "int", _Loader.construct_int)
 
 
 class NotYamlError(ValueError):
@@ -64,13 +83,46 @@ def parse_yaml(text: str | bytes) -> tuple[Any, dict[KeyPath, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
+        _measure(node, {})
         return loader.construct_document(node), dict(_lines(node, ()))
+    except NotYamlError:
+        raise
     except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
         what = getattr(error, "problem", None) or first_line(error)
+        if isinstance(error, RecursionError):
+            what = f"more than {_DEEPEST} levels of keys in one section or list"
         mark = getattr(error, "problem_mark", None)
         if mark is not None and not isinstance(error, yaml.constructor.ConstructorError):
             what += "; is it indented right, and is text with any of * & ! @ : [ ] { } in quotes?"
         raise NotYamlError(what, mark.line + 1 if mark else None) from None
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Number of values and of levels inside a node. A few aliases can stand for billions of values.
+
+    known: results by the id of the node. Raises NotYamlError if a limit is exceeded.
+    """
+    if id(node) in known:
+        if known[id(node)] == (0, 0):
+            raise NotYamlError("an alias leads back to itself", node.start_mark.line + 1)
+        return known[id(node)]
+    known[id(node)] = 0, 0
+    values, levels = 1, 1
+    for child in _children(node):
+        inner, depth = _measure(child, known)
+        values, levels = values + inner, max(levels, 1 + depth)
+        what = f"more than {_DEEPEST} levels of keys" if levels > _DEEPEST else ""
+        what = f"more than {_MOST_VALUES:,} values" if values > _MOST_VALUES else what
+        if what:
+            raise NotYamlError(f"{what} in one section or list", child.start_mark.line + 1)
+    known[id(node)] = values, levels
+    return values, levels
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for item in node.value for part in item]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _lines(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:

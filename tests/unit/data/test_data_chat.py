@@ -697,9 +697,9 @@ def test_alpaca_system_and_history(tmp_path, folder):
     assert tokenizer.decode([token for token in one.labels if token != IGNORED]) == "no<|end|>"
 
 
-CALLS = (
+ARGUMENTS = (
     "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}{% if m.role == 'assistant' %}[[{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ '<|end|>' }}]]"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ '<|end|>' }}]]"
     "{% else %}{{ m.content + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 
@@ -712,7 +712,7 @@ def calling(arguments):
 def test_tool_arguments_are_objects_without_the_nulls_of_a_schema(tmp_path, folder):
     """As in the templates of Qwen2.5 and Llama 3.2, which write the arguments as JSON."""
     tokenizer = bpe_tokenizer()
-    template = str(write(tmp_path / "calls.jinja", with_marks(CALLS)))
+    template = str(write(tmp_path / "calls.jinja", with_marks(ARGUMENTS)))
     rows = [calling({"a": 2, "in": {"b": 1}}), calling({"in": {"c": [{"d": 1}, {}]}, "city": "x"})]
     expected = ['{"a": 2, "in": {"b": 1}}', '{"in": {"c": [{"d": 1}, {}]}, "city": "x"}']
 
@@ -723,23 +723,23 @@ def test_tool_arguments_are_objects_without_the_nulls_of_a_schema(tmp_path, fold
             for one in found
         ]
 
-    assert arguments(rows) == [f"{text}<|end|>" for text in expected]
+    assert arguments(rows) == [f"f{text}<|end|>" for text in expected]
     assert arguments(rows, suffix=".parquet") == arguments(rows)
     assert arguments([calling(text) for text in expected]) == arguments(rows)
     # A null that is written in JSON stays, and no arguments are an empty object
-    assert arguments([calling({"a": None}), calling("")]) == ['{"a": null}<|end|>', "{}<|end|>"]
+    assert arguments([calling({"a": None}), calling("")]) == ['f{"a": null}<|end|>', "f{}<|end|>"]
     what = "message 2: the arguments of a tool call"
     assert [text[: len(what) + 8] for text in arguments([calling("{a"), calling("[1]")])] == [
         f"{what} are not",
         f"{what} must be",
     ]
     # A template that takes the arguments only as text, as DeepSeek-R1's
-    as_text = with_marks(CALLS).replace(
+    as_text = with_marks(ARGUMENTS).replace(
         "c.function.arguments | tojson", "'' + c.function.arguments"
     )
     write(tmp_path / "calls.jinja", as_text)
     assert arguments([calling(text) for text in expected]) == [
-        f"{text}<|end|>" for text in expected
+        f"f{text}<|end|>" for text in expected
     ]
 
 

@@ -59,6 +59,14 @@ NEAREST = "matches no parameter; the nearest names are model."
         (llama(num_attention_heads=3), "model.config: transformers refuses it: .*attention heads"),
         (llama(hidden_act="nonsense"), "model.config: transformers refuses it: .*nonsense"),
         (
+            llama(hidden_size=12, num_attention_heads=4),
+            "model.config.head_dim: must be even for rot",
+        ),
+        (
+            llama(num_attention_heads=4, num_key_value_heads=3, hidden_size=32),
+            "model.config.num_key_value_heads: 3 does not divide 4",
+        ),
+        (
             {"length": 65},
             "65 is more than the 64 positions of the model; .*_position_embeddings=65",
         ),

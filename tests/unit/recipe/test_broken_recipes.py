@@ -3,13 +3,16 @@
 `...` in an expected line matches any text. CWD is the folder that contains the recipe x.yaml.
 """
 
+import itertools
 import random
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launcher.errors import RecipeError
-from launcher.recipe.load import load_recipe
+from launcher.recipe.decode import decode, dotted, keys, merged
+from launcher.recipe.load import load_recipe, to_yaml
 from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL, says
 
@@ -71,7 +74,12 @@ FILES = r"""
 14|strategy: kind: ddp -> x.yaml:14: not YAML: mapping values are not allowed here; ...
 9|  train: *.txt -> x.yaml:9: not YAML: ...; is it indented right, and is text with any of * & ! @ : [ ] { } in quotes?
 14|---\nrun: {} -> x.yaml:14: not YAML: but found another document...
-14|strategy: &a {kind: *a} -> x.yaml: not YAML: maximum recursion depth exceeded
+14|strategy: &a {kind: *a} -> x.yaml:14: not YAML: an alias leads back to itself
+14|"run\0": 1 -> x.yaml:14: not YAML: the key 'run\x00' holds a character that cannot be printed
+2|  name: "\ud800" -> x.yaml:2: run.name: holds '\ud800', which is no character of a text
+2|  name: ${nope} -> x.yaml:2: run.name: cannot be interpolated: Interpolation key 'nope' not found
+3|  max_steps: 0100 -> x.yaml:3: run.max_steps: must be a whole number; got '0100'
+3|  max_steps: 1:30 -> x.yaml:3: run.max_steps: must be a whole number; got '1:30'
 14|lora: !!set {a} -> x.yaml:14: not YAML: could not determine a constructor for the tag ...
 3|  max_steps: !!int x -> x.yaml: not YAML: invalid literal for int() with base 10: 'x'
 """
@@ -92,6 +100,25 @@ optimizer.betas=[0.9,0.95,0.99] -> @: must be a list of 2; got [0.9, 0.95, 0.99]
 optimizer.betas=[0.9,x] -> optimizer.betas[1]: must be a number; got 'x'
 run.seed.x=3 -> run.seed: must be a whole number; got {"x": 3}
 data.workers=-1 -> @: must be at least 0; got -1
+data.workers=2000 -> @: must be at most 1024; got 2000
+run.name=??? -> @: must be usable as a folder's name; got '???'
+run.name=LONG -> run.name=...: must be shorter: a name in a path may have 255 bytes, and a folder's path 3,000; got 'éééé...
+run.dir=a/LONG -> run.dir=...: must be shorter: a name in a path may have 255 bytes, and a folder's path 3,000; got 'a/éé...
+run.dir="a\0b" -> @: holds '\x00', which is no character of a text
+data.train="a\0b" -> @: holds '\x00', which is no character of a text
+data.train="a\e[31m" -> data.train[0]: no such file or folder: a\x1b[31m (looked for in CWD), and no hub id ...
+run.timeout=10000000000000000 -> @: must be at most 2592000; got 10000000000000000
+run.init_timeout=2592001 -> @: must be at most 2592000; got 2592001
+run.init_timeout=1e30 -> @: must be a whole number; got 1e+30
+slurm.lead=2592001 -> @: must be at most 2592000; got 2592001
+run.max_steps=9223372036854775808 -> @: must be at most 2147483647; got 9223372036854775808
+run.max_steps=１２ -> @: must be a whole number; got '１２'
+optimizer.learning_rate=1e300 -> @: must be at most 1000000000000000; got 1e+300
+slurm.nodes=1-1000000 -> @: must be a number, or a range such as 2-4; got '1-1000000'
+slurm.time="１２" -> @: must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS; got '１２'
+slurm.host_memory="１２G" -> @: must be a number with K, M, G or T, such as 500G; got '１２G'
+activation_checkpointing={mode: selective, budget: 0GiB} -> activation_checkpointing.budget: must be a size such as 40GiB, ...
+activation_checkpointing={mode: selective, budget: １２GiB} -> activation_checkpointing.budget: must be a size such as 40GiB, ...
 schedule.min_ratio=1.5 -> @: must be at most 1; got 1.5
 optimizer.betas=[0.9,1] -> optimizer.betas[1]: must be less than 1; got 1
 optimizer.eps=0 -> @: must be greater than 0; got 0
@@ -108,6 +135,12 @@ batch.global_batch_size=60 -> @: 60 is not a multiple of 8 (micro-batch); try 56
 profile={start_step: 9, steps: 3} -> profile.steps: steps 9 to 11 go beyond run.max_steps 10
 model.init=pretrained -> @: pretrained needs model.path
 model.config.num_attention_heads=0 -> @: must be at least 1; got 0
+model.config.model_type=[llama] -> @: must be a model type of transformers; got ['llama']; did you mean llama?
+model.config.²=1 -> @: unknown key; known here: attention_bias, ...
+model.config.num_attention_heads=4 & model.config.num_key_value_heads=3 -> @: 3 does not divide 4 (num_attention_heads)
+model.config.attention_dropout=7 -> @: must be from 0 to 1; got 7
+model.config.rms_norm_eps=.nan -> @: must be a finite number; got nan
+model.config.num_hidden_layers=4611686018427387904 -> @: must be at most 10000; got 4611686018427387904
 model.config.dtype=float16 -> @: is set by strategy.mixed_precision
 CLASSIFY & model.config.model_type=vit -> @: vit is not available with model.task: sequence_classification
 data={builder: 'a:b', train: null} & model.builder=a.b:c -> @: model.config is given too; set all but one to null
@@ -219,7 +252,7 @@ def test_mistakes_in_a_file_are_reported(folder, row):
 
 @pytest.mark.parametrize("row", parse_rows(ARGUMENTS), ids=lambda row: row[0])
 def test_mistakes_in_an_argument_are_reported(folder, row):
-    arguments = row[0].replace("CLASSIFY", CLASSIFY).split(" & ")
+    arguments = row[0].replace("CLASSIFY", CLASSIFY).replace("LONG", "é" * 128).split(" & ")
     ranks = int(arguments.pop(0)) if arguments[0].isdigit() else None
     expected = [f"command line: {line.replace('@', arguments[-1], 1)}" for line in row[1:]]
     check(expected, problems_of(["recipe=x.yaml", *arguments], ranks))
@@ -235,6 +268,8 @@ def test_missing_or_unknown_recipe_is_refused(folder):
     [
         (b"", "must be sections (run:, model:, ...)..."),
         (b"- run\n", "must be sections (run:, model:, ...)..."),
+        (b"# no recipe\n" * 100_000, "larger than 1 MiB, so it is no recipe"),
+        (b"[" * 1000, "not YAML: more than 50 levels of keys in one section or list"),
         (SMALL.encode() + b"# \xff\n", "not YAML: unacceptable character ..."),
         (SMALL.encode() + b"# \0\n", "not YAML: unacceptable character ..."),
     ],
@@ -242,6 +277,21 @@ def test_missing_or_unknown_recipe_is_refused(folder):
 def test_files_without_sections_are_refused(folder, text, expected):
     (folder / "x.yaml").write_bytes(text)
     check([f"x.yaml: {expected}"], problems_of(["recipe=x.yaml"]))
+
+
+def test_few_aliases_cannot_stand_for_billions_of_values(folder):
+    """Each line names the one before ten times: as lists, and merged into sections."""
+    for first, line in (("[x]", "[{}]"), ("{x: 1}", "{{<<: [{}]}}")):
+        bomb = f"a0: &a0 {first}\n" + "".join(
+            f"a{n + 1}: &a{n + 1} {line.format(', '.join([f'*a{n}'] * 10))}\n" for n in range(12)
+        )
+        (folder / "x.yaml").write_text(SMALL + bomb)
+        expected = "x.yaml:...: not YAML: more than 100,000 values in one section or list"
+        check([expected], problems_of(["recipe=x.yaml"]))
+    for nested in ("[" * 300 + "]" * 300, "{a: " * 300 + "1" + "}" * 300):
+        (folder / "x.yaml").write_text(SMALL + f"lora: {nested}\n")
+        expected = "x.yaml:14: not YAML: more than 50 levels of keys in one section or list"
+        check([expected], problems_of(["recipe=x.yaml"]))
 
 
 def test_new_run_needs_a_divisible_batch_size(folder):
@@ -318,3 +368,46 @@ def test_random_edits_cause_no_traceback(folder):
             refused.append(error.problems)
     assert len(refused) > 40
     assert all(problem.startswith("x.yaml") for problems in refused for problem in problems)
+
+
+# fmt: off
+HOSTILE = [
+    ".nan", "-.inf", "1e400", "-1", str(2**64), "9" * 5000, "0x" + "f" * 5000, '"a\\0b"',
+    '"\\ud800"', '"\\e[31m"', "a" * 5000, "/" + "b/" * 3000, "[[[1]]]", "{a: {b: 1}}",
+    '{"²": 1}', "!!python/object:os.system {}", "&a [*a]", "=", "2026-01-01", "1:30", "１２",
+    "0GiB", "${oc.env:NO_SUCH}", "${run.name", "???", "~", "[]", "{}",
+]
+DECODED = [
+    None, True, -1, 2**64, 10**99, float("nan"), float("inf"), 1e300, "", "a" * 5000, "²", "0GiB",
+    [], {}, [[1]], {"a": {"b": 1}}, {"²": 1},
+]
+# fmt: on
+
+
+def hostile_values_are_refused_or_usable(arguments):
+    """A recipe that is accepted can be written and read again. A message is about the recipe or
+    the arguments, has no character that a terminal obeys, and is short."""
+    try:
+        loaded = load_recipe(arguments, ranks=2)
+    except RecipeError as error:
+        for problem in error.problems:
+            assert problem.startswith(("x.yaml", "command line: ")), problem
+            assert problem.isprintable(), problem
+            assert len(problem) < 3500, problem
+        return
+    Path("again.yaml").write_text(to_yaml(loaded.recipe))
+    assert load_recipe(["recipe=again.yaml"], ranks=2).recipe == loaded.recipe
+
+
+def test_hostile_values_of_every_key_cause_no_traceback(folder):
+    """One value for each key through all of the loading, and all values through the decoding."""
+    for path, value in zip(keys(), itertools.cycle(HOSTILE)):
+        hostile_values_are_refused_or_usable(["recipe=x.yaml", f"{dotted(path)}={value}"])
+    small = yaml.safe_load(SMALL)
+    for path in keys():
+        for value in DECODED:
+            plain = value
+            for key in reversed(path):
+                plain = {key: plain}
+            _, problems, _ = decode(merged(small, plain))
+            assert all(dotted(problem.path).isprintable() for problem in problems)
