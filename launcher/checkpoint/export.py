@@ -20,7 +20,7 @@ from launcher.models.build import build_model, checkpoint_folder, is_pretrained
 from launcher.models.export import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import Checkpoint, open_checkpoint
-from launcher.models.lora import Read, add_adapters, merged_reader
+from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -30,6 +30,7 @@ from launcher.models.safetensors_files import (
     open_folder,
     write_tensors,
 )
+from launcher.models.ties import adapted_ties, untie
 from launcher.recipe.decode import decode
 from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model, Recipe
@@ -182,7 +183,13 @@ def open_exported_weights(source: Path) -> Weights:
         labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
     )
     stored = _open_adapter(source)
-    readers = {"read_base": checkpoint.reader(), "read_adapter": stored.read}
+    read_base, aliases = checkpoint.reader(), adapted_ties(model, adapted_weights(stored.tensors))
+    for name in aliases:
+        untie(model, name)
+    readers: dict[str, Read] = {
+        "read_base": lambda name: read_base(aliases.get(name, name)),
+        "read_adapter": stored.read,
+    }
     read = merged_reader(model, settings, stored.tensors, **readers)
     return Weights(model, read, checkpoint.stored.dtype())
 

@@ -16,9 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from launcher.metrics.console import task
 from launcher.models.initialization import clean_name
-from launcher.models.lora import Read, adapter_names, merged_reader, peft_config
+from launcher.models.lora import (
+    Read,
+    adapted_weights,
+    adapter_names,
+    merged_reader,
+    peft_config,
+)
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
+from launcher.models.ties import adapted_ties, config_untied
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
@@ -94,11 +101,12 @@ def exported_tensors(
         if not merged:
             yield from ((key, read(name)) for key, name in stored.items())
             return
-        names = [name for name in names if ".lora_" not in name]
+        aliases = adapted_ties(model, adapted_weights(stored))
+        names = [name for name in names if ".lora_" not in name] + list(aliases)
         base = read
         read = merged_reader(
             *(model, config.to_dict(), stored),
-            read_base=base,
+            read_base=lambda name: base(aliases.get(name, name)),
             read_adapter=lambda key: base(stored[key]),
         )
     ignored = model._keys_to_ignore_on_save or ()
@@ -137,6 +145,9 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     for part in [config, *parts]:
         if part is not None:
             part.dtype = dtype
+    adapted = () if peft_config(model) is None else adapted_weights(adapter_names(model))
+    if adapted_ties(model, adapted):
+        config_untied(config)
     config.save_pretrained(folder)
     if hasattr(config, "auto_map"):  # the checkpoint's own code
         for file in Path(config.name_or_path).glob("*.py"):

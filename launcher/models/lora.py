@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,19 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
+def adapted_weights(names: Iterable[str]) -> set[str]:
+    """Clean names of the weights that an adapter changes or replaces. names: as peft writes them,
+    or the model's own."""
+    return {
+        name.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
+        for name in names
+    }
+
+
 def merged_reader(
     model: nn.Module,
     config: dict[str, Any],
-    names: Iterable[str],
+    names: Collection[str],
     *,
     read_base: Read,
     read_adapter: Read,
@@ -165,7 +174,7 @@ def merged_reader(
         for name, module in model.named_modules()
         if _is_transposed(module)
     }
-    changed = {name.replace(".lora_A.", ".").replace(".lora_B.", ".") for name in adapters}
+    changed = adapted_weights(names)
     if unknown := changed - {clean_name(name) for name in model.state_dict()}:
         raise RecipeError(
             f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "

@@ -13,7 +13,7 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.export import export_hugging_face
-from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.load import open_checkpoint, pretrained_weights, starting_weights
 from launcher.recipe.schema import Model
 
 CPU = torch.device("cpu")
@@ -144,6 +144,24 @@ def test_checkpoint_with_a_stored_tied_head(tmp_path, messages):
     assert not model.config.tie_word_embeddings
     assert "they are not tied" in messages()[0]
     assert torch.equal(logits(model), reference(tmp_path))
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_freeze_applies_to_the_names_of_a_head_that_the_checkpoint_unties(
+    tmp_path, name, untied, messages
+):
+    save(tmp_path, tie_word_embeddings=True)
+    change(tmp_path, {"lm_head.weight": torch.randn(64, 32)} if untied else {})
+    section = Model(path=str(tmp_path), freeze=(name,))
+    model = build_model(section, sequence_length=16)
+    starting_weights(section, model, seed=1)
+    both = {"lm_head.weight", "model.embed_tokens.weight"}
+    parameters = model.named_parameters(remove_duplicate=False)
+    assert {key for key, p in parameters if not p.requires_grad} == ({name} if untied else both)
+    (other,) = both - {name}
+    note = f"note: model.freeze: {other} is frozen, too: the model ties it to {name}"
+    assert (note in messages()) is not untied
 
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
