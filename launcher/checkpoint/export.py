@@ -95,7 +95,8 @@ class Weights:
 
 def open_checkpoint_weights(checkpoint: Path) -> Weights:
     """The recipe's model, with its adapters, and the weights of a checkpoint of the run."""
-    recipe, _, _ = decode(yaml.safe_load(read_state(checkpoint)["recipe"]))
+    state = read_state(checkpoint)
+    recipe, _, _ = decode(yaml.safe_load(state["recipe"]))
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Read | None = None
     dtype = torch.float32
@@ -103,6 +104,11 @@ def open_checkpoint_weights(checkpoint: Path) -> Weights:
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
         base = open_checkpoint(folder, model)
+        if state.get("weights") not in (None, base.stored.digest()):
+            raise RecipeError(
+                f"export: the weights in {folder} have changed since the run, and {checkpoint} "
+                "does not hold those that were frozen; restore them"
+            )
         read_frozen, dtype = base.reader(), base.stored.dtype()
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)

@@ -29,6 +29,8 @@ from launcher.models.ties import adapted_ties, config_untied
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
+COMPANIONS = ("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files of a checkpoint that an export copies."""
 
 
 def export_hugging_face(
@@ -149,6 +151,8 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     if adapted_ties(model, adapted):
         config_untied(config)
     config.save_pretrained(folder)
+    if config.name_or_path:
+        _copy_companions(Path(config.name_or_path), folder)
     if hasattr(config, "auto_map"):  # the checkpoint's own code
         for file in Path(config.name_or_path).glob("*.py"):
             shutil.copy2(file, folder / file.name)
@@ -156,6 +160,14 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     if generation is not None and model.can_generate():
         # save_pretrained would refuse settings that many models on the hub have
         generation.to_json_file(folder / "generation_config.json")
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    """Copies what a model of images needs beside weights and tokenizer, and the license."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, folder / file.name)
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:

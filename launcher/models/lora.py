@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.build import find_blocks, is_classifier
+from launcher.models.build import find_blocks, is_classifier, parts_without_text
 from launcher.models.initialization import clean_name
 from launcher.recipe.schema import Lora
 
@@ -110,7 +110,12 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
             raise RecipeError(problems)
         return list(lora.target_modules)
     blocks = tuple(f"{block}." for block in find_blocks(model))
-    inside = [name for name in layers if name.startswith(blocks)]
+    unused = tuple(parts_without_text(model))
+    inside = [
+        name
+        for name in layers
+        if name.startswith(blocks) and not any(one.startswith(f"{name}.") for one in unused)
+    ]
     if not inside:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "

@@ -34,6 +34,7 @@ from launcher.models.build import (
     flops_per_token,
     outer_units,
     padding_id,
+    parts_without_text,
     recomputed_flops,
     vocabulary_size,
 )
@@ -207,6 +208,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     blocks = find_blocks(model)
     _refuse_scalars(model, recipe.strategy)
     init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed)
+    for name in parts_without_text(model):  # DDP would wait for their gradients
+        model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
