@@ -21,7 +21,7 @@ from launcher.models.build import build_model, checkpoint_folder, is_pretrained
 from launcher.models.export import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import Checkpoint, open_checkpoint
-from launcher.models.lora import Read, add_adapters, merged_reader
+from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -31,6 +31,7 @@ from launcher.models.safetensors_files import (
     open_folder,
     write_tensors,
 )
+from launcher.models.ties import adapted_ties, untie
 from launcher.recipe.functions import refuse_code
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import recorded_recipe
@@ -106,7 +107,7 @@ def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> Weights:
 
     trust_run: whether code that the recipe names may be run. Raises RecipeError if it may not.
     """
-    recipe = _recipe_of(checkpoint)
+    recipe, state = _recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Read | None = None
@@ -115,6 +116,11 @@ def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> Weights:
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
         base = open_checkpoint(folder, model)
+        if state.get("weights") not in (None, base.stored.digest()):
+            raise RecipeError(
+                f"export: the weights in {folder} have changed since the run, and {checkpoint} "
+                "does not hold those that were frozen; restore them"
+            )
         read_frozen, dtype = base.reader(), base.stored.dtype()
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
@@ -202,7 +208,13 @@ def open_exported_weights(source: Path) -> Weights:
         labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
     )
     stored = _open_adapter(source)
-    readers = {"read_base": checkpoint.reader(), "read_adapter": stored.read}
+    read_base, aliases = checkpoint.reader(), adapted_ties(model, adapted_weights(stored.tensors))
+    for name in aliases:
+        untie(model, name)
+    readers: dict[str, Read] = {
+        "read_base": lambda name: read_base(aliases.get(name, name)),
+        "read_adapter": stored.read,
+    }
     read = merged_reader(model, settings, stored.tensors, **readers)
     return Weights(model, read, checkpoint.stored.dtype())
 

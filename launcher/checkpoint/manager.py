@@ -25,6 +25,7 @@ from launcher.checkpoint.resume import (
     check_changes,
     check_data,
     check_stream,
+    check_weights,
     saved_position,
 )
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
@@ -32,6 +33,8 @@ from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
 from launcher.data.batching import Position
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.console import bytes_as_text
+from launcher.models.build import checkpoint_folder, is_pretrained
+from launcher.models.safetensors_files import open_folder
 from launcher.models.shards import derived_seed
 from launcher.recipe.load import to_yaml
 from launcher.reliability.run_directory import RunFolder
@@ -51,6 +54,7 @@ class CheckpointManager:
         self._module, self._ranks = training.wrapped.module, training.ranks
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
+        self._weights = self._frozen_weights()
         self._best: dict[str, Any] = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
         self._bests: dict[int, dict[str, Any]] = {}
@@ -70,6 +74,20 @@ class CheckpointManager:
             before_write=run.check,
         )
 
+    def _frozen_weights(self) -> str | None:
+        """Digest of the weights in model.path if some of them are frozen: a resume reads these
+        again."""
+        section = self._training.recipe.model
+        found: list[str | None] = [None]
+        frozen = not all(parameter.requires_grad for parameter in self._module.parameters())
+        if not frozen or not is_pretrained(section):
+            return None
+        folder = checkpoint_folder(section)
+        if self._ranks.rank == 0 and folder is not None:
+            found = [open_folder(folder).digest()]
+        dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
         """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
 
@@ -84,6 +102,8 @@ class CheckpointManager:
         before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
         changes = check_changes(before, now, allow=allow, checkpoint=path)
         changes += check_data(state["data"], self._data.fingerprint, allow=allow, checkpoint=path)
+        weights = state.get("weights")  # None in checkpoints of earlier versions
+        changes += check_weights(weights, self._weights, allow=allow, checkpoint=path)
         check_stream(state["stream"], self._data.stream_order, allow=allow, checkpoint=path)
         if self._ranks.device.type == "cuda":
             # A step may still copy offloaded optimizer state to the host
@@ -158,6 +178,7 @@ class CheckpointManager:
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,
             "data": self._data.fingerprint,
+            "weights": self._weights,
             "loss_scale": self._training.loss_scale.state(),
             "observed": dict(observed),
             "stream": position.stream,

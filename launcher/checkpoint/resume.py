@@ -135,6 +135,20 @@ def check_data(
     return changes
 
 
+def check_weights(
+    before: str | None, now: str | None, *, allow: bool, checkpoint: Path
+) -> list[str]:
+    """Like `check_data`, for digests of the weights in model.path; None: not known, or nothing is
+    frozen, so that the checkpoint holds all parameters."""
+    if before is None or now is None or before == now:
+        return []
+    changes = [_line("model.path, digest of the weights", before, now)]
+    if not allow:
+        what = f"{checkpoint} was trained with other frozen weights, which it does not hold:"
+        raise _refusal(what, changes, "restore the weights")
+    return changes
+
+
 def check_stream(
     saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path
 ) -> None:

@@ -9,6 +9,7 @@ document.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -131,8 +132,8 @@ def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]
 
 
 def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
-    """Runs the model on meta until a layer of each kind has called attention. Returns whether there
-    were calls and all fit."""
+    """Runs a copy of the model on meta until a layer of each kind has called attention. Returns
+    whether there were calls and all fit. A copy, because some models keep what they compute."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -159,7 +160,7 @@ def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool])
     # meta beyond the recorded layers (most mixtures of experts)
     with contextlib.suppress(Exception):
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        model(input_ids=ids, use_cache=False, **inputs)
+        copy.deepcopy(model)(input_ids=ids, use_cache=False, **inputs)
     ALL_ATTENTION_FUNCTIONS.register(name, before)
     return bool(fitting) and all(fitting)
 

@@ -65,31 +65,44 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     auto = transformers.AutoModelForCausalLM
     if model.task == "sequence_classification":
         auto = transformers.AutoModelForSequenceClassification
-    with _refusals(folder):
+    with _refusals(folder, model.attention):
         config = _make_config(model, folder, labels)
         _refuse_encoder(model, config)
         _refuse_values(model, config)
+        _refuse_other_classes(model, config)
         with torch.device("meta"):
             built: Any = auto.from_config(
                 config,
                 dtype=torch.float32,
-                attn_implementation=model.attention,
+                # None: sdpa if the model's class supports it, else eager
+                attn_implementation=None if model.attention == "auto" else model.attention,
                 trust_remote_code=model.trust_remote_code,
             )
     record_conversions(built)
     built.config.architectures = [type(built).__name__]
-    positions = getattr(built.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and length > positions:
-        longer = f", or set model.config.max_position_embeddings={length}" if folder is None else ""
-        raise RecipeError(
-            f"data.sequence_length: {length} is more than the {positions} positions of the model; "
-            f"shorten it{longer}"
-        )
+    _check_positions(built, length, folder)
     generates = built.can_generate()
     if generates and folder is not None and (folder / "generation_config.json").is_file():
         read = transformers.GenerationConfig.from_pretrained
         built.generation_config = read(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
+
+
+def _check_positions(model: Any, length: int, folder: Path | None) -> None:
+    """Raises RecipeError if the model has fewer positions than a sequence has tokens. The positions
+    of RoBERTa and its relatives start after the index of padding."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    first = 0
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            first = max(first, 0 if module.padding_idx is None else module.padding_idx + 1)
+    if not isinstance(positions, int) or length <= positions - first:
+        return
+    longer = f", or set model.config.max_position_embeddings={length + first}"
+    raise RecipeError(
+        f"data.sequence_length: {length} is more than the {positions - first} positions of the "
+        f"model; shorten it{longer if folder is None else ''}"
+    )
 
 
 def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None) -> Any:
@@ -107,10 +120,50 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
         if labels is not None:
             config.id2label = dict(enumerate(labels))
             config.label2id = {name: index for index, name in enumerate(labels)}
-        if config.pad_token_id is None:  # a classifier finds the end of a padded text by it
-            end = config.eos_token_id
-            config.pad_token_id = end[0] if isinstance(end, list) else end
+        _set_padding(config, folder)
     return config
+
+
+def _set_padding(config: Any, folder: Path | None) -> None:
+    """A classifier finds the end of a padded text by the id of padding; by default, the end of a
+    document. Raises RecipeError if the config has neither."""
+
+    def is_id(value: Any) -> bool:
+        return isinstance(value, int) and value >= 0
+
+    text = config.get_text_config(decoder=True)
+    if is_id(getattr(text, "pad_token_id", None)):
+        return
+    end = getattr(text, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    if not is_id(end):
+        where = "model.config.pad_token_id"
+        if folder is not None:
+            where = f"model.path: pad_token_id in {folder / 'config.json'}"
+        raise RecipeError(
+            f"{where}: missing, and so is eos_token_id; a classifier finds the end of a padded "
+            f"text by it. Set it to an id that no text has, from 0 to {text.vocab_size - 1}"
+        )
+    config.pad_token_id = text.pad_token_id = end
+
+
+def _refuse_other_classes(model: Model, config: Any) -> None:
+    """Raises RecipeError if transformers has no causal language model of this type."""
+    from transformers import AutoModelForCausalLM
+
+    known = type(config) in AutoModelForCausalLM._model_mapping.keys()  # noqa: SIM118
+    if model.task != "causal_lm" or known or hasattr(config, "auto_map"):
+        return
+    key = "model.config" if model.path is None else "model.path"
+    what = f"{key}: {config.model_type} is not a causal language model of transformers"
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        raise RecipeError(f"{what}; give one, such as llama or qwen3")
+    raise RecipeError(
+        f"{what}, but a model of text and other inputs, which is not supported yet, not even with "
+        "text alone. Give a model of text alone, or one that transformers also loads as a causal "
+        "language model, such as gemma3"
+    )
 
 
 def _refuse_encoder(model: Model, config: Any) -> None:
@@ -133,7 +186,7 @@ def _refuse_values(model: Model, config: Any) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(folder: Path | None) -> Iterator[None]:
+def _refusals(folder: Path | None, attention: str) -> Iterator[None]:
     """Raises RecipeError in place of the errors of transformers."""
     try:
         yield
@@ -149,7 +202,9 @@ def _refusals(folder: Path | None) -> Iterator[None]:
             what = f"{folder} needs its own Python code, which is not run by default: if you have "
             what += "read it and trust it, set model.trust_remote_code: true"
         elif "attention implementation" in what or "attn_implementation" in what:
-            key, what = "model.attention", f"{what}; model.attention: eager works with all models"
+            raise RecipeError(
+                f"model.attention: {attention}: {what.partition('. ')[0]}; use auto, or eager"
+            ) from error
         raise RecipeError(f"{key}: transformers refuses it: {what}") from error
 
 
@@ -191,6 +246,16 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise RecipeError(
             f"model.freeze: {', '.join(patterns)} leaves no parameter to train, of {len(named)}"
         )
+
+
+def parts_without_text(model: Any) -> list[str]:
+    """Names of the parameters that text does not use, such as those of a vision tower."""
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config(decoder=True) is config:
+        return []
+    decoder = model.get_decoder()
+    used = {id(p) for m in (decoder, *embeddings(model)) if m is not None for p in m.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -248,7 +313,7 @@ def vocabulary_size(model: nn.Module) -> int | None:
 def padding_id(model: nn.Module) -> int:
     """The model's id for padding; 0 if it has none."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return padding if isinstance(padding, int) else 0
+    return padding if isinstance(padding, int) and padding >= 0 else 0
 
 
 def class_count(model: nn.Module) -> int | None:

@@ -7,6 +7,7 @@ the sum of exponentials per token, and the backward pass computes each chunk's l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -253,14 +254,17 @@ def logits_transform(model: Any) -> Transform | None:
     scale = (number("logit_scale") or 1.0) * (number("lm_head_multiplier") or 1.0)
     scale /= number("logits_scaling") or 1.0
     transform = Transform(scale, number("final_logit_softcapping"))
-    return transform if _is_last(model, head, transform) else None
+    return transform if _is_last(model, transform) else None
 
 
-def _is_last(model: Any, head: Any, transform: Transform) -> bool:
-    """Whether the model applies the transform to the head's output, and nothing else. Runs its
-    forward method with fixed values in place of the outputs of the base model and of the head."""
+def _is_last(model: Any, transform: Transform) -> bool:
+    """Whether the model applies the transform to the head's output, and nothing else. Runs the
+    forward method of a copy with fixed values in place of the outputs of the base model and of the
+    head."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    model = copy.deepcopy(model)  # some models keep what they compute
+    head = embeddings(model)[1]
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
     hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
     model.base_model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(
@@ -274,5 +278,3 @@ def _is_last(model: Any, head: Any, transform: Transform) -> bool:
         return bool(torch.allclose(found, transform(logits), rtol=1e-5, atol=1e-5))
     except Exception:  # not every model accepts these arguments
         return False
-    finally:
-        del model.base_model.forward, head.forward  # restores the methods of their classes

@@ -18,14 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from launcher.metrics.console import task
 from launcher.models.initialization import clean_name
-from launcher.models.lora import Read, adapter_names, merged_reader, peft_config
+from launcher.models.lora import (
+    Read,
+    adapted_weights,
+    adapter_names,
+    merged_reader,
+    peft_config,
+)
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
+from launcher.models.ties import adapted_ties, config_untied
 
 logger = logging.getLogger(__name__)
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
+COMPANIONS = ("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files of a checkpoint that an export copies."""
 
 
 def export_hugging_face(
@@ -99,11 +108,12 @@ def exported_tensors(
         if not merged:
             yield from ((key, read(name)) for key, name in stored.items())
             return
-        names = [name for name in names if ".lora_" not in name]
+        aliases = adapted_ties(model, adapted_weights(stored))
+        names = [name for name in names if ".lora_" not in name] + list(aliases)
         base = read
         read = merged_reader(
             *(model, config.to_dict(), stored),
-            read_base=base,
+            read_base=lambda name: base(aliases.get(name, name)),
             read_adapter=lambda key: base(stored[key]),
         )
     ignored = model._keys_to_ignore_on_save or ()
@@ -141,7 +151,12 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
     for part in [config, *parts]:
         if part is not None:
             part.dtype = dtype
+    adapted = () if peft_config(model) is None else adapted_weights(adapter_names(model))
+    if adapted_ties(model, adapted):
+        config_untied(config)
     config.save_pretrained(folder)
+    if config.name_or_path:
+        _copy_companions(Path(config.name_or_path), folder)
     if hasattr(config, "auto_map"):  # the checkpoint's own code
         for file in Path(config.name_or_path).glob("*.py"):
             shutil.copy2(file, folder / file.name)
@@ -153,6 +168,14 @@ def _write_generation_config(model: Any, folder: Path) -> None:
     if generation is not None and model.can_generate():
         # save_pretrained would refuse settings that many models on the hub have
         generation.to_json_file(folder / "generation_config.json")
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    """Copies what a model of images needs beside weights and tokenizer, and the license."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, folder / file.name)
 
 
 def end_ids(model: Any) -> list[int]:

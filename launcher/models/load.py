@@ -7,6 +7,7 @@ made whole first, or just this rank's rows of it where that is possible.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -20,11 +21,12 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.metrics.console import task
-from launcher.models.build import checkpoint_folder, is_classifier, is_pretrained
+from launcher.models.build import checkpoint_folder, freeze, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder
 from launcher.models.shards import copy_local_rows, local_rows
 from launcher.models.tensor_names import Conversion, load_conversions
+from launcher.models.ties import tied_names, untie
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
         if shape != wanted:
             problems.append(f"{name}: is {shape} in the checkpoint, and {wanted} in the model")
     notes = _resolve_ties(model, conversions, stored)
-    loaded = set(made).union(*(tied for tied in _tied_names(model) if made.keys() & tied))
+    loaded = set(made).union(*(tied for tied in tied_names(model) if made.keys() & tied))
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     problems += _missing(model, state.keys() - loaded - failed, notes)
     problems += _unexpected(model, unexpected, notes)
@@ -97,19 +99,28 @@ def starting_weights(
     """The function that gives the wrapped model its weights, and their dtype on disk. model: as
     for `open_checkpoint`, which may raise RecipeError."""
     folder = checkpoint_folder(section)
+    load: Callable[[nn.Module, torch.device, torch.device], None]
     if folder is None or not is_pretrained(section):
-        return partial(random_weights, seed=seed), torch.float32
-    checkpoint = open_checkpoint(folder, model)
-    load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)
-    return load, checkpoint.stored.dtype()
+        load, dtype = partial(random_weights, seed=seed), torch.float32
+    else:
+        checkpoint = open_checkpoint(folder, model)
+        load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)
+        dtype = checkpoint.stored.dtype()
+        if section.freeze:  # again: the checkpoint may have untied parameters
+            model.requires_grad_(True)
+            freeze(model, section.freeze)
+    for tied in tied_names(model) if section.freeze else ():
+        others = [name for name in tied if not _frozen_by(name, section.freeze or ())]
+        if 0 < len(others) < len(tied):
+            logger.info(
+                f"note: model.freeze: {', '.join(others)} is frozen, too: the model ties it to "
+                f"{', '.join(name for name in tied if name not in others)}"
+            )
+    return load, dtype
 
 
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names that share a parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [tied for tied in names.values() if len(tied) > 1]
+def _frozen_by(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTensors) -> list[str]:
@@ -117,18 +128,14 @@ def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTenso
     notes."""
     notes = []
     single = {each.first: each for each in conversions if each.converter is None}
-    for tied in _tied_names(model):
+    for tied in tied_names(model):
         first, *others = [name for name in tied if name in single] or [""]
         for name in others:
             one, other = (stored.read(single[key].names()[0]) for key in (first, name))
             if one.dtype == other.dtype and torch.equal(one, other):
                 conversions.remove(single[name])
                 continue
-            parent, _, attribute = name.rpartition(".")
-            own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
-            setattr(model.get_submodule(parent), attribute, own)
-            model.config.tie_word_embeddings = False
-            getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+            untie(model, name)
             notes.append(f"{name} and {first} differ in the checkpoint: they are not tied")
     return notes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.build import find_blocks, is_classifier
+from launcher.models.build import find_blocks, is_classifier, parts_without_text
 from launcher.models.initialization import clean_name
 from launcher.recipe.schema import Lora
 
@@ -110,7 +110,12 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
             raise RecipeError(problems)
         return list(lora.target_modules)
     blocks = tuple(f"{block}." for block in find_blocks(model))
-    inside = [name for name in layers if name.startswith(blocks)]
+    unused = tuple(parts_without_text(model))
+    inside = [
+        name
+        for name in layers
+        if name.startswith(blocks) and not any(one.startswith(f"{name}.") for one in unused)
+    ]
     if not inside:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
@@ -144,10 +149,19 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     }
 
 
+def adapted_weights(names: Iterable[str]) -> set[str]:
+    """Clean names of the weights that an adapter changes or replaces. names: as peft writes them,
+    or the model's own."""
+    return {
+        name.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
+        for name in names
+    }
+
+
 def merged_reader(
     model: nn.Module,
     config: dict[str, Any],
-    names: Iterable[str],
+    names: Collection[str],
     *,
     read_base: Read,
     read_adapter: Read,
@@ -165,7 +179,7 @@ def merged_reader(
         for name, module in model.named_modules()
         if _is_transposed(module)
     }
-    changed = {name.replace(".lora_A.", ".").replace(".lora_B.", ".") for name in adapters}
+    changed = adapted_weights(names)
     if unknown := changed - {clean_name(name) for name in model.state_dict()}:
         raise RecipeError(
             f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -21,6 +22,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Largest size of an exported file, unless a single tensor is larger."""
+SAMPLED_BLOCKS, BLOCK_BYTES = 2**14, 2**12
+"""What a digest of weights reads: 64 MiB, or one block of each tensor if these are more."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -83,6 +86,25 @@ class StoredTensors:
                 rows = stored[start - part.first : stop - part.first]
                 local[start - first : stop - first].copy_(rows)
 
+    def digest(self) -> str:
+        """A digest of the names, dtypes, shapes and some of the values: enough to notice other
+        weights, quickly. The division into files has no influence."""
+        blocks = max(1, SAMPLED_BLOCKS // max(1, len(self.tensors)))
+        found: dict[str, bytes] = {}
+        for file in {part.file for parts in self._parts.values() for part in parts}:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(size))
+                header.pop("__metadata__", None)
+                for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                    begin, end = (8 + size + offset for offset in entry.pop("data_offsets"))
+                    sample = hashlib.sha256(json.dumps([name, entry], sort_keys=True).encode())
+                    for start, length in _sampled_blocks(begin, end, blocks):
+                        stream.seek(start)
+                        sample.update(stream.read(length))
+                    found[name] = sample.digest()
+        return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
+
     def close(self) -> None:
         """Unmaps the files."""
         self._open.clear()
@@ -94,6 +116,16 @@ class StoredTensors:
             except (OSError, SafetensorError) as error:
                 raise OSError(f"{file.name} cannot be read: {error}") from None
         return self._open[file]
+
+
+def _sampled_blocks(begin: int, end: int, blocks: int) -> list[tuple[int, int]]:
+    """Start and length of up to `blocks` blocks of these bytes, evenly spaced; all if they fit."""
+    free = end - begin - BLOCK_BYTES
+    if end - begin <= blocks * BLOCK_BYTES:
+        return [(begin, end - begin)]
+    if blocks == 1:
+        return [(begin + free // 2, BLOCK_BYTES)]
+    return [(begin + free * index // (blocks - 1), BLOCK_BYTES) for index in range(blocks)]
 
 
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:

@@ -98,8 +98,9 @@ class Model(Section):
     """Run the Python code of a checkpoint. It can do whatever you can."""
     init: Literal["pretrained", "random"] | None = None
     """Initial weights; null: pretrained with a path, random with a config."""
-    attention: Text = "sdpa"
-    """Any attention name of transformers: sdpa, eager, flash_attention_2, ..."""
+    attention: Text = "auto"
+    """auto: sdpa if transformers has it for the model, else eager. Or any attention name of
+    transformers: sdpa, eager, flash_attention_2, ..."""
     compile: StrictBool = False
     """torch.compile each block; compiled code is kept in data.cache."""
     chunked_loss: StrictBool = True

@@ -107,10 +107,7 @@ Pairs = list[tuple[nn.Parameter, Any]]
 
 
 def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A view of this rank's rows as a DTensor, divided as by FSDP; a scalar is returned
-    unchanged."""
-    if not whole.ndim:
-        return whole
+    """A view of this rank's rows as a DTensor, divided as by FSDP. whole: not a scalar."""
     size, rank = mesh.size(), mesh.get_local_rank()
     chunk = -(-whole.shape[0] // size)
     mine = whole.detach()[rank * chunk : (rank + 1) * chunk]
@@ -123,7 +120,6 @@ def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def shard_update(optimizer: torch.optim.Optimizer, pairs: Pairs) -> None:
     """Makes the optimizer's step read gradients of whole parameters, update shards, gather them,
     and free the gradients."""
-    pairs = [(whole, shard) for whole, shard in pairs if isinstance(shard, DTensor)]
     optimizer.register_step_pre_hook(partial(_shard_gradients, pairs))
     optimizer.register_step_post_hook(partial(_gather, pairs))
 

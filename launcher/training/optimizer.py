@@ -52,16 +52,21 @@ def make_optimizer(
             raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
     pairs = []
     if optimizer_mesh is not None:
-        pairs = [(p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values()]
-        trained = dict(zip(trained, (shard for _, shard in pairs), strict=True))
-    sorts: dict[str, list[tuple[str, torch.Tensor]]] = {"inner": [], "matrices": [], "vectors": []}
+        # A scalar has no rows: each rank updates all of it
+        pairs = [
+            (p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values() if p.ndim
+        ]
+        shards = {id(whole): shard for whole, shard in pairs}
+        trained = {name: shards.get(id(p), p) for name, p in trained.items()}
+    order = ("inner", "matrices", "vectors", "scalars")
+    sorts: dict[str, list[tuple[str, torch.Tensor]]] = {sort: [] for sort in order}
     for name, parameter in trained.items():
-        outer = "matrices" if parameter.ndim >= 2 else "vectors"
+        outer = ("scalars", "vectors", "matrices")[min(parameter.ndim, 2)]
         sorts["inner" if name in inner else outer].append((name, parameter))
     groups = [
         {
             "params": named,
-            "weight_decay": 0.0 if sort == "vectors" else optimizer.weight_decay,
+            "weight_decay": optimizer.weight_decay if sort in ("inner", "matrices") else 0.0,
             "orthogonalize": sort == "inner",
         }
         for sort, named in sorts.items()

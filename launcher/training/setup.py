@@ -17,6 +17,7 @@ from launcher.data.setup import RunData, open_run_data, teach_ends, tokenizer_to
 from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
+from launcher.errors import RecipeError
 from launcher.metrics.recorder import Flops
 from launcher.models.attention import (
     Masking,
@@ -33,6 +34,7 @@ from launcher.models.build import (
     flops_per_token,
     outer_units,
     padding_id,
+    parts_without_text,
     recomputed_flops,
     vocabulary_size,
 )
@@ -188,12 +190,25 @@ class PreparedModel:
         wrapped.reshard()
 
 
+def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
+    """FSDP shards the first dimension of a parameter."""
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if strategy.kind == "fsdp" and scalars:
+        raise RecipeError(
+            f"strategy.kind: fsdp cannot shard parameters without dimensions: {', '.join(scalars)}; "
+            "give each the shape (1,) in the model, or use strategy.kind: ddp"
+        )
+
+
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking. device: of the run."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
+    _refuse_scalars(model, recipe.strategy)
     init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed)
+    for name in parts_without_text(model):  # DDP would wait for their gradients
+        model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32

@@ -12,7 +12,9 @@ import transformers
 from launcher import __version__
 from launcher.data.loader import expected_padding
 from launcher.metrics.console import bytes_as_text
+from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
+from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
@@ -85,6 +87,15 @@ def _model(training: Training) -> Iterator[str]:
     sequences = recipe.data.builder is None and recipe.data.kind != "classification"
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
+    if unused := parts_without_text(module):
+        first = clean_name(unused[0])
+        yield f"note: {len(unused)} tensors that text does not use are frozen, such as {first}"
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if recipe.model.attention == "auto" and attention == "eager":
+        yield (
+            f"note: model.attention: auto is eager, because transformers has no sdpa for {name}; "
+            "it computes and keeps all scores"
+        )
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "

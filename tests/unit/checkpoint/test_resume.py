@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from launcher.checkpoint.resume import (
     check_changes,
     check_data,
     check_stream,
+    check_weights,
     choose_resume,
     data_changes,
     finished_run,
@@ -144,6 +146,21 @@ def test_added_removed_and_edited_files_are_named(fingerprint):
     assert edited == [f"{a}, {b}: other content in as many bytes"]
     b.rename(c)
     assert list(data_changes(before, fingerprint())) == [f"{b}: 60 -> null", f"{c}: null -> 60"]
+
+
+def test_changed_frozen_weights_are_refused_like_changed_data():
+    check = partial(check_weights, checkpoint=CHECKPOINT_PATH)
+    assert check("a", "a", allow=False) == check(None, "b", allow=False) == []
+    with pytest.raises(RecipeError) as raised:
+        check("a", "b", allow=False)
+    first, line, last = raised.value.problems
+    assert (
+        first == f"{CHECKPOINT_PATH} was trained with other frozen weights, which it does not hold:"
+    )
+    assert line == '  model.path, digest of the weights: "a" -> "b"'
+    assert last.startswith("restore the weights; ")
+    assert "checkpoint.allow_changes=true" in last
+    assert check("a", "b", allow=True) == [line.strip()]
 
 
 def test_mixture_sources_are_compared_separately(fingerprint):

@@ -13,8 +13,11 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.export import export_hugging_face
-from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.load import open_checkpoint, pretrained_weights, starting_weights
+from launcher.models.safetensors_files import _sampled_blocks, open_folder
+from launcher.recipe import schema
 from launcher.recipe.schema import Model
+from launcher.training.setup import prepare_model
 
 CPU = torch.device("cpu")
 FIELDS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -146,6 +149,24 @@ def test_checkpoint_with_a_stored_tied_head(tmp_path, messages):
     assert torch.equal(logits(model), reference(tmp_path))
 
 
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_freeze_applies_to_the_names_of_a_head_that_the_checkpoint_unties(
+    tmp_path, name, untied, messages
+):
+    save(tmp_path, tie_word_embeddings=True)
+    change(tmp_path, {"lm_head.weight": torch.randn(64, 32)} if untied else {})
+    section = Model(path=str(tmp_path), freeze=(name,))
+    model = build_model(section, sequence_length=16)
+    starting_weights(section, model, seed=1)
+    both = {"lm_head.weight", "model.embed_tokens.weight"}
+    parameters = model.named_parameters(remove_duplicate=False)
+    assert {key for key, p in parameters if not p.requires_grad} == ({name} if untied else both)
+    (other,) = both - {name}
+    note = f"note: model.freeze: {other} is frozen, too: the model ties it to {name}"
+    assert (note in messages()) is not untied
+
+
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
 LATENT |= {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
 LATENT |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_experts_per_tok": 2}
@@ -171,6 +192,101 @@ def test_logits_match_from_pretrained(tmp_path, model_type, fields):
     model = load(tmp_path, attention=attention)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert torch.equal(logits(model), reference(tmp_path, attn_implementation=attention))
+
+
+def test_digest_of_weights_finds_other_values_and_ignores_the_files(tmp_path):
+    """Of a large tensor, evenly spaced blocks are read: a fine-tuned model changes most values."""
+    one, parts = (save(tmp_path / name, max_shard_size=size) for name, size in (("a", "5GB"), ("b", "20KB")))  # fmt: skip
+    digest = open_folder(one).digest()
+    assert open_folder(parts).digest() == digest
+    small = load_file(one / "model.safetensors")["model.norm.weight"]
+    change(one, {"model.norm.weight": small + torch.eye(1, 32)[0]})
+    assert open_folder(one).digest() != digest
+    assert _sampled_blocks(100, 200, 1) == [(100, 100)]
+    assert _sampled_blocks(0, 4096 * 10, 1) == [(4096 * 9 // 2, 4096)]
+    assert _sampled_blocks(0, 4096 * 9, 3) == [(0, 4096), (4096 * 4, 4096), (4096 * 8, 4096)]
+
+
+def small_gemma3():
+    text = FIELDS | {"head_dim": 8, "sliding_window": 8}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    tokens = {"image_token_index": 63, "boi_token_index": 62, "eoi_token_index": 61}
+    sections = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 1}
+    return transformers.Gemma3Config(**sections, **tokens)
+
+
+@pytest.mark.parametrize("lora", [None, schema.Lora(rank=2)], ids=["whole", "lora"])
+def test_text_training_of_a_multimodal_model_freezes_the_rest(tmp_path, lora, monkeypatch):
+    """DDP would wait for gradients of the vision tower. The export has the processor's files."""
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(small_gemma3()).save_pretrained(base)
+    companions = ("preprocessor_config.json", "processor_config.json", "LICENSE.txt")
+    for name in companions:
+        (base / name).write_text("{}")
+    section = Model(path=str(base))
+    recipe = schema.Recipe(
+        run=schema.Run(name="gemma3", max_steps=1),
+        model=section,
+        data=schema.Data(kind="tokens", sequence_length=12),
+        batch=schema.Batch(global_batch_size=2, micro_batch_size=2),
+        strategy=schema.Strategy(kind="ddp", mixed_precision=None),
+        lora=lora,
+        checkpoint=schema.Checkpoint(export_merged=lora is not None),
+    )
+    prepared = prepare_model(recipe, device=CPU)
+    model = prepared.model
+    prepared.init_fn(model, CPU, CPU)
+    expected = transformers.Gemma3ForConditionalGeneration.from_pretrained(base)(IDS).logits
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    model(input_ids=IDS).logits.square().sum().backward()
+    named = dict(model.named_parameters())
+    assert {n for n, p in named.items() if p.requires_grad} == {
+        n for n, p in named.items() if p.grad is not None
+    }
+    assert not any("vision" in name and ".lora_" in name for name in named)
+    export_hugging_face(model, tmp_path / "out", rank=0, device=CPU, merged=lora is not None)
+    assert all((tmp_path / "out" / name).is_file() for name in companions)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "mistral3"])
+def test_other_multimodal_models_are_refused(model_type):
+    message = f"{model_type} is not a causal .* with text alone. Give a model of text alone, or"
+    with pytest.raises(RecipeError, match=message):
+        build_model(Model(config={"model_type": model_type}), sequence_length=16)
+
+
+SCALING = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_longrope_matches_transformers_on_both_sides_of_its_limit(tmp_path, packing):
+    """The model keeps the long frequencies when it first runs, also when that is a trial on meta."""
+    limits = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
+    save(tmp_path, model_type="phi3", pad_token_id=0, rope_scaling=SCALING, **limits)
+    recipe = schema.Recipe(
+        run=schema.Run(name="longrope", max_steps=1),
+        model=Model(path=str(tmp_path)),
+        data=schema.Data(kind="tokens", sequence_length=40, packing=packing),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+        strategy=schema.Strategy(kind="ddp", mixed_precision=None),
+    )
+    prepared = prepare_model(recipe, device=CPU)
+    prepared.init_fn(prepared.model, CPU, CPU)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    found, outputs = prepared.model.eval(), []
+    for length in (12, 40, 16):
+        ids = torch.arange(length)[None] % 64
+        targets = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
+        with torch.no_grad():
+            expected = plain(ids, labels=ids).loss * (length - 1)
+            loss = found(input_ids=ids, targets=targets, use_cache=False).loss
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        outputs.append(found(input_ids=ids).logits[0, :12])
+    short, long, again = outputs
+    assert (short - long).abs().max() > 1e-3, "the long frequencies differ"
+    torch.testing.assert_close(short, again, rtol=1e-5, atol=1e-5)
 
 
 def test_missing_expert_is_named(tmp_path):
@@ -269,6 +385,28 @@ def test_sequence_length_beyond_positions_is_refused(saved):
     message = "data.sequence_length: 65 is more than the 64 positions of the model; shorten it$"
     with pytest.raises(RecipeError, match=message):
         build_model(Model(path=str(saved)), sequence_length=65)
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "esm", "mpnet"])
+def test_positions_that_start_after_padding_shorten_a_sequence(model_type):
+    config = FIELDS | {"model_type": model_type, "pad_token_id": 1}
+    section = Model(config=config, task="sequence_classification", num_labels=2)
+    assert build_model(section, sequence_length=62)
+    message = "63 is more than the 62 positions .*max_position_embeddings=65"
+    with pytest.raises(RecipeError, match=message):
+        build_model(section, sequence_length=63)
+
+
+def test_classifier_without_padding_and_end_is_refused(saved, copy):
+    task = {"task": "sequence_classification", "num_labels": 2}
+    config = FIELDS | {"model_type": "llama", "eos_token_id": None, "pad_token_id": -1}
+    with pytest.raises(RecipeError, match=r"^model.config.pad_token_id: missing, .* from 0 to 63$"):
+        build_model(Model(config=config, **task), sequence_length=16)
+    change_config(copy, eos_token_id=None, pad_token_id=None)
+    message = f"^model.path: pad_token_id in {copy / 'config.json'}: missing"
+    with pytest.raises(RecipeError, match=message):
+        build_model(Model(path=str(copy), **task), sequence_length=16)
+    assert build_model(Model(path=str(saved), **task), sequence_length=16)
 
 
 def test_new_classifier_head_depends_on_the_seed(saved, messages):

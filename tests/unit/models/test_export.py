@@ -443,6 +443,28 @@ def test_export_of_an_adapter(tmp_path, request, architecture):
     assert (logits(model) - expected).abs().max() < 5e-3
 
 
+@pytest.mark.parametrize("stored", ["in the run", "as an adapter"])
+def test_merged_adapter_of_a_tied_head_is_exported_untied(tmp_path, stored):
+    """The adapter changes the head and not the embedding, as without merging."""
+    base = save(tmp_path / "base", tie_word_embeddings=True)
+    lora = Lora(rank=4, alpha=6.0, target_modules=("q_proj", "lm_head"))
+    model, out = load_with_adapters(base, lora=lora), tmp_path / "out"
+    if stored == "in the run":
+        export_model(model, out, merged=True)
+    else:
+        assert export(create_run(tmp_path, model), out, "merged=true") == 0
+    assert (reference(out) - logits(model)).abs().max() < 2e-6
+    assert (reference(base) - logits(model)).abs().max() > 0.01
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    exported, original = (load_file(folder / "model.safetensors") for folder in (out, base))
+    name = "model.embed_tokens.weight"
+    assert torch.equal(exported[name], original[name])
+    # Adapters elsewhere leave the head tied
+    elsewhere = load_with_adapters(base, lora=Lora(rank=4, target_modules=("q_proj",)))
+    export_model(elsewhere, tmp_path / "tied", merged=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+
+
 def test_export_of_a_classifier_adapter(tmp_path, llama):
     model, out = load_with_adapters(llama, task="sequence_classification"), tmp_path / "merged"
     assert export(create_run(tmp_path, model), out, "merged=true") == 0

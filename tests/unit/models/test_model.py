@@ -86,8 +86,8 @@ def test_unsupported_attention_is_refused(monkeypatch):
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
-    with pytest.raises(RecipeError, match=r"model.attention: .*eager works with all models"):
-        build(config=LLAMA)
+    with pytest.raises(RecipeError, match=r"model.attention: .*; use auto, or eager"):
+        build(config=LLAMA, attention="sdpa")
 
 
 def test_random_weights_depend_only_on_seed_and_name():

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launcher import train
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
-from launcher.errors import TrainingError
+from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.sinks import OptionalSink
 from launcher.planner.hardware import peak_flops
 from launcher.recipe import schema
@@ -27,6 +27,8 @@ from launcher.strategies import activation_checkpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.ddp import Ddp
+from launcher.training.optimizer import make_optimizer
+from launcher.training.setup import prepare_model
 
 
 class Block(nn.Module):
@@ -304,20 +306,83 @@ def test_peak_flops_by_name():
     assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
 
 
-def test_ddp_timers_stop_after_ten_steps():
-    """The timers wait for the device. By default DDP also uses them in every 100th step."""
+@pytest.fixture
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ranks = process_group.DataParallel(
-            rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu")
-        )
-        strategy = schema.Strategy(kind="ddp", mixed_precision=None)
-        wrapped = Ddp(nn.Linear(2, 2), strategy, ranks=ranks, init_fn=lambda *_: None)
-        for _ in range(101):
-            wrapped.model(torch.ones(1, 2)).sum().backward()
-        assert wrapped.model._get_ddp_logging_data()["iteration"] == 10
-    finally:
-        dist.destroy_process_group()
+    yield process_group.DataParallel(
+        rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu")
+    )
+    dist.destroy_process_group()
+
+
+def test_ddp_timers_stop_after_ten_steps(one_rank):
+    """The timers wait for the device. By default DDP also uses them in every 100th step."""
+    strategy = schema.Strategy(kind="ddp", mixed_precision=None)
+    wrapped = Ddp(nn.Linear(2, 2), strategy, ranks=one_rank, init_fn=lambda *_: None)
+    for _ in range(101):
+        wrapped.model(torch.ones(1, 2)).sum().backward()
+    assert wrapped.model._get_ddp_logging_data()["iteration"] == 10
+
+
+class Scaled(nn.Module):
+    """A model with a parameter of no dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * self.inner(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"state_dtype": "int8"},
+        {"name": "sgd"},
+        {"name": "adafactor"},
+        {"name": "muon", "momentum": 0.95},
+    ],
+    ids=str,
+)
+def test_scalars_are_trained_with_a_sharded_optimizer(one_rank, options):
+    """As without sharding: they are updated, and their gradients are cleared."""
+    results = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model = Scaled()
+        strategy = schema.Strategy(kind="ddp", mixed_precision=None, shard_optimizer=shards)
+        wrapped = Ddp(model, strategy, ranks=one_rank, init_fn=lambda *_: None)
+        settings = schema.Optimizer(learning_rate=0.1, **options)
+        mesh = wrapped.optimizer_mesh
+        made = make_optimizer(model, settings, optimizer_mesh=mesh, blocks=[model.inner])
+        made.grad_scale, made.found_inf = None, torch.zeros(())
+        norms = []
+        for _ in range(3):
+            wrapped.model(torch.ones(2, 4)).square().sum().backward()
+            norms.append(wrapped.grad_norm().item())
+            made.step()
+            made.zero_grad(set_to_none=True)
+            assert model.scale.grad is None
+        results.append((norms, model.scale.item(), model.inner.weight.detach().clone()))
+    (norms, scale, weight), (norms_sharded, scale_sharded, weight_sharded) = results
+    assert norms_sharded == pytest.approx(norms)
+    assert scale_sharded == pytest.approx(scale)
+    assert abs(scale - 2.0) > 0.01
+    torch.testing.assert_close(weight_sharded, weight)
+
+
+def test_fsdp_names_scalars_before_the_first_step():
+    recipe = schema.Recipe(
+        run=schema.Run(name="scalars", max_steps=1),
+        model=schema.Model(builder=f"{__name__}:Scaled"),
+        data=schema.Data(builder=f"{__name__}:Scaled"),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+    )
+    message = "strategy.kind: fsdp cannot shard parameters without dimensions: scale; give each "
+    with pytest.raises(RecipeError, match=message):
+        prepare_model(recipe, device=torch.device("cpu"))
 
 
 # Activation offload. The copies stay in host memory and are recorded.

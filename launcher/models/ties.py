@@ -1,0 +1,44 @@
+"""Parameters that several modules share, such as the input and the output embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.models.initialization import clean_name
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Groups of clean names that share a parameter, in the order of the modules."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean_name(name))
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def adapted_ties(model: nn.Module, adapted: Container[str]) -> dict[str, str]:
+    """Tied parameters that are no longer equal once adapters are merged: each further name, and the
+    first name, under which the parameter is stored.
+
+    adapted: clean names of the weights that adapters change.
+    """
+    groups = [tied for tied in tied_names(model) if any(name in adapted for name in tied)]
+    return {name: tied[0] for tied in groups for name in tied[1:]}
+
+
+def untie(model: Any, name: str) -> None:
+    """Gives a name of a tied parameter its own parameter. model: on meta, not wrapped."""
+    parent, _, attribute = name.rpartition(".")
+    own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
+    setattr(model.get_submodule(parent), attribute, own)
+    config_untied(model.config)
+    getattr(model, "all_tied_weights_keys", {}).pop(name, None)
+
+
+def config_untied(config: Any) -> None:
+    """Changes a config of transformers so that the output embedding has weights of its own."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.tie_word_embeddings = False

@@ -1,0 +1,99 @@
+"""`model.attention: auto`: sdpa where transformers has it for the model, else eager."""
+
+import pytest
+import torch
+import transformers
+
+from launcher.errors import RecipeError
+from launcher.models.attention import check_isolation
+from launcher.recipe import schema
+from launcher.training.setup import prepare_model
+
+CPU = torch.device("cpu")
+BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GATED = BASE | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+GATED |= {"max_position_embeddings": 64, "sliding_window": 4, "eos_token_id": 1, "pad_token_id": 0}
+MODELS = {
+    "gemma2": GATED | {"attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 8},
+    "gpt_oss": GATED | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "llama": GATED,
+}
+
+
+def prepare(model_type, *, packing, attention="auto"):
+    recipe = schema.Recipe(
+        run=schema.Run(name="choice", max_steps=1),
+        model=schema.Model(config={"model_type": model_type} | MODELS[model_type], attention=attention),
+        data=schema.Data(kind="tokens", sequence_length=16, packing=packing),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+        strategy=schema.Strategy(kind="ddp", mixed_precision=None),
+    )  # fmt: skip
+    prepared = prepare_model(recipe, device=CPU)
+    prepared.init_fn(prepared.model, CPU, CPU)
+    for index, parameter in enumerate(prepared.model.parameters()):
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+        parameter.data.add_(0.3 * values)
+    return prepared, prepared.model.eval()
+
+
+def eager(model, **changes):
+    """transformers' own model with the same weights."""
+    config = transformers.AutoConfig.for_model(**(model.config.to_dict() | changes))
+    config._attn_implementation = "eager"
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict())
+    return plain.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("model_type", "packing"), [
+    ("gemma2", True), ("gemma2", False), ("gpt_oss", False), ("bloom", False), ("mamba", False),
+    ("llama", True),
+])  # fmt: skip
+def test_logits_are_those_of_eager_attention(model_type, packing):
+    """With the soft cap of gemma2 and the sinks of gpt_oss; also if documents share a row."""
+    prepared, model = prepare(model_type, packing=packing)
+    chosen = "launcher_varlen" if model_type == "llama" else "eager"
+    assert model.config._attn_implementation == chosen
+    plain, ids = eager(model), torch.arange(16)[None] * 5 % 64
+    if not packing:
+        assert torch.allclose(model(input_ids=ids).logits, plain(ids).logits, atol=1e-5)
+        return
+    positions = torch.cat([torch.arange(10), torch.arange(6)])[None]
+    inputs = {"position_ids": positions}
+    if prepared.masking == "varlen":
+        bounds = torch.tensor([0, 10, 16], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        inputs |= {"max_length_q": 10, "max_length_k": 10}
+    found = model(input_ids=ids, use_cache=False, **inputs).logits
+    alone = [plain(part).logits for part in (ids[:, :10], ids[:, 10:])]
+    assert torch.allclose(found, torch.cat(alone, dim=1), atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_soft_cap_and_the_sinks_matter_in_this_test():
+    _, model = prepare("gemma2", packing=False)
+    ids = torch.arange(16)[None]
+    without = eager(model, attn_logit_softcapping=None)
+    assert (model(input_ids=ids).logits - without(ids).logits).abs().max() > 1e-3
+    _, model = prepare("gpt_oss", packing=False)
+    without = eager(model)
+    for name, parameter in without.named_parameters():
+        if name.endswith("sinks"):
+            parameter.fill_(-1e9)
+    assert (model(input_ids=ids).logits - without(ids).logits).abs().max() > 1e-3
+
+
+def test_refusals_name_the_override():
+    """The masks that transformers makes for gpt_oss do not keep documents apart."""
+    prepared, model = prepare("gpt_oss", packing=True)
+    with pytest.raises(
+        RecipeError, match=r"a packed document sees the one before it .*packing: false"
+    ):
+        check_isolation(model, name="GptOss", vocabulary=prepared.vocabulary, device=CPU)
+    with pytest.raises(RecipeError, match=r"^model.attention: .*; use auto, or eager$"):
+        prepare("gemma2", packing=False, attention="sdpa")
+    with pytest.raises(RecipeError, match=r"^data.packing: .*; use packing: false$"):
+        prepare("mamba", packing=True)
