@@ -92,7 +92,7 @@ class Rank0:
 
     def wait_for_status(self):
         """Waits until the watch ends the process. Returns the status of the run."""
-        assert self.end.wait(30)
+        assert self.end.wait(120)
         return self.run.read_status()
 
 
@@ -133,8 +133,8 @@ def test_single_slow_store_error_is_ignored(start, monkeypatch):
     rank = start()
     store = rank.failures.store
     store.delay, store.failing = 0.3, {store.calls + 3}
-    assert not rank.end.wait(0.7)
-    assert store.calls > max(store.failing)
+    while store.calls < max(store.failing) + 5:
+        assert not rank.end.wait(0.02)
     store.delay, store.failing = 0.0, range(10**6)
     assert rank.wait_for_status()["reason"] == "agent_lost"
 
