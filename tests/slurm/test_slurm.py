@@ -190,6 +190,10 @@ def jobs(cluster, tmp_path_factory):
     (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
     recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
     cluster.run("scontrol", "release", jobs.refused)
+    cluster.wait_for(lambda: jobs.events("lost", "saved"), 90, "a checkpoint of the job to lose")
+    assert cluster.job(jobs.lost)["NodeList"] == "n[5-6]"
+    cluster.crash("n5")
+    jobs.disturbed_enough("lost")
     yield jobs
     jobs.whole.kill()
     cluster.run("scancel", "--user=root")
@@ -204,7 +208,10 @@ def test_second_submission_of_a_run_folder_is_refused(jobs):
 
 
 def test_interrupted_run_is_bit_identical(jobs):
-    """One run gets a warning, `scontrol requeue`, and preemption by a higher-priority partition."""
+    """One run gets a warning, `scontrol requeue`, and preemption by a higher-priority partition.
+
+    Slurm announces the preemption by SIGTERM only.
+    """
     cluster, name, job = jobs.cluster, "disturbed", jobs.disturbed
     (jobs.folder / "job.yaml").rename(
         jobs.folder / "other.yaml"
@@ -333,15 +340,11 @@ def test_sweep_is_an_array_with_separate_folders(jobs):
 def test_run_continues_after_the_loss_of_a_node(jobs):
     """The lost node runs the script and rank 0."""
     name, job = "lost", jobs.lost
-    jobs.cluster.wait_for(lambda: jobs.events(name, "saved"), 90, "the first checkpoint")
-    assert jobs.cluster.job(job)["NodeList"] == "n[5-6]"
-    jobs.cluster.crash("n5")
     try:
-        jobs.wait_for_steps(name, start=2, steps=1)
-        jobs.disturbed_enough(name)
         assert jobs.wait_for_end(name, job)
         assert jobs.cluster.job(job)["NodeList"] == "n[6-7]"
         assert jobs.starts(name) == 2
+        assert jobs.events(name, "resumed")[0] >= 5
         assert jobs.whole.wait(timeout=180) == 0
         assert are_equal_runs(jobs, name, "whole")
     finally:
@@ -358,31 +361,6 @@ def test_run_saves_before_the_time_limit(jobs):
     assert jobs.events(name, "stopped", "reason") == ["SIGUSR1"] * warned
     assert jobs.events(name, "stopped") == jobs.events(name, "resumed")
     assert jobs.steps(name) == list(range(1, 61))
-
-
-def test_preemption_with_only_sigterm_saves_and_requeues(jobs):
-    """Changes the configuration of the cluster, so no other job may run."""
-    cluster, name = jobs.cluster, "terminated"
-    configuration = cluster.folder / "slurm.conf"
-    text = configuration.read_text()
-    configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
-    cluster.run("scontrol", "reconfigure")
-    try:
-        pair = ("nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2")
-        job = jobs.submit(name, *pair, jobs.slow(name))
-        jobs.wait_for_steps(name, start=1)
-        words = ["-p", "high", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=:"]
-        cluster.run("sbatch", *words)
-        jobs.wait_for_steps(name, start=2, steps=1)
-        jobs.disturbed_enough(name)
-        assert jobs.wait_for_end(name, job)
-        assert "preempted, saved: requeued" in jobs.log(name)
-        assert jobs.starts(name) == 2
-        assert jobs.events(name, "stopped")[0] == jobs.events(name, "resumed")[0]
-        assert are_equal_runs(jobs, name, "whole")
-    finally:
-        configuration.write_text(text)
-        cluster.run("scontrol", "reconfigure")
 
 
 # Tests that take minutes
@@ -546,6 +524,32 @@ def test_run_resumes_on_other_node_counts(long_jobs, whole_cluster):
     assert long_jobs.events(name, "started", "ranks") == [2, 3, 2]
     assert long_jobs.steps(name) == list(range(1, 61))
     assert long_jobs.records(name)[-1]["samples_seen"] == 720
+
+
+@pytest.mark.long
+def test_preemption_with_the_signal_of_the_job_saves_and_requeues(long_jobs, whole_cluster):
+    """Slurm sends SIGUSR1 instead of SIGTERM."""
+    cluster, name = long_jobs.cluster, "signalled"
+    configuration = cluster.folder / "slurm.conf"
+    text = configuration.read_text()
+    configuration.write_text(f"{text}SlurmctldParameters=preempt_send_user_signal\n")
+    cluster.run("scontrol", "reconfigure")
+    try:
+        pair = ("sbatch_extra=--nodelist=n1,n2", long_jobs.slow(name))
+        job = long_jobs.submit(name, *TWO, *pair)
+        long_jobs.wait_for_steps(name, start=1)
+        words = ["-p", "high", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=:"]
+        cluster.run("sbatch", *words)
+        long_jobs.wait_for_steps(name, start=2, steps=1)
+        long_jobs.disturbed_enough(name)
+        assert long_jobs.wait_for_end(name, job)
+        assert "preempted, saved: requeued" in long_jobs.log(name)
+        assert long_jobs.starts(name) == 2
+        assert long_jobs.events(name, "stopped")[0] == long_jobs.events(name, "resumed")[0]
+        assert are_equal_runs(long_jobs, name, "whole")
+    finally:
+        configuration.write_text(text)
+        cluster.run("scontrol", "reconfigure")
 
 
 @pytest.mark.long
