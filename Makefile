@@ -61,7 +61,7 @@ finetune: install
 # Three test processes even on two cores, because many tests wait. Each file runs in one process, so
 # that its tests share fixtures. The distributed tests take longest and start first.
 test: lint types
-	$(BIN)/python -m pytest -m 'not long and not gpu' --numprocesses 3 --dist loadfile \
+	$(BIN)/python -m pytest -ra -m 'not long and not gpu' --numprocesses 3 --dist loadfile \
 		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
 
 lint: install
@@ -90,7 +90,7 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 	touch $(CUDA_INSTALLED)
 
 test-cuda: install-cuda
-	$(CUDA_VENV)/bin/python -m pytest -m 'not long' tests/nullgpu
+	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' tests/nullgpu
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`

@@ -1,11 +1,20 @@
-"""Fixtures for all tests: unchanged environment variables, a temporary cache, logged messages."""
+"""Fixtures for all tests: unchanged environment variables, a temporary cache, logged messages.
 
+Also time limits for tests, the logs of failed runs, and a check for processes left behind.
+"""
+
+import contextlib
 import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
+from tests import limits
+
 SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "TOKENIZERS_PARALLELISM")
+_time_limit = None
 
 
 def variables():
@@ -27,6 +36,50 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_processes_left():
+    os.environ[limits.MARK] = limits.SESSION
+    yield
+    left = limits.left_behind(limits.SESSION)
+    assert not left, f"tests of this session left processes behind: {left}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Limits the time of a test with its fixtures. Long tests have the limits of their commands."""
+    global _time_limit
+    if _time_limit is None:
+        # Capturing begins after this hook, so this is the stream of the terminal
+        stream = sys.__stderr__.fileno()
+        _time_limit = limits.TimeLimit(os.fdopen(os.dup(stream), "w"))
+    if item.get_closest_marker("long") is None:
+        _time_limit.begin(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _time_limit.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Adds the logs of the run folders to the report of a failed test."""
+    report = yield
+    if report.failed:
+        values = getattr(item, "funcargs", {}).values()
+        folders = {getattr(value, "folder", value) for value in values if _has_folder(value)}
+        for folder in sorted(folders):
+            with contextlib.suppress(OSError):
+                if text := limits.logs(folder):
+                    report.sections.append((f"logs in {folder}", text))
+    return report
+
+
+def _has_folder(value):
+    """Whether the value of a fixture is a temporary folder or has one."""
+    folder = getattr(value, "folder", value)
+    return isinstance(folder, Path) and folder.is_dir() and "pytest-" in str(folder)
 
 
 @pytest.fixture

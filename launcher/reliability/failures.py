@@ -8,6 +8,7 @@ CPU waits for the device): its watchdog sees the claim in the store and ends the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import threading
 import time
@@ -51,6 +52,8 @@ order."""
 
 _REPORT_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
+_TURN_SECONDS = 5.0
+"""Time for another rank of this node to report, if the store does not answer."""
 _CLOSE_SECONDS = 10.0
 """Time for the metrics services to take the last records. torchrun kills a rank after 30."""
 
@@ -164,7 +167,7 @@ class FailureWatch:
                 with contextlib.suppress(Exception):
                     first = self.store.add(CLAIMS, 1) == 1
             if first is None:
-                time.sleep(min(5.0, 0.2 * self.rank))  # one rank after the other
+                self._wait_for_turn()
             status = self.run.read_status()
             state = None if status == self._found else status.get("state")  # of this start
             if first is None:
@@ -176,6 +179,19 @@ class FailureWatch:
             if ends or self.claimed:
                 self.announce_end()
             return self.claimed
+
+    def _wait_for_turn(self) -> None:
+        """Without the store: one rank after the other. The ranks of a node also take a lock, which
+        this one holds until it ends, so that the next one sees its report in status.json."""
+        time.sleep(min(5.0, 0.2 * self.rank))
+        deadline = time.monotonic() + _TURN_SECONDS
+        with contextlib.suppress(OSError):
+            self._turn = (self.run.log / "failure.lock").open("w")
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                time.sleep(0.1)
 
     def wait_for_report(self) -> int:
         """Waits for the rank that claimed, and returns the exit status for all: torchrun's agent

@@ -233,9 +233,10 @@ def save_asynchronously(worker):
     A save waits for the previous one. The states of random number generators are restored.
     """
     run = Run(worker, "fsdp", 4, folder="asynchronous")
-    stage = Checkpointer._stage
+    stage, polled = Checkpointer._stage, threading.Event()
 
     def slow(*arguments):
+        polled.wait()
         time.sleep(0.3)
         stage(*arguments)
 
@@ -245,6 +246,7 @@ def save_asynchronously(worker):
     Checkpointer._stage = slow
     run.save(1)
     early = run.checkpointer.poll()
+    polled.set()
     drawn = torch.rand(3)
     run.step()
     Checkpointer._stage = stage

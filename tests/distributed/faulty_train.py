@@ -15,7 +15,7 @@ ignore   Like block, but the other ranks wait in Python and ignore every excepti
 Other environment variables:
 
 ONCE=FILE         A rank creates this file before it kills itself. If the file exists at the start,
-                  no fault is injected.
+                  no fault is injected. Needed by block and ignore: the other ranks create FILE.RANK.
 TIMEOUTS=FOLDER   Rank 0 writes the timeouts of the process groups in steps 1 and 3 to FOLDER.
 """
 
@@ -51,6 +51,13 @@ def kill_this_rank():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_for_other_ranks():
+    """Waits until all other ranks have begun to block."""
+    ranks = set(range(int(os.environ["WORLD_SIZE"]))) - {int(os.environ["RANK"])}
+    while not all(os.path.exists(f"{os.environ['ONCE']}.{rank}") for rank in ranks):
+        time.sleep(0.02)
+
+
 def record_timeouts(step):
     from torch.distributed import distributed_c10d
 
@@ -81,8 +88,9 @@ def install():
         record_timeouts(calls[0])
         if kind in ("block", "ignore") and calls[0] == int(at):
             if os.environ["RANK"] == rank:
-                time.sleep(1)  # the other ranks are blocked by then
+                wait_for_other_ranks()
                 kill_this_rank()
+            Path(f"{os.environ['ONCE']}.{os.environ['RANK']}").touch()
             (block_in_c if kind == "block" else ignore_everything)()
         if os.environ.get("RANK", "0") == rank and calls[0] == int(at):
             if kind == "raise":

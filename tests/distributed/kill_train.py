@@ -13,9 +13,9 @@ NAN=CALL             The loss of this forward pass is NaN.
 PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the
                      slow phase (`Progress.slow_phase`), which suspends hang detection.
 SLOW_RANK=RANK,FIRST,LAST,SECONDS
-                     In the forward passes of these steps, this rank sleeps three times as long as
-                     the others. Each rank is pinned to one core with high priority; otherwise other
-                     ranks would be slow, too, on a busy machine.
+                     The times of a step are read from a clock of the test, which advances by
+                     SECONDS in each forward pass: three times as much on this rank in these steps.
+                     A wait for other ranks ends at the same time on all ranks.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -154,21 +155,32 @@ def record_phases(file):
 
 
 def slow_forward(rank, first, last, seconds):
+    import torch
+    import torch.distributed as dist
+
+    from launcher.metrics import recorder, slow_ranks
     from launcher.training import loss
 
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    with contextlib.suppress(PermissionError):
-        os.nice(-20)
-    original, calls = loss.summed_loss, [0]
+    now, calls = torch.zeros(1, dtype=torch.float64), [0]
+    clock = SimpleNamespace(
+        perf_counter=now.item, monotonic=now.item, process_time=time.process_time, time=time.time
+    )
+    recorder.time = slow_ranks.time = clock
+    original, waiting = loss.summed_loss, recorder.StepRecorder.waiting
 
     def summed_loss(model, micro_batch):
         calls[0] += model.training
         slow = first <= calls[0] <= last and os.environ["RANK"] == str(rank)
-        time.sleep(seconds * (1 + 2 * slow))
+        now.add_(seconds * (1 + 2 * slow))
         return original(model, micro_batch)
 
-    loss.summed_loss = summed_loss
+    @contextlib.contextmanager
+    def waiting_together(self):
+        with waiting(self):
+            yield
+            dist.all_reduce(now, op=dist.ReduceOp.MAX)
+
+    loss.summed_loss, recorder.StepRecorder.waiting = summed_loss, waiting_together
 
 
 def start():

@@ -2,26 +2,36 @@
 
 import contextlib
 import os
-import signal
+import random
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tests import REPOSITORY
+from tests.limits import MARK, SESSION, kill, marked_processes
 
 DEVICE = "cpu" if torch.version.cuda or torch.version.hip else "auto"
 """run.device of trainings in tests: the CPU, also with a CUDA or ROCm build of torch."""
-MARK = "LAUNCHER_TEST_RUN"
-"""Environment variable that all processes of a run inherit. It identifies the workers of torchrun,
-which have their own process groups."""
 PATIENCE = 3
 """Factor for all time limits. The limits are chosen for an idle machine; this allows for three
 parallel test processes on slow cores."""
+
+
+def free_port():
+    """Returns a port that no other test and no outgoing connection takes (`ip_local_port_range`).
+
+    The port of a socket bound to port 0 may be taken before torchrun binds it.
+    """
+    for port in random.SystemRandom().sample(range(13000, 20000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def wait_until(condition, *, seconds=60, process=None):
@@ -68,7 +78,7 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     # torch sets TORCHINDUCTOR_CACHE_DIR when it is first used in this process
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
     environment = {k: v for k, v in os.environ.items() if k not in own}
-    mark = uuid.uuid4().hex
+    mark = SESSION + uuid.uuid4().hex
     environment |= {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -89,17 +99,17 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
             during(process)
         output, _ = process.communicate(timeout=PATIENCE * timeout)
     except BaseException as error:
-        _kill(mark)
+        kill(mark)
         output, _ = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         raise AssertionError(
             f"not finished after {PATIENCE * timeout} s: {' '.join(command)}\n{output[-8000:]}"
         ) from None
-    deadline = time.monotonic() + 5  # child processes need a moment to end
-    while (left := _processes(mark)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 20 * PATIENCE  # child processes need a moment to end
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    _kill(mark)
+    kill(mark)
     assert not left, f"processes were left behind: {list(left.values())}\n{output[-4000:]}"
     return Result(process.returncode, output)
 
@@ -120,23 +130,3 @@ def torchrun(*arguments, ranks, **options):
         ],
         **options,
     )
-
-
-def _processes(mark):
-    """Returns the command lines of the live processes of a run, by process id."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-    return found
-
-
-def _kill(mark):
-    while left := _processes(mark):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)

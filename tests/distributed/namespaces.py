@@ -46,7 +46,7 @@ def unavailable():
             check=True,
             capture_output=True,
             text=True,
-            timeout=10,
+            timeout=60,
         )
         _ip(
             "link", "add", f"lp{os.getpid()}", "type", "veth", "peer", "name", DEVICE, "netns", name
@@ -100,7 +100,7 @@ class Node:
         """
         limit = ["sh", "-c", "echo 5 > /proc/sys/net/ipv4/tcp_retries2"]
         subprocess.run(
-            ["ip", "netns", "exec", self.name, *limit], check=True, capture_output=True, timeout=10
+            ["ip", "netns", "exec", self.name, *limit], check=True, capture_output=True, timeout=60
         )
         _ip("-n", self.name, "link", "set", DEVICE, "down")
 
@@ -108,7 +108,7 @@ class Node:
         """Kills all processes of the node at once, as in a machine crash."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=60)
 
     def wait(self, seconds):
         """Returns the exit status. Raises AssertionError with the output at the time limit."""
@@ -158,7 +158,7 @@ def two_nodes():
             for pid in _processes(node.name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while _processes(node.name) and time.monotonic() < deadline:
                 time.sleep(0.05)
             subprocess.run(["ip", "netns", "del", node.name], capture_output=True, check=False)
@@ -172,4 +172,4 @@ def _processes(name):
 
 
 def _ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60)

@@ -5,9 +5,7 @@ If a node is lost, the other one resumes with the same global batches.
 
 import json
 import random
-import re
 import sys
-from statistics import median
 
 import pytest
 
@@ -51,17 +49,17 @@ def one_rank(folder):
     return records(folder / "alone")
 
 
-def start(nodes, host, folder, run_dir, *overrides, **variables):
-    """Starts torchrun on both nodes; `host` hosts the rendezvous."""
+def start(nodes, host, folder, run_dir, *overrides, least=1, **variables):
+    """Starts torchrun on both nodes; `host` hosts the rendezvous. least: number of nodes."""
     for node in nodes:
-        timeouts = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=6,join_timeout=60,close_timeout=5"
+        timeouts = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=6,join_timeout=60,close_timeout=5"
         command = [
             *(
                 sys.executable,
                 "-m",
                 "torch.distributed.run",
                 "--nnodes",
-                "1:2",
+                f"{least}:2",
                 "--nproc-per-node",
                 1,
                 "--max-restarts",
@@ -122,27 +120,27 @@ def test_slow_rank_is_reported(folder, strategy):
     )
     overrides += ("run.timeout=60", "run.hang_timeout=60", "run.max_steps=75")
     with two_nodes() as nodes:
-        start(nodes, nodes[0], folder, run_dir, *overrides, SLOW_RANK="1,25,49,0.06")
+        start(nodes, nodes[0], folder, run_dir, *overrides, least=2, SLOW_RANK="1,25,49,0.06")
         assert [node.wait(240) for node in nodes] == [0, 0], nodes[0].output()[-8000:]
         printed = nodes[0].output()
     named = [line for line in printed.splitlines() if "rank 1 on " in line]
     first, second = (line.partition("warning: ")[2] for line in named)
-    assert first.startswith(f"slow: rank 1 on {nodes[1].name} takes ")
-    assert 20 < int(re.search(r"since step (\d+) \(", first)[1]) < 40
+    assert first.startswith(f"slow: rank 1 on {nodes[1].name} takes 3.0 times as long")
+    assert "since step 25 (3 s)" in first
     assert second.startswith(f"rank 1 on {nodes[1].name} is no longer slow, after ")
     assert "rank 0 on" not in printed
     assert printed.count("bottleneck: ") == 1, "expected once, at the end of the run"
     lines = {line["step"]: line for line in records(run_dir)}
-    slow, usual = ([lines[step] for step in steps] for steps in (range(30, 50), range(5, 25)))
+    slow, usual = ([lines[step] for step in steps] for steps in (range(25, 50), range(2, 25)))
     assert {line["slowest_rank"] for line in slow} == {1}
-    for line in slow:
-        assert line["slowest_rank_seconds"] > 0.18
-        assert line["communication_seconds"] > 0.06, "rank 0 must wait for rank 1"
-    waits = [median(line["communication_seconds"] for line in part) for part in (slow, usual)]
-    assert waits[0] > waits[1] + 0.05
-    parts = ("forward", "backward", "optimizer", "logging")
-    for line in [*slow, *usual]:
-        assert sum(line[f"{part}_seconds"] for part in parts) <= line["step_seconds"] * 1.001
+    for part, own, waits in ((slow, 0.18, 0.12), (usual, 0.06, 0.0)):
+        for line in part:
+            assert line["slowest_rank_seconds"] == pytest.approx(own)
+            assert line["fastest_rank_seconds"] == pytest.approx(0.06)
+            assert line["communication_seconds"] == pytest.approx(waits, abs=1e-6), (
+                "rank 0 must wait for rank 1"
+            )
+            assert line["step_seconds"] == pytest.approx(own)
 
 
 def check_resumed_on_one_node(run_dir, survivor, one_rank, output):

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import sys
-import time
 
 import pytest
 import yaml
@@ -67,12 +66,9 @@ def fixed(folder):
         "run.max_steps=10000",
         "checkpoint.every_steps=null",
     ]
-    started = time.monotonic()
-    result = torchrun(FAULTY, *words, ranks=2, FAULT="memory:1:9:4", timeout=200)
+    # The ranks must not wait for the default time limit of collectives, 10 minutes
+    result = torchrun(FAULTY, *words, ranks=2, FAULT="memory:1:9:4", timeout=120)
     assert result.status == 1
-    assert time.monotonic() - started < 180, (
-        "the ranks must not wait for the default time limit of collectives, 10 minutes"
-    )
     return run_dir
 
 

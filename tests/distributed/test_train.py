@@ -6,17 +6,15 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import yaml
 
 from launcher.cli import main
-from tests.distributed.launching import REPOSITORY, run, torchrun, wait_until
+from tests.distributed.launching import PATIENCE, REPOSITORY, free_port, run, torchrun, wait_until
 from tests.wandb_files import history, read_records
 
 TRAIN = REPOSITORY / "launcher/train.py"
@@ -269,9 +267,7 @@ def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_pa
 
 def test_two_nodes_train_to_equal_losses(one_process, tmp_path):
     """Two torchrun agents form one run, as on two machines. Losses equal those of one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     node = [
         "--nnodes",
         "2",
@@ -326,18 +322,15 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
     ],
 )
 def test_failure_of_one_rank_ends_all_ranks(fault, shown, tmp_path):
-    started = time.monotonic()
     overrides = [
         "run.max_steps=10000",
         "run.timeout=15",  # one step takes seconds on a busy machine
         f"run.dir={tmp_path}/run",
         "logging.tensorboard=true",
     ]
+    # The ranks must not wait for the default time limit of collectives, 10 minutes
     result = torchrun(FAULTY, *SMALL, *overrides, ranks=2, timeout=90, FAULT=fault)
     assert result.status == 1
-    assert time.monotonic() - started < 120, (
-        "the ranks must not wait for the default time limit of collectives, 10 minutes"
-    )
     ours = [line for line in result.output.splitlines() if shown in line]
     assert 1 <= len(ours) <= 3, (
         f"expected on the console and once or twice in torchrun's summary:\n{result.output[-8000:]}"
@@ -412,9 +405,7 @@ def test_killed_rank_is_reported_while_peer_is_blocked(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["block:3:3", "ignore:2:3", "ignore:0:3"])
 def test_killed_rank_is_reported_on_two_nodes(fault, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     node = [
         "--nnodes",
         "2",
@@ -470,9 +461,7 @@ faulty_train.start()
     script.write_text(code)
     shown = ["logging.tensorboard=true", "logging.wandb={project: test, mode: offline}"]
     # No torchrun agent: srun and other launchers do not end the remaining processes
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -497,7 +486,7 @@ faulty_train.start()
         for rank in (0, 1)
     ]
     try:
-        assert [process.wait(120) for process in processes] == [1, 1]
+        assert [process.wait(100 * PATIENCE) for process in processes] == [1, 1]
     finally:
         for process in processes:
             process.kill()

@@ -19,7 +19,7 @@ def cluster():
     # munge needs a folder that every user may enter; pytest's are private
     folder = tempfile.mkdtemp(prefix="slurm-")
     try:
-        with Cluster(folder, nodes=4, gpus=2) as cluster:
+        with Cluster(folder, nodes=8, gpus=2) as cluster:
             assert (
                 f"proctrack/{cluster.proctrack}" in cluster.run("scontrol", "show", "config").stdout
             )

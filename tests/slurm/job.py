@@ -1,5 +1,6 @@
 """Custom model and data for the test jobs: small, with dropout and a configurable step time."""
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -40,11 +41,17 @@ class Sums:
         return values, values.sum()
 
 
-def data(seconds=0.0, fail=None):
-    """seconds: duration of a micro-batch. fail: a file; training fails while it exists."""
+def data(seconds=0.0, fail=None, slow=None):
+    """seconds: duration of a micro-batch. fail: a file; training fails while it exists.
+
+    slow: a file; while it exists, the first 30 micro-batches of a start take half a second, and
+    later ones five. So a run does not end before it is disturbed.
+    """
+    number = itertools.count()
 
     def loss(net, batch):
-        time.sleep(seconds)
+        held = slow is not None and Path(slow).exists()
+        time.sleep((0.5 if next(number) < 30 else 5.0) if held else seconds)
         if fail is not None and Path(fail).exists():
             raise ValueError("a failure of this test")
         return ((net(batch["values"]).squeeze(-1) - batch["sums"]) ** 2).sum()

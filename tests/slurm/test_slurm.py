@@ -1,7 +1,7 @@
 """Jobs on a real Slurm: submission, warning, preemption, requeue, cancellation, failures, sweeps.
 
-The cluster has four nodes with two CPUs each. The fixture `jobs` submits all jobs of the first part
-at once. Only the job `disturbed` uses n1 and n2.
+The cluster has eight nodes with two CPUs each. The fixture `jobs` submits all jobs of the first
+part at once. The job `disturbed` uses n1 and n2, `lost` two of n5 to n7, `limited` n8, and all others n3 and n4.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tests.unit.small_recipe import says
 RECIPE = """
 run: {name: job, device: cpu, max_steps: 60, seed: 3}
 model: {builder: "tests.slurm.job:model"}
-data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/no}, workers: 0}
+data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/no, slow: null}, workers: 0}
 batch: {global_batch_size: 12, micro_batch_size: 2}
 strategy: {kind: ddp, mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
@@ -28,7 +28,7 @@ checkpoint: {every_steps: EVERY, keep_last: 20}
 slurm: {max_restarts: 0, lead: 60, time: "30"}
 """
 WARN = ("scancel", "--batch", "--signal=USR1")
-OTHERS = "sbatch_extra=--exclude=n1,n2"
+OTHERS = "sbatch_extra=--exclude=n1,n2,n5,n6,n7,n8"
 CANCELLED = "we ird'\"; $(touch HACKED) `touch HACKED` # %j &"
 """Name of a job and of its folder."""
 
@@ -43,6 +43,14 @@ class Jobs:
         self.fails = f"data.arguments.fail={folder}/fail"
         """With this override a run fails while the file exists."""
         (folder / "fail").touch()
+
+    def slow(self, name):
+        """Slows a run down until `disturbed_enough`. Returns the override for it."""
+        (self.folder / f"slow_{name}").touch()
+        return f"data.arguments.slow={self.folder}/slow_{name}"
+
+    def disturbed_enough(self, name):
+        (self.folder / f"slow_{name}").unlink()
 
     def start_command(self, *words):
         """Starts a command in the background. `communicate` waits for its end."""
@@ -155,8 +163,19 @@ def are_equal_runs(jobs, name, other):
 def jobs(cluster, tmp_path_factory):
     """Submits all jobs of the first part."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
-    two = ["nodes=2", "cpus=2", "sbatch_extra=--nodelist=n1,n2"]
-    jobs.disturbed = jobs.submit("disturbed", *two)
+    two = ["nodes=2", "cpus=2"]
+    limit = [
+        "cpus=2",
+        "time=2",
+        "lead=45",
+        "sbatch_extra=--nodelist=n8",
+        "batch.micro_batch_size=12",
+    ]
+    jobs.limited = jobs.submit("limited", *limit, jobs.slow("limited"))
+    pair = "sbatch_extra=--nodelist=n1,n2"
+    jobs.disturbed = jobs.submit("disturbed", *two, pair, jobs.slow("disturbed"))
+    rest = ["sbatch_extra=--exclude=n1,n2,n3,n4,n8", "checkpoint.every_steps=5"]
+    jobs.lost = jobs.submit("lost", *two, *rest, jobs.slow("lost"))
     undisturbed = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
     jobs.whole = jobs.start_command("submit", "recipe=job.yaml", *undisturbed, "--follow")
     submissions = jobs.run_dir("whole") / "slurm/submissions.jsonl"
@@ -171,6 +190,10 @@ def jobs(cluster, tmp_path_factory):
     (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
     recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
     cluster.run("scontrol", "release", jobs.refused)
+    cluster.wait_for(lambda: jobs.events("lost", "saved"), 90, "a checkpoint of the job to lose")
+    assert cluster.job(jobs.lost)["NodeList"] == "n[5-6]"
+    cluster.crash("n5")
+    jobs.disturbed_enough("lost")
     yield jobs
     jobs.whole.kill()
     cluster.run("scancel", "--user=root")
@@ -185,7 +208,10 @@ def test_second_submission_of_a_run_folder_is_refused(jobs):
 
 
 def test_interrupted_run_is_bit_identical(jobs):
-    """One run gets a warning, `scontrol requeue`, and preemption by a higher-priority partition."""
+    """One run gets a warning, `scontrol requeue`, and preemption by a higher-priority partition.
+
+    Slurm announces the preemption by SIGTERM only.
+    """
     cluster, name, job = jobs.cluster, "disturbed", jobs.disturbed
     (jobs.folder / "job.yaml").rename(
         jobs.folder / "other.yaml"
@@ -200,6 +226,8 @@ def test_interrupted_run_is_bit_identical(jobs):
         jobs.wait_for_steps(name, start=3)
         words = ["--parsable", "-p", "high", "-N2", "--nodelist=n1,n2", "--exclusive"]
         high = cluster.run("sbatch", *words, "--output=/dev/null", "--wrap=:").stdout.strip()
+        jobs.wait_for_steps(name, start=4, steps=1)
+        jobs.disturbed_enough(name)
         assert jobs.wait_for_end(name, job)
         assert cluster.state(high) == "COMPLETED"
     finally:
@@ -309,6 +337,32 @@ def test_sweep_is_an_array_with_separate_folders(jobs):
     assert shown == [[name, "finished"] for name in names]
 
 
+def test_run_continues_after_the_loss_of_a_node(jobs):
+    """The lost node runs the script and rank 0."""
+    name, job = "lost", jobs.lost
+    try:
+        assert jobs.wait_for_end(name, job)
+        assert jobs.cluster.job(job)["NodeList"] == "n[6-7]"
+        assert jobs.starts(name) == 2
+        assert jobs.events(name, "resumed")[0] >= 5
+        assert jobs.whole.wait(timeout=180) == 0
+        assert are_equal_runs(jobs, name, "whole")
+    finally:
+        jobs.cluster.boot("n5")
+
+
+def test_run_saves_before_the_time_limit(jobs):
+    name, job = "limited", jobs.limited
+    jobs.wait_for_steps(name, start=2, steps=1)
+    jobs.disturbed_enough(name)
+    assert jobs.wait_for_end(name, job)
+    warned = jobs.starts(name) - 1
+    assert jobs.log(name).count("warned by Slurm, saved: requeued") == warned
+    assert jobs.events(name, "stopped", "reason") == ["SIGUSR1"] * warned
+    assert jobs.events(name, "stopped") == jobs.events(name, "resumed")
+    assert jobs.steps(name) == list(range(1, 61))
+
+
 # Tests that take minutes
 
 
@@ -335,10 +389,9 @@ def whole_cluster(long_jobs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("node", ["n1", "n2"])
-def test_run_continues_after_the_loss_of_a_node(long_jobs, whole_cluster, node):
+def test_run_continues_after_the_loss_of_the_other_node(long_jobs, whole_cluster):
     """n1 runs the script and rank 0."""
-    name = f"lost-{node}"
+    name, node = "lost-n2", "n2"
     job = long_jobs.submit(name, *TWO)
     long_jobs.wait_for_steps(name, start=1, steps=12)
     assert long_jobs.cluster.job(job)["NodeList"] == "n[1-2]"
@@ -459,7 +512,7 @@ def test_run_resumes_on_other_node_counts(long_jobs, whole_cluster):
         cluster.run("scontrol", "update", f"NodeName={nodes}", *state)
 
     drain = ("State=DRAIN", "Reason=test")
-    set_state("n3,n4", *drain)
+    set_state("n[3-8]", *drain)
     job = long_jobs.submit(name, "nodes=2-3", "cpus=2")
     long_jobs.wait_for_steps(name, start=1)
     set_state("n3", "State=RESUME")
@@ -474,22 +527,26 @@ def test_run_resumes_on_other_node_counts(long_jobs, whole_cluster):
 
 
 @pytest.mark.long
-def test_preemption_with_only_sigterm_saves_and_requeues(long_jobs, whole_cluster):
-    cluster, name = long_jobs.cluster, "terminated"
+def test_preemption_with_the_signal_of_the_job_saves_and_requeues(long_jobs, whole_cluster):
+    """Slurm sends SIGUSR1 instead of SIGTERM."""
+    cluster, name = long_jobs.cluster, "signalled"
     configuration = cluster.folder / "slurm.conf"
     text = configuration.read_text()
-    configuration.write_text(text.replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
+    configuration.write_text(f"{text}SlurmctldParameters=preempt_send_user_signal\n")
     cluster.run("scontrol", "reconfigure")
     try:
-        short = ("run.max_steps=30", "batch.micro_batch_size=1")
-        job = long_jobs.submit(name, "nodes=4", "cpus=2", *short)
+        pair = ("sbatch_extra=--nodelist=n1,n2", long_jobs.slow(name))
+        job = long_jobs.submit(name, *TWO, *pair)
         long_jobs.wait_for_steps(name, start=1)
-        words = ["-p", "high", "-N1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+        words = ["-p", "high", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=:"]
         cluster.run("sbatch", *words)
+        long_jobs.wait_for_steps(name, start=2, steps=1)
+        long_jobs.disturbed_enough(name)
         assert long_jobs.wait_for_end(name, job)
         assert "preempted, saved: requeued" in long_jobs.log(name)
         assert long_jobs.starts(name) == 2
         assert long_jobs.events(name, "stopped")[0] == long_jobs.events(name, "resumed")[0]
+        assert are_equal_runs(long_jobs, name, "whole")
     finally:
         configuration.write_text(text)
         cluster.run("scontrol", "reconfigure")

@@ -106,7 +106,7 @@ def test_commands_and_recipe_check_import_nothing_heavy():
         text=True,
         check=True,
         cwd=REPOSITORY,
-        timeout=60,
+        timeout=300,
     ).stdout
     assert json.loads(printed) == []
 

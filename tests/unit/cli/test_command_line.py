@@ -94,7 +94,7 @@ def test_shell_completes_commands_options_and_keys():
         line = " ".join(("launcher", *words))
         variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
         variables |= os.environ | {"_LAUNCHER_COMPLETE": "complete_bash"}
-        options = {"env": variables, "capture_output": True, "text": True, "timeout": 60}
+        options = {"env": variables, "capture_output": True, "text": True, "timeout": 300}
         return subprocess.run(LAUNCHER, **options, check=False).stdout.split()
 
     assert completed("sel") == ["selftest"]

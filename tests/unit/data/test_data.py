@@ -468,7 +468,7 @@ def test_other_ranks_wait_for_the_store(tmp_path, cache):
     waiting.join(0.15)
     assert waiting.is_alive()
     create_store(file, cache=cache)
-    waiting.join(10)
+    waiting.join(120)
     assert waited == [[[97, 98, END]]]
 
 

@@ -221,9 +221,9 @@ def test_process_waits_while_another_process_tokenizes(
     tmp_path, cache, open_files, monkeypatch, messages
 ):
     """The other process is on another machine, so only its heartbeat shows that it is running."""
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 120.0)
     monkeypatch.setattr(token_store, "_LOGGED_SECONDS", 0.3)
-    monkeypatch.setattr(token_store, "_POLL_SECONDS", 0.5)
+    monkeypatch.setattr(token_store, "_POLL_SECONDS", 0.1)
     file = write(tmp_path / "a.jsonl", ["x"])
     other = {"machine": "other", "host": "node7"}
     _, record, remote = lock_of_another_process(cache, open_files, file, **other)
@@ -231,13 +231,14 @@ def test_process_waits_while_another_process_tokenizes(
     before, found = len(messages()), []
     waiting = threading.Thread(target=lambda: found.append(texts_of(open_files(file))))
     waiting.start()
-    for _ in range(25):
-        record.touch()
-        time.sleep(0.1)
+    while not any("waiting for process " in message for message in messages()[before:]):
+        assert waiting.is_alive()
+        time.sleep(0.05)
     assert not found
     assert messages()[before].startswith("waiting for process ")
     assert " on node7, since " in messages()[before]
-    waiting.join(30)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.5)
+    waiting.join(120)
     assert found == [["x"]], "the lock must be taken over after the heartbeat stops"
 
 

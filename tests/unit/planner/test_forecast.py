@@ -1,6 +1,6 @@
 """Tests of the comparison of planned and measured memory during a run."""
 
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -29,14 +29,17 @@ def test_comparison_text_gives_both_peaks(measured, resident, expected):
 
 
 def test_compare_waits_for_the_plan_only_if_requested(monkeypatch):
+    compared = threading.Event()
+
     def slow(seconds, task, recipe, machine):
-        time.sleep(0.3)
+        assert compared.wait(120)
         return PEAK, WHERE
 
     monkeypatch.setattr(comparison, "run_in_process", slow)
     forecast = Forecast(None, ON_GPU)
     assert forecast.compare(100 * MiB) is None
-    assert forecast.compare(100 * MiB, seconds=5).endswith("the same")
+    compared.set()
+    assert forecast.compare(100 * MiB, seconds=120).endswith("the same")
 
 
 def test_failed_plan_is_reported(monkeypatch):
@@ -44,5 +47,5 @@ def test_failed_plan_is_reported(monkeypatch):
         raise TrainingError("planning ended with status 1:\nTraceback\nValueError: what")
 
     monkeypatch.setattr(comparison, "run_in_process", fail)
-    text = Forecast(None, ON_GPU).compare(1, seconds=5)
+    text = Forecast(None, ON_GPU).compare(1, seconds=120)
     assert text == "memory: the peak cannot be compared with a plan: ValueError: what"

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -62,9 +63,9 @@ def take(tmp_path):
 
 
 @pytest.fixture
-def short_lease(monkeypatch):
+def frequent_heartbeats(monkeypatch):
     monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.1)
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 120.0)
 
 
 def file_contents(folder):
@@ -112,12 +113,18 @@ def test_released_and_stale_locks_can_be_taken(take, tmp_path):
     assert take().name == "00000003.json"
 
 
-def test_remote_heartbeat_is_checked_without_comparing_clocks(take, tmp_path, short_lease, caplog):
+def test_remote_heartbeat_is_checked_without_comparing_clocks(
+    take, tmp_path, frequent_heartbeats, monkeypatch, caplog
+):
+    before = set(threading.enumerate())
     own_lock = take()
+    (heart,) = set(threading.enumerate()) - before
     rewrite(tmp_path / "run", machine="another", host="node7", pid=1)
     with pytest.raises(RecipeError, match="process 1 on node7"):
         take()  # the owner updates the time of its record
     own_lock._released.set()
+    heart.join()
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
     os.utime(record(tmp_path / "run"), (4e9, 4e9))  # the clock of the file server is far ahead
     assert take().name == "00000002.json"
     assert re.search(r"process 1 on node7.*waiting up to 1 s for a heartbeat", caplog.text)

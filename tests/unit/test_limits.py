@@ -1,0 +1,62 @@
+"""The time limit of tests, and processes that tests leave behind."""
+
+import os
+import subprocess
+import sys
+import uuid
+
+from tests import REPOSITORY, limits
+
+FAILING = """
+import subprocess, sys, time
+
+def test_that_fails(tmp_path):
+    (tmp_path / "run/log").mkdir(parents=True)
+    (tmp_path / "run/log/rank_0.log").write_text("what rank 0 printed")
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    assert False
+"""
+
+
+def test_hanging_test_is_ended(tmp_path):
+    """The test waits for a process. The stacks of the test are printed, and the process is ended."""
+    mark = uuid.uuid4().hex
+    waits = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    with (tmp_path / "printed").open("w+") as printed:
+        process = subprocess.Popen(waits, env=os.environ | {limits.MARK: mark})
+        limit = limits.TimeLimit(printed, mark=mark, seconds=0)
+        limit.begin("test_that_waits")
+        try:
+            assert process.wait(120) == -9
+        finally:
+            limit.end()
+            process.kill()
+        printed.seek(0)
+        text = printed.read()
+    assert "test_that_waits did not end in 0 s" in text
+    assert "in test_hanging_test_is_ended" in text
+    assert f"process: {sys.executable} -c import time" in text
+
+
+def test_failed_test_shows_logs_and_leaves_no_process(tmp_path):
+    """Runs pytest with the conftest.py of all tests."""
+    early = "from tests import limits\nlimits.ENDING_SECONDS = 0.1\n"
+    (tmp_path / "conftest.py").write_text(early)
+    (tmp_path / "test_it.py").write_text(FAILING)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        "-c",
+        REPOSITORY / "pyproject.toml",
+        tmp_path,
+    ]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stdout
+    assert "rank_0.log:\nwhat rank 0 printed" in done.stdout
+    assert "tests of this session left processes behind: " in done.stdout
