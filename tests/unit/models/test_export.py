@@ -187,7 +187,7 @@ def test_export_replaces_an_older_export_completely(llama, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("")
     out = export_model(load_with_adapters(llama), tmp_path / "out")
-    names = ["adapter_config.json", "adapter_model.safetensors"]
+    names = ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
     assert sorted(file.name for file in out.iterdir()) == names
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     config = json.loads((out / "adapter_config.json").read_text())
