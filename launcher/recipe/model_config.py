@@ -80,7 +80,7 @@ def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif "drop" in key and not 0 <= value <= 1:
             yield key, f"must be from 0 to 1; got {value}"
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+    if isinstance(heads, int) and isinstance(groups, int) and 0 < groups < heads and heads % groups:
         yield "num_key_value_heads", f"{groups} does not divide {heads} (num_attention_heads)"
     rope, size = config.get("rope_parameters"), config.get("head_dim")
     whole = isinstance(rope, dict) and "partial_rotary_factor" not in rope

@@ -45,7 +45,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 # The only conversion is that of an integer to a float: 3 is not true, and "4" is not 4
 StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 # Larger numbers overflow the integers and floats that they are computed with
-LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e15
+LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e30
 PositiveInt = Annotated[StrictInt, Field(ge=1, le=LARGEST_INT)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0, le=LARGEST_INT)]
 Seconds = Annotated[StrictInt, Field(ge=1, le=30 * 24 * 3600)]
