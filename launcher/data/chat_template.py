@@ -107,8 +107,9 @@ class ChatTemplate:
         wanted = [index for index in turns if index >= loss_from]
         learned = [index for index in wanted if messages[index].get("loss", True)]
         if not learned:
-            what = "assistant turn with loss" if wanted else "assistant turn"
-            raise RowError(f"no {what}, so nothing to learn from")
+            if wanted:
+                raise RowError("no assistant turn carries loss, so nothing to learn from")
+            raise RowError("no assistant turn, so nothing to learn from")
         closed = turns[-1] == len(messages) - 1
         layout = self.layout(messages, tools)
         marked = _GENERATION.search(self.source(tools)) is not None

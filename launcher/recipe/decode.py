@@ -40,6 +40,7 @@ _WORDS = {
     "Input should be": "must be",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
+    "1" + 30 * "0": "1e30",
 }
 """Replacements in pydantic's messages."""
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,11 +181,6 @@ def _kinds(recipe: Recipe) -> set[str]:
 def _mixture(recipe: Recipe) -> Found:
     if recipe.data.streaming and isinstance(recipe.data.train, dict):
         yield "data.train", "a mixture is not available with data.streaming"
-    if isinstance(recipe.data.train, dict):
-        weights = {name: source.weight for name, source in recipe.data.train.items()}
-        if math.isinf(sum(weights.values())):
-            largest = max(weights, key=lambda name: weights[name])
-            yield f"data.train.{largest}.weight", "the sum of all weights is not a finite number"
 
 
 def _pretrained(recipe: Recipe) -> Found:
@@ -367,7 +361,7 @@ def _data_files(recipe: Recipe) -> Found:
     for key, patterns in lists.items():
         for index, pattern in enumerate(patterns):
             if os.path.abspath(pattern).split("/")[1] in ("proc", "sys"):
-                yield f"{key}.{index}", f"{pattern} holds files of the system, not data"
+                yield (*key.split("."), index), f"{pattern} holds files of the system, not data"
                 continue
             found = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
             if not found and not is_hub_id(pattern):

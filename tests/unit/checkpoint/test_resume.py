@@ -235,6 +235,7 @@ def test_the_day_of_the_first_start_is_that_of_the_last_start_from_scratch(tmp_p
     day = 24 * 60 * 60
     for days, from_scratch in ((1, True), (2, False), (4, True), (9, False)):
         line = {"event": "started", "time": days * day, "from_scratch": from_scratch}
+        line |= {"host": "a", "attempt": days}
         with (tmp_path / "events.jsonl").open("a") as events:
             events.write(json.dumps(line) + "\n")
     assert RunFolder(tmp_path).first_day() == "1970-01-05"

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.checkpoint.files import commit, scratch_folder, write_file
 from launcher.cli import main, status
-from launcher.cli.rows import skipped_batches
+from launcher.cli.rows import positions_of
 from launcher.distributed.environment import Environment
 from launcher.reliability.json_files import append_line
 from launcher.reliability.lock import Ownership
@@ -181,7 +181,8 @@ def test_files_of_another_shape_give_no_traceback(run, text, tmp_path):
         (run.path / "slurm" / name).write_text(text + "\n")
     assert submitted_jobs(run.path) == []
     assert Attempts.read(run.path, "7", max_failures=3).job == "7"
-    assert skipped_batches(run.read_events(), 3, run=run.path) == 0
+    found = positions_of(run.read_events(), 3, run=run.path, global_batch_size=8)
+    assert found == (range(16, 24), 0)
 
 
 def describe_all(run):

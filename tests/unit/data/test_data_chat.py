@@ -640,7 +640,9 @@ def test_messages_without_loss(tokenizer, template):
         for messages, answer in ((first, "no<|end|>"), (last, "yes<|end|>")):
             messages = read_messages(messages, "messages")
             assert loss_texts(tokenizer, template, messages) == [answer]
-    with pytest.raises(RowError, match=r"^no assistant turn with loss, so nothing to learn from$"):
+    with pytest.raises(
+        RowError, match=r"^no assistant turn carries loss, so nothing to learn from$"
+    ):
         encoded(tokenizer, template, read_messages(last[2:], "messages"))
     with pytest.raises(
         RowError, match=r"^message 1: weight and loss must be 0 or 1 .* got \[0.5, "
@@ -789,8 +791,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     with_line_end = with_marks(CHATML.replace("'<|end|>' }}]]{{ '\n' }}", "'<|end|>\n' }}]]"))
     assert with_line_end != with_marks(CHATML)
     assert ends(kind="chat", template=with_line_end) == ["<|end|>"]
-    # The marks enclose the text alone: the model does not learn to stop
-    assert ends(kind="chat", template=with_marks(PLAIN)) == []
+    assert ends(kind="chat", template=with_marks(PLAIN)) == ["<eos>"]
     assert ends(kind="instruct") == ["<eos>", "<|end|>"]  # rows are texts or messages
     assert ends(kind="instruct", template=with_marks(CHATML)) == ["<|end|>"]
     assert ends(kind="tokens") == ends(kind="classification") == []

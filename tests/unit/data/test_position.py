@@ -15,7 +15,7 @@ from launcher.recipe import schema
 from tests.unit.data.rows import write
 
 ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
-ROWS = [{"input_ids": [number] * (1 + number % 5)} for number in range(1, 51)]
+ROWS = [{"input_ids": [number] * (2 + number % 5)} for number in range(1, 51)]
 
 
 def open_rows(folder, size, *, run, batch=None, **data):
@@ -74,7 +74,7 @@ def test_each_sample_is_trained_once_when_the_batch_size_changes(tmp_path, monke
     monkeypatch.setattr(streaming, "_SHARD_BYTES", 100)
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "rows.jsonl", ROWS)
-    write(tmp_path / "more.jsonl", [{"input_ids": [number]} for number in range(60, 80)])
+    write(tmp_path / "more.jsonl", [{"input_ids": [number] * 2} for number in range(60, 80)])
     options = dict(MODES[mode])
     if mode == "mixture":
         options["train"] = {name: schema.Source(**one) for name, one in options["train"].items()}
