@@ -177,7 +177,7 @@ data.streaming=true & run.max_steps=null & run.epochs=1 -> @: not available with
 data.streaming=true & data.train={a: {files: data.txt}} -> @: a mixture is not available with data.streaming
 data.shuffle_buffer=10 -> @: needs data.streaming
 data.streaming=true & data.shuffle_buffer=100000000000000000000 -> @: must be at most 1000000000; got 100000000000000000000
-data.train={a: {files: data.txt, weight: 1.0e308}, b: {files: data.txt, weight: 1.0}} -> data.train.a.weight: must be at most 1e30; got 1e+308
+data.train={a: {files: data.txt, weight: 1.0e308}} -> data.train.a.weight: must be at most 1e30; got 1e+308
 data.train=/proc -> data.train[0]: /proc holds files of the system, not data
 data.validation=[data.txt, /sys/*] -> data.validation[1]: /sys/* holds files of the system, not data
 activation_checkpointing={mode: selective, budget: 40} -> activation_checkpointing.budget: must be at most 1; got 40
