@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.checkpoint.manager import CheckpointManager
-from launcher.checkpoint.resume import Resumed, check_length
+from launcher.checkpoint.resume import Resumed
 from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
@@ -160,10 +160,7 @@ class Run:
         if self._recipe.checkpoint.every_steps is None and resume == "never":
             return None, None
         manager = CheckpointManager(directory, self._training)
-        resumed = manager.restore(resume)
-        if resumed is not None:  # with run.epochs, the number of steps is known only now
-            check_length(resumed.position.step, self._steps, checkpoint=resumed.path)
-        return manager, resumed
+        return manager, manager.restore(resume)
 
     def _move_to(self, position: Position) -> Training:
         """Continues at a position of the data, which may change the number of steps."""
