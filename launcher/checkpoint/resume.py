@@ -190,9 +190,13 @@ def finished_run(arguments: Sequence[str]) -> str | None:
     own = wanted == "auto" or (wanted != "never" and run.was_started_from(wanted))
     if status.get("state") != "finished" or not checkpoints or not own:
         return None
-    before = _recorded(checkpoints[-1]).get("recipe")
-    damaged = verify(checkpoints[-1], deep=False)  # then an older one is resumed from
-    if before is None or damaged or _has_more_to_do(recipe, before, status, run, arguments):
+    recorded = _recorded(checkpoints[-1])
+    before = recorded.get("recipe")
+    # Then an older one is resumed from
+    lost = verify(checkpoints[-1], deep=False) or recorded.get("step", 0) < (
+        status.get("step") or 0
+    )
+    if before is None or lost or _has_more_to_do(recipe, before, status, run, arguments):
         return None
     now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
     check_changes(before, now, allow=allow, checkpoint=checkpoints[-1])
