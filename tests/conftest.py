@@ -5,7 +5,9 @@ Also time limits for tests, the logs of failed runs, and a check for processes l
 
 import contextlib
 import logging
+import operator
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -28,6 +30,15 @@ def _same_environment():
     before = variables()
     yield
     assert variables() == before
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Tests draw the same numbers in any order."""
+    random.seed(1)
+    for name, seed in {"numpy": "random.seed", "torch": "manual_seed"}.items():
+        if name in sys.modules:
+            operator.attrgetter(seed)(sys.modules[name])(1)
 
 
 @pytest.fixture(autouse=True, scope="session")

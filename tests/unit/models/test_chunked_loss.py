@@ -146,7 +146,7 @@ def test_loss_of_models_matches_full_logits(config, lora, few):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
     gradients = [torch.autograd.grad(loss, trained) for loss in (found, expected)]
     for one, other in zip(*gradients, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+        assert (one - other).norm() <= 3e-5 * other.norm()
     with torch.no_grad():
         assert summed_loss(model.eval(), batch) == pytest.approx(float(expected), rel=1e-6)
 
