@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -205,14 +206,19 @@ class Checkpointer:
             self._prune()
         except _SaveError as problem:
             save.error = str(problem)
-            if scratch is not None and self._rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
+            # All ranks wait, because one of them may end the run after this save
+            with contextlib.suppress(Exception):
+                self._on_all_ranks(lambda: self._remove(scratch))
         except Exception as problem:  # a rank was lost; training notices it too
             save.error = f"the ranks could not communicate: {self._reason(problem)}"
         finally:
             save.staged.set()
         save.seconds = time.perf_counter() - save.started
         self._ended.append(save)
+
+    def _remove(self, scratch: Path | None) -> None:
+        if scratch is not None and self._rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Each rank's result of an action. Raises _SaveError on all ranks if it fails on one."""

@@ -149,9 +149,10 @@ def _set_padding(config: Any, folder: Path | None) -> None:
 
 def _refuse_other_classes(model: Model, config: Any) -> None:
     """Raises RecipeError if transformers has no causal language model of this type."""
-    from transformers import AutoModelForCausalLM
+    # The mapping of classes would import the configs of all models: two seconds
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = type(config) in AutoModelForCausalLM._model_mapping.keys()  # noqa: SIM118
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if model.task != "causal_lm" or known or hasattr(config, "auto_map"):
         return
     key = "model.config" if model.path is None else "model.path"

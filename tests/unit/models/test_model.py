@@ -1,5 +1,6 @@
 """Building models, errors in their settings, and weight initialization."""
 
+import subprocess
 import sys
 
 import pytest
@@ -17,6 +18,7 @@ from launcher.models.build import (
 )
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.recipe.schema import Model
+from tests import REPOSITORY
 from tests.unit.models.odd_model import Odd
 
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
@@ -327,3 +329,18 @@ def test_custom_builder():
 def test_invalid_builders_are_refused(builder, arguments, message):
     with pytest.raises(RecipeError, match=message):
         random_weights(build(builder=builder, arguments=arguments), CPU, CPU, seed=1)
+
+
+def test_building_a_model_imports_no_config_of_other_models():
+    """The configs of all models take two seconds."""
+    code = (
+        "import sys\n"
+        "from launcher.models.build import build_model\n"
+        "from launcher.recipe.schema import Model\n"
+        "build_model(Model(config={'model_type': 'llama', 'num_hidden_layers': 1}), sequence_length=8)\n"
+        "print(sum('.configuration_' in name for name in sys.modules))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    ).stdout
+    assert int(printed) < 20
