@@ -56,9 +56,9 @@ def option(
     )
 
 
-def flag(name: str, help: str) -> Any:
-    """An option without a value."""
-    return typer.Option(name, help=help)
+def flag(name: str, help: str, *, earlier: str | None = None) -> Any:
+    """An option without a value. earlier: a name that older versions gave it."""
+    return typer.Option(*([name] if earlier is None else [name, earlier]), help=help)
 
 
 class Command(TyperCommand):
@@ -69,9 +69,10 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {
-            param.opts[0].removeprefix("--").replace("-", "_"): param
+            name.removeprefix("--").replace("-", "_"): param
             for param in self.params
             if isinstance(param, TyperOption)
+            for name in param.opts
         }
         words = [word for argument in args for word in self._with_dashes(argument, options)]
         return super().parse_args(ctx, words)
@@ -85,7 +86,8 @@ class Command(TyperCommand):
             sections = self.sections if overrides else ()
             if name in sections or os.path.exists(argument):  # the folder lr=0.1 of a sweep
                 return [argument]
-            there = ", ".join([*(option.opts[0] for option in options.values()), *sections[:1]])
+            shown = dict.fromkeys(option.opts[0] for option in options.values())
+            there = ", ".join([*shown, *sections[:1]])
             what = f"not an option of launcher {self.name}{suggestion(name, [*options, *sections])}"
             raise typer.TyperException(f"{argument}: {what}; there are {there}")
         known = options[name]

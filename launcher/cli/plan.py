@@ -41,11 +41,12 @@ _HostMemory = Annotated[
 _Rates = Annotated[
     Path | None, option("Measured rates, from `launcher doctor --json FILE`.", "FILE")
 ]
-_Ladder = Annotated[
+_Search = Annotated[
     bool,
     flag(
-        "--ladder/--no-ladder",
+        "--search/--no-search",
         "Search for the fastest configuration that fits; not with --verify.",
+        earlier="--ladder/--no-ladder",
     ),
 ]
 _Verify = Annotated[
@@ -66,7 +67,7 @@ def plan(
     gpu_memory: _GpuMemory = None,
     host_memory: _HostMemory = None,
     rates: _Rates = None,
-    ladder: _Ladder = True,
+    search: _Search = True,
     verify: _Verify = False,
     measure_fastest: _Measure = False,
     html: _Html = None,
@@ -104,9 +105,10 @@ def plan(
     if verify or measure_fastest:
         machine = _this_machine(machine, "verify" if verify else "measure", gpu)
     set_compile_cache(cache_folder(recipe.data.cache))
-    search = ladder and not verify
     try:
-        report = _report(overrides, machine, notes, search, verify, measure_fastest, print_json)
+        report = _report(
+            overrides, machine, notes, search and not verify, verify, measure_fastest, print_json
+        )
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
@@ -123,7 +125,7 @@ def _report(
     overrides: list[str],
     machine: Machine,
     notes: list[str],
-    search_ladder: bool,
+    with_search: bool,
     verify: bool,
     measure_fastest: bool,
     quiet: bool,
@@ -143,10 +145,10 @@ def _report(
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
-    ladder = verified = trials = None
-    if search_ladder:
+    result = verified = trials = None
+    if with_search:
         with progress("searching for a faster configuration"):
-            ladder = search.make_ladder(recipe, machine)
+            result = search.search_configurations(recipe, machine)
     if measure_fastest:
         with progress("measuring the configurations that should be fastest"):
             trials = measured.measure_fastest(overrides, recipe, machine)
@@ -154,7 +156,7 @@ def _report(
         gpus = machine.device == "cuda"
         with progress("training three steps"):
             (verified,) = measure.measure([overrides], ranks=machine.ranks, gpus=gpus)
-    return as_json(recipe, planned, ladder, verified) | {"measured": trials}
+    return as_json(recipe, planned, result, verified) | {"measured": trials}
 
 
 def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str]:

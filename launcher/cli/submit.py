@@ -285,7 +285,7 @@ def print_plan(arguments: Sequence[str]) -> int:
 
     Another process plans, because torch should not stay in the memory of a login node.
     """
-    words = [sys.executable, "-m", "launcher.cli.main", "plan", *arguments, "ladder=false"]
+    words = [sys.executable, "-m", "launcher.cli.main", "plan", *arguments, "search=false"]
     return subprocess.run(words, env=scheduler.slurm_environment()).returncode
 
 

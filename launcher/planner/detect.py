@@ -18,7 +18,7 @@ from launcher.metrics.console import bytes_as_text
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.measured import measured_choice
-from launcher.planner.search import fastest_that_fits, make_ladder
+from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.separate_process import run_in_process
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
@@ -117,7 +117,7 @@ def _choose(
     if choice is None:
         of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
         problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
-        suggestions = make_ladder(recipe, machine).suggestions
+        suggestions = search_configurations(recipe, machine).suggestions
         raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
     return choice
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -68,16 +67,28 @@ def replaced_for_tracing(
     from launcher.training.low_precision import parts_of
 
     group, storage = _fsdp_param_group.FSDPParamGroup, torch.UntypedStorage
-    post_backward, resize = group.post_backward, storage.resize_
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    resize, propagate = storage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+    upload = _copies(partial(tracker.mark, label="communication"))
+    download = _copies(partial(tracker.mark_host, pinned=bool(pinned)))
 
-    def marking(self: Any, *unused: Any) -> Any:
+    def labelled(method: Any, label: str, copy: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with tracker.labelling(label), Replacements() as replaced:
+                if pinned is not None:
+                    replaced.set(torch.Tensor, "to", copy)
+                return method(self, *args, **kwargs)
+
+        return call
+
+    reduce = labelled(group.post_backward, "communication", download)
+
+    def post_backward(self: Any, *unused: Any) -> Any:
         for parameter in self.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
             for gradient in (parameter.unsharded_accumulated_grad, unsharded.grad):
                 if gradient is not None and parameter.sharded_param.grad is not gradient:
                     tracker.mark([gradient], "gradients")
-        return post_backward(self, *unused)
+        return reduce(self, *unused)
 
     def unrecorded(*args: Any, **kwargs: Any) -> Any:
         with tracker.paused():  # torch 2.11 derives shapes from fake tensors of whole parameters
@@ -96,7 +107,11 @@ def replaced_for_tracing(
         return islice(parts_of(matrix, on), 1)  # the other parts follow and take no more memory
 
     with computing_as_on(device, data), Replacements() as replaced:
-        replaced.set(group, "post_backward", marking)
+        all_gather = labelled(group.unshard, "communication", upload)
+        replaced.set(group, "unshard", all_gather)
+        copy_out = labelled(group.wait_for_unshard, "gathered", upload)
+        replaced.set(group, "wait_for_unshard", copy_out)
+        replaced.set(group, "post_backward", post_backward)
         replaced.set(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded)
         replaced.set(ddp, "DistributedDataParallel", Reducer)
         replaced.set(low_precision, "parts_of", largest_part)
@@ -107,8 +122,6 @@ def replaced_for_tracing(
         if device == "cuda":
             offload = partial(TracedOffload, tracker)
             replaced.set(activation_checkpointing, "ActivationOffload", offload)
-        if pinned is not None:
-            replaced.set(torch.Tensor, "to", _copying_to(tracker, pinned=pinned))
         yield
 
 
@@ -149,24 +162,16 @@ class Reducer(nn.Module):
             parameter.grad = bucket
 
 
-def _copying_to(tracker: Tracker, *, pinned: bool) -> Any:
-    """`Tensor.to` for CPU offload, which always copies: all fake tensors are on one device, so the
-    original would return the tensor itself."""
+def _copies(mark: Callable[[list[torch.Tensor]], None]) -> Any:
+    """`Tensor.to` between host and device for CPU offload, which always copies: all fake tensors
+    are on one device, so the original would return the tensor itself. mark: labels the copy."""
     plain = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        file = sys._getframe(1).f_code.co_filename
-        upload, download = (
-            "non_blocking" in kwargs and file.endswith(name)
-            for name in ("_fsdp_param.py", "_fsdp_collectives.py")
-        )
-        if not upload and not download:
+        if "non_blocking" not in kwargs:
             return plain(tensor, *args, **kwargs)
         copied = tensor.clone()
-        if upload:
-            tracker.mark([copied], "communication")
-        else:
-            tracker.mark_host([copied], pinned=pinned)
+        mark([copied])
         return copied
 
     return to

@@ -16,7 +16,7 @@ from launcher.recipe.schema import Recipe
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
     from launcher.planner.measure import Measured
-    from launcher.planner.search import Ladder
+    from launcher.planner.search import SearchResult
 
 NAMES = {
     "parameters": "parameters",
@@ -101,7 +101,7 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
 
 
 def as_json(
-    recipe: Recipe, plan: Plan, ladder: Ladder | None, measured: Measured | None = None
+    recipe: Recipe, plan: Plan, result: SearchResult | None, measured: Measured | None = None
 ) -> dict[str, Any]:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
@@ -128,7 +128,9 @@ def as_json(
         "state_files": step.disk * machine.gpus_per_node,
         "notes": list(plan.notes),
         "verified": None if measured is None else _verified(plan, measured),
-        "ladder": None if ladder is None else _ladder(ladder),
+        "search": None if result is None else _search(result),
+        # The name and keys of earlier versions
+        "ladder": None if result is None else _search(result, "rungs", "remedies"),
     }
 
 
@@ -145,15 +147,19 @@ def _verified(plan: Plan, measured: Measured) -> dict[str, Any]:
     return {"true": peak_holds(plan.step, measured), "compared": compared}
 
 
-def _ladder(ladder: Ladder) -> dict[str, Any]:
-    rows, best, written = ladder.configurations, ladder.best, ladder.written
+def _search(
+    result: SearchResult,
+    configurations: str = "configurations",
+    suggestions: str = "suggestions",
+) -> dict[str, Any]:
+    rows, best, written = result.configurations, result.best, result.written
     return {
-        "considered": ladder.evaluated,
+        "considered": result.evaluated,
         "best": None if best is None else rows.index(best),
-        "remedies": list(ladder.suggestions),
+        suggestions: list(result.suggestions),
         "written_seconds": asdict(written.seconds) | {"total": written.seconds.total},
         "steps": written.recipe.run.max_steps,
-        "rungs": [configuration_as_json(one, written.recipe) for one in rows],
+        configurations: [configuration_as_json(one, written.recipe) for one in rows],
     }
 
 
@@ -205,7 +211,7 @@ def as_text(plan: dict[str, Any]) -> Iterator[str]:
     yield from [""] * bool(remarks)
     for remark in remarks:
         yield from _paragraph(remark, indent=remark.index(":") + 2)
-    if plan["ladder"] is not None:
+    if plan["search"] is not None:
         yield from ("", *_configurations(plan))
     if plan["verified"] is not None:
         yield from ("", *_comparison(plan["verified"]))
@@ -297,11 +303,11 @@ def _disagreement(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _configurations(plan: dict[str, Any]) -> Iterator[str]:
-    ladder, source = plan["ladder"], plan["machine"]["rates"]["source"]
-    rows, best = ladder["rungs"], ladder["best"]
+    search, source = plan["search"], plan["machine"]["rates"]["source"]
+    rows, best = search["configurations"], search["best"]
     speeds = [row["tokens_per_second"] for row in rows]
     whole = max(speeds) if best is None else speeds[best]
-    yield f"Configurations: {ladder['considered']:,} evaluated; speed is predicted ({source})"
+    yield f"Configurations: {search['considered']:,} evaluated; speed is predicted ({source})"
     cells = []
     for n, row in enumerate(rows):
         speed = row["tokens_per_second"]
@@ -312,7 +318,7 @@ def _configurations(plan: dict[str, Any]) -> Iterator[str]:
             [bytes_as_text(row["needed"]), f"{speed:,.0f}", f"{speed / whole:.0%}", remark]
         )
     yield from _table(rows, best, ["peak", "tokens/s", "speed", ""], cells)
-    what = f"{ladder['steps']:,} steps" if ladder["steps"] else "a billion tokens"
+    what = f"{search['steps']:,} steps" if search["steps"] else "a billion tokens"
     yield from ("", f"Training time of {what}, predicted")
     for n, row in enumerate(rows):
         if n == best or row["as_written"]:
@@ -326,8 +332,8 @@ def _configurations(plan: dict[str, Any]) -> Iterator[str]:
     if others:
         yield from ("", "To take one, add to the command:", *others)
     if best is None and plan["fits"] is False:
-        yield from ("", "Nothing fits." + (" These changes help:" if ladder["remedies"] else ""))
-        for suggestion in ladder["remedies"]:
+        yield from ("", "Nothing fits." + (" These changes help:" if search["suggestions"] else ""))
+        for suggestion in search["suggestions"]:
             yield from _paragraph(f"  - {suggestion}", indent=4)
 
 

@@ -26,7 +26,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.measure import storages
 from launcher.planner.memory import Plan
 from launcher.planner.plan import make_plan
-from launcher.planner.search import make_ladder
+from launcher.planner.search import search_configurations
 from launcher.planner.separate_process import run_in_process
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import Account
@@ -257,7 +257,7 @@ def explain(
     smaller = dataclasses.replace(machine, memory=limit)
     found = [
         one
-        for one in make_ladder(recipe, smaller, traced=SUGGESTIONS).configurations
+        for one in search_configurations(recipe, smaller, traced=SUGGESTIONS).configurations
         if one.overrides and one.plan.fits and one.plan.traced == plan.traced
     ][:SUGGESTIONS]
     if not found:

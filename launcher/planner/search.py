@@ -40,7 +40,7 @@ SHORTEST = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ladder:
+class SearchResult:
     """Configurations worth showing."""
 
     written: Configuration
@@ -54,7 +54,7 @@ class Ladder:
     """If nothing fits: changes that would help, as text with overrides."""
 
 
-def make_ladder(recipe: Recipe, machine: Machine, *, traced: int = 4) -> Ladder:
+def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) -> SearchResult:
     """Estimates all configurations, and traces `traced` of those that are shown.
 
     Raises RecipeError as `prepare_model`.
@@ -74,7 +74,7 @@ def make_ladder(recipe: Recipe, machine: Machine, *, traced: int = 4) -> Ladder:
     rows = [one for one in rows if one is best or not _beaten(one, rows)]
     if all(one.recipe != recipe for one in rows):
         rows.append(written)
-    return Ladder(
+    return SearchResult(
         written=written,
         configurations=tuple(sorted(rows, key=lambda one: (one.seconds.total, one.plan.needed))),
         best=best,

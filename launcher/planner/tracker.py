@@ -7,7 +7,6 @@ it replays them.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -64,6 +63,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Place, storage, and bytes allocated (positive) or released."""
         self._live: dict[int, Record] = {}
         self._paused = False
+        self._default: str | None = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -73,6 +73,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused = before
+
+    @contextmanager
+    def labelling(self, label: str) -> Iterator[None]:
+        """Tensors that are created inside get this label, if no other is known."""
+        before, self._default = self._default, label
+        try:
+            yield
+        finally:
+            self._default = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -114,7 +123,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             known.label = label or known.label
             return known
-        label = label or self._label_of_cast(source) or self._label_of(tensor) or _label_of_caller()
+        label = label or self._label_of_cast(source) or self._label_of(tensor) or self._default
         record = Record(storage.nbytes(), label, len(self._events))
         self._live[key] = record
         record.weak = weakref.ref(storage, lambda _: self._release(key))
@@ -187,18 +196,3 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 moments[-1] = (place, dict(now))
                 most = total
         return moments
-
-
-def _label_of_caller() -> str | None:
-    """The label of buffers of FSDP's collectives and of unsharded weights, by the calling file."""
-    frame: Any = sys._getframe(2)
-    for _ in range(14):
-        file = frame.f_code.co_filename
-        if file.endswith("_fsdp_collectives.py"):
-            return "communication"
-        if file.endswith("_fsdp_param.py"):
-            return "gathered"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None

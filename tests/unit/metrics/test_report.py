@@ -15,7 +15,7 @@ from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.json_files import append_line, read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from tests.browser import Browser, unavailable
-from tests.unit.planner.example_plans import RECIPE, example_ladder, example_plan
+from tests.unit.planner.example_plans import RECIPE, example_plan, example_search
 
 START = 1_800_000_000.0
 CHARTS = {
@@ -231,7 +231,7 @@ def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
 
 
 def test_page_of_a_plan(tmp_path, browser):
-    plan = as_json(RECIPE, example_plan(), example_ladder())
+    plan = as_json(RECIPE, example_plan(), example_search())
     out = tmp_path / "plan.html"
     report.write(plan_page(plan), out)
     browser.open(out, width=400)

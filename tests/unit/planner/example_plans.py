@@ -6,7 +6,7 @@ from launcher.planner.candidates import Configuration
 from launcher.planner.machine import Machine, Rates
 from launcher.planner.measure import Measured
 from launcher.planner.memory import COMPONENTS, Components, HostMemory, Moment, Plan, StepMemory
-from launcher.planner.search import Ladder
+from launcher.planner.search import SearchResult
 from launcher.planner.speed import StepTime
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -124,7 +124,7 @@ def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):
 SUGGESTIONS = ("16 GPUs instead of 8: gpus_per_node=8 nodes=2", "LoRA: lora={rank: 16}")
 
 
-def example_ladder(*, memory=80 * GIB, fits=True):
+def example_search(*, memory=80 * GIB, fits=True):
     """Return four configurations. With fits=False the GPU has 8 GiB and none of them fits."""
     memory = memory if fits else 8 * GIB
     written = configuration((), example_plan(memory=memory), 74_000)
@@ -149,7 +149,7 @@ def example_ladder(*, memory=80 * GIB, fits=True):
         strategy=Strategy(kind="fsdp", cpu_offload=CpuOffload()),
         activation_checkpointing=ActivationCheckpointing(),
     )
-    return Ladder(
+    return SearchResult(
         written=written,
         configurations=(one, two, written, last),
         best=two if fits else None,

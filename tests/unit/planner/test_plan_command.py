@@ -29,8 +29,8 @@ from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
     GIB,
     RECIPE,
-    example_ladder,
     example_plan,
+    example_search,
     machine,
     measured_like,
 )
@@ -74,8 +74,8 @@ def test_invalid_options_are_refused(folder, capsys):
         assert expected in capsys.readouterr().err
 
 
-def printed(plan, ladder=None, measured=None):
-    return list(as_text(as_json(RECIPE, plan, ladder, measured)))
+def printed(plan, result=None, measured=None):
+    return list(as_text(as_json(RECIPE, plan, result, measured)))
 
 
 def collapsed(lines):
@@ -137,8 +137,8 @@ def test_warning_if_trace_and_estimate_disagree(scale, expected):
 
 
 def test_best_and_written_configurations_are_marked():
-    ladder = example_ladder()
-    text = printed(ladder.written.plan, ladder)
+    result = example_search()
+    text = printed(result.written.plan, result)
     rows = [line for line in text if re.match(r"^[* ] +\d  fsdp", line)]
     assert [line[:4].split()[-1] for line in rows] == ["1", "2", "3", "4"]
     assert rows[0].endswith("107%  does not fit")
@@ -151,8 +151,8 @@ def test_best_and_written_configurations_are_marked():
 
 
 def test_predicted_training_hours():
-    ladder = example_ladder()
-    text = printed(ladder.written.plan, ladder)
+    result = example_search()
+    text = printed(result.written.plan, result)
     at = text.index("Training time of 10 steps, predicted")
     assert text[at + 1 : at + 4] == [
         "   2  0.01 hours, 0.07 GPU-hours",  # 10 x 64 x 4,096 tokens at 85,000 a second
@@ -160,19 +160,21 @@ def test_predicted_training_hours():
         "",
     ]
     epochs = dataclasses.replace(RECIPE, run=dataclasses.replace(RECIPE.run, max_steps=None))
-    written = dataclasses.replace(ladder.written, recipe=epochs)
+    written = dataclasses.replace(result.written, recipe=epochs)
     assert written.hours == pytest.approx(1e9 / 74_000 / 3600)
-    ladder = dataclasses.replace(ladder, written=written)
-    shown = as_json(RECIPE, ladder.written.plan, ladder)["ladder"]
+    result = dataclasses.replace(result, written=written)
+    shown = as_json(RECIPE, result.written.plan, result)["search"]
     assert shown["steps"] is None
-    assert shown["rungs"][1]["hours"] == pytest.approx(10 * 64 * 4096 / 85_000 / 3600)
-    assert shown["rungs"][1]["gpu_hours"] == pytest.approx(8 * shown["rungs"][1]["hours"])
-    assert "Training time of a billion tokens, predicted" in printed(ladder.written.plan, ladder)
+    assert shown["configurations"][1]["hours"] == pytest.approx(10 * 64 * 4096 / 85_000 / 3600)
+    assert shown["configurations"][1]["gpu_hours"] == pytest.approx(
+        8 * shown["configurations"][1]["hours"]
+    )
+    assert "Training time of a billion tokens, predicted" in printed(result.written.plan, result)
 
 
 def test_text_lists_suggestions_if_nothing_fits():
-    ladder = example_ladder(fits=False)
-    text = printed(ladder.written.plan, ladder)
+    result = example_search(fits=False)
+    text = printed(result.written.plan, result)
     at = text.index("Nothing fits. These changes help:")
     assert text[at + 1 :] == [
         "  - 16 GPUs instead of 8: gpus_per_node=8 nodes=2",
@@ -182,7 +184,7 @@ def test_text_lists_suggestions_if_nothing_fits():
 
 
 def test_moment_batch_and_strategy_text():
-    step, offloads = example_plan().step, example_ladder().configurations[-1].recipe
+    step, offloads = example_plan().step, example_search().configurations[-1].recipe
     assert moment_text(step.phases["optimizer"], micro_batches=2) == "in the optimizer's step"
     assert moment_text(step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
     one = "4 sequences of 4,096 tokens x 1 micro-batch x 16 ranks = 64 a step"
@@ -193,20 +195,20 @@ def test_moment_batch_and_strategy_text():
 @pytest.fixture
 def fake_planner(monkeypatch, folder):
     """Replace the functions that `launcher plan` calls, and return a record of the calls."""
-    calls = types.SimpleNamespace(machine=None, ladder=0, plan=example_plan())
+    calls = types.SimpleNamespace(machine=None, result=0, plan=example_plan())
 
     def known_machine(gpu, **settings):
         calls.machine = (gpu, settings)
         return machine(memory=settings["memory"])
 
-    def make_ladder(recipe, machine):
-        calls.ladder += 1
-        return example_ladder()
+    def search_configurations(recipe, machine):
+        calls.result += 1
+        return example_search()
 
     monkeypatch.setattr(machines, "known_machine", known_machine)
     monkeypatch.setattr(machines, "read_rates", lambda file: f"rates of {file}")
     monkeypatch.setattr(plan, "make_plan", lambda recipe, machine: calls.plan)
-    monkeypatch.setattr(search, "make_ladder", make_ladder)
+    monkeypatch.setattr(search, "search_configurations", search_configurations)
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
     return calls
 
@@ -223,20 +225,22 @@ def test_json_is_one_object_with_integer_bytes(fake_planner, capsys):
     assert set(shown["peak"]["components"]) == set(COMPONENTS)
     assert all(type(amount) is int for amount in shown["peak"]["components"].values())
     assert len(shown["timeline"]) == len(fake_planner.plan.step.timeline)
-    assert shown["ladder"]["best"] == 1
-    assert shown["ladder"]["rungs"][2]["as_written"]
-    assert shown["ladder"]["rungs"][1]["overrides"] == list(example_ladder().best.overrides)
+    assert shown["search"]["best"] == 1
+    assert shown["search"]["configurations"][2]["as_written"]
+    assert shown["search"]["configurations"][1]["overrides"] == list(
+        example_search().best.overrides
+    )
 
 
 def test_exit_statuses(fake_planner, capsys):
-    arguments = ["plan", "recipe=x.yaml", "gpu=h100", "ladder=false"]
+    arguments = ["plan", "recipe=x.yaml", "gpu=h100", "search=false"]
     for fake_planner.plan, status in (
         (example_plan(memory=40 * GIB), 3),
         (example_plan(memory=None), 0),
         (example_plan(), 0),
     ):
         assert main.main(arguments) == status
-    assert fake_planner.ladder == 0
+    assert fake_planner.result == 0
     assert main.main([*arguments, "gpu_memory=80"]) == 2
     assert "'--gpu-memory': 80 is not a size with a unit" in capsys.readouterr().err
     assert main.main([*arguments, "html=no/a.html"]) == 2
@@ -247,13 +251,13 @@ def test_exit_statuses(fake_planner, capsys):
 
 def test_error_without_gpu_lists_known_gpus(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
-    assert main.main(["plan", "recipe=x.yaml", "ladder=false"]) == 2
+    assert main.main(["plan", "recipe=x.yaml", "search=false"]) == 2
     assert "no GPU given; give one of a100-40gb-pcie, " in capsys.readouterr().err
 
 
 def test_local_gpus_are_the_default(fake_planner, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
-    arguments = ["recipe=x.yaml", "ladder=false", "rates=r.json", "host_memory=1TiB"]
+    arguments = ["recipe=x.yaml", "search=false", "rates=r.json", "host_memory=1TiB"]
     assert main.main(["plan", *arguments]) == 0
     assert "Planned for the GPUs of this machine" in capsys.readouterr().out
     gpu, settings = fake_planner.machine
@@ -314,7 +318,7 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
     for fake_planner.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
         assert main.main(["plan", *arguments]) == status
     assert calls[0] == ([["recipe=x.yaml"]], 8, True)
-    assert fake_planner.ladder == 0
+    assert fake_planner.result == 0
     capsys.readouterr()
     assert main.main(["plan", *arguments, "--json"]) == 3
     verified = json.loads(capsys.readouterr().out)["verified"]
@@ -323,7 +327,7 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
 
 
 def test_plan_resolves_auto_like_a_run(monkeypatch):
-    chosen = example_ladder().configurations[1]
+    chosen = example_search().configurations[1]
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: chosen)
     recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
     assert (recipe, overrides) == (chosen.recipe, chosen.overrides)

@@ -29,8 +29,8 @@ from tests.unit.planner.example_plans import (
     GIB,
     RECIPE,
     configuration,
-    example_ladder,
     example_plan,
+    example_search,
     machine,
 )
 
@@ -157,7 +157,7 @@ def conclude(monkeypatch, account, plan=None, *suggestions):
     """Return the conclusion of the report, and the memory limit of each search."""
     limits = []
 
-    def make_ladder(recipe, machine, *, traced):
+    def search_configurations(recipe, machine, *, traced):
         limits.append(machine.memory)
         return SimpleNamespace(configurations=suggestions)
 
@@ -170,7 +170,7 @@ def conclude(monkeypatch, account, plan=None, *suggestions):
         out_of_memory, "run_in_process", lambda seconds, task, *arguments: task(*arguments)
     )
     monkeypatch.setattr(out_of_memory, "make_plan", make_plan)
-    monkeypatch.setattr(out_of_memory, "make_ladder", make_ladder)
+    monkeypatch.setattr(out_of_memory, "search_configurations", search_configurations)
     return account.conclude(60), limits
 
 
@@ -280,7 +280,7 @@ def test_process_killed_by_the_kernel(tmp_path, monkeypatch):
 def test_suggestions_need_less_than_the_failed_recipe(monkeypatch):
     limits = []
 
-    def ladder(recipe, machine, **_):
+    def result(recipe, machine, **_):
         limits.append(machine.memory)
         return SimpleNamespace(configurations=())
 
@@ -290,7 +290,7 @@ def test_suggestions_need_less_than_the_failed_recipe(monkeypatch):
         out_of_memory.explain(RECIPE, plan.machine, "", rows | {"outside": outside}, measured)
         return limits[-1]
 
-    monkeypatch.setattr(out_of_memory, "make_ladder", ladder)
+    monkeypatch.setattr(out_of_memory, "search_configurations", result)
     plan, large = example_plan(), example_plan(3.0)
     less = plan.needed - 0.03 * plan.tensors
     assert limit(plan) == pytest.approx(less, abs=2), "the recipe failed although its plan fits"
@@ -302,13 +302,13 @@ def test_suggestions_need_less_than_the_failed_recipe(monkeypatch):
 
 
 def test_suggestions_fit_and_change_the_recipe(monkeypatch):
-    ladder = example_ladder()
+    result = example_search()
     not_fitting = configuration(("batch.micro_batch_size=32",), example_plan(5.0), 99_000)
-    found = SimpleNamespace(configurations=(not_fitting, *ladder.configurations))
-    monkeypatch.setattr(out_of_memory, "make_ladder", lambda *_, **__: found)
+    found = SimpleNamespace(configurations=(not_fitting, *result.configurations))
+    monkeypatch.setattr(out_of_memory, "search_configurations", lambda *_, **__: found)
     monkeypatch.setattr(out_of_memory, "make_plan", lambda recipe, machine: example_plan())
     text = out_of_memory.explain(RECIPE, machine(), "", {}, None)
-    fitting = [one for one in ladder.configurations if one.plan.fits and one.overrides]
+    fitting = [one for one in result.configurations if one.plan.fits and one.overrides]
     shown = [line.partition("#")[0].split() for line in text if line.startswith("  ")]
     assert shown == [" ".join(one.overrides).split() for one in fitting]
     # In preparation there is no inventory: the plan shows what the recipe needs

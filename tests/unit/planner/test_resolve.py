@@ -21,8 +21,8 @@ from tests.unit.planner.example_plans import (
     GIB,
     RECIPE,
     configuration,
-    example_ladder,
     example_plan,
+    example_search,
     machine,
 )
 
@@ -52,7 +52,9 @@ def test_choose_takes_the_fastest_that_fits(monkeypatch):
 
 def test_error_has_suggestions_if_nothing_fits(monkeypatch):
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
-    monkeypatch.setattr(detect, "make_ladder", lambda *_, **__: example_ladder(fits=False))
+    monkeypatch.setattr(
+        detect, "search_configurations", lambda *_, **__: example_search(fits=False)
+    )
     with pytest.raises(RecipeError) as caught:
         detect._choose(AUTO_RECIPE, machine(memory=8 * GIB), None)
     assert caught.value.problems == [

@@ -12,7 +12,7 @@ from launcher.planner.hardware import GPUS, find_gpu
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model
-from launcher.planner.search import fastest_that_fits, make_ladder
+from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.speed import step_seconds, tokens_per_step
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
@@ -221,16 +221,16 @@ def test_sharding_divides_muon_time_by_ranks(load):
 # The search
 
 
-def test_ladder_is_sorted_without_dominated_configurations(load, estimated_plans):
+def test_configurations_are_sorted_without_dominated_configurations(load, estimated_plans):
     recipe = load()
-    ladder = make_ladder(recipe, machine())
-    rows = ladder.configurations
-    assert ladder.evaluated > 100
-    assert ladder.best.plan.fits
-    assert (ladder.written.recipe, ladder.written.overrides) == (recipe, ())
+    result = search_configurations(recipe, machine())
+    rows = result.configurations
+    assert result.evaluated > 100
+    assert result.best.plan.fits
+    assert (result.written.recipe, result.written.overrides) == (recipe, ())
     assert 2 <= len(rows) <= 8
-    assert ladder.best in rows
-    assert ladder.suggestions == ()
+    assert result.best in rows
+    assert result.suggestions == ()
     assert any(one.recipe == recipe for one in rows)
     for one in rows:
         assert one.tokens_per_second == tokens_per_step(recipe) / one.seconds.total
@@ -258,11 +258,11 @@ def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
 def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
     recipe = load(ranks=1)
     tight = {"gpus": 1, "memory": 16 * parameters(recipe) + 600 * 2**20}
-    assert make_ladder(recipe, machine(gpus=1)).best.recipe.strategy.cpu_offload is None
-    best = make_ladder(recipe, machine(**tight)).best
+    assert search_configurations(recipe, machine(gpus=1)).best.recipe.strategy.cpu_offload is None
+    best = search_configurations(recipe, machine(**tight)).best
     assert best.recipe.strategy.cpu_offload is not None
     assert best.plan.fits
-    assert make_ladder(recipe, machine(**tight, host_memory=4 * GIB)).best is None
+    assert search_configurations(recipe, machine(**tight, host_memory=4 * GIB)).best is None
 
 
 @pytest.mark.parametrize(
@@ -294,10 +294,10 @@ def test_overrides_reproduce_the_configuration(name, overrides):
 
 
 def test_search_offers_mixed_precision_for_float32(load, estimated_plans):
-    ladder = make_ladder(load("strategy.mixed_precision=null"), machine())
+    result = search_configurations(load("strategy.mixed_precision=null"), machine())
     changed = "strategy.mixed_precision.param_dtype=bfloat16"
-    assert any(changed in one.overrides for one in ladder.configurations)
-    assert ladder.written.recipe.strategy.mixed_precision is None
+    assert any(changed in one.overrides for one in result.configurations)
+    assert result.written.recipe.strategy.mixed_precision is None
 
 
 def test_trace_overrides_the_estimate(load, monkeypatch):
@@ -314,7 +314,7 @@ def test_trace_overrides_the_estimate(load, monkeypatch):
         return dataclasses.replace(plan, step=step)
 
     monkeypatch.setattr(search, "make_plan", plan_of)
-    best = make_ladder(load(), machine()).best
+    best = search_configurations(load(), machine()).best
     assert traced
     assert best.plan.fits
     assert best.recipe.activation_checkpointing is not None
@@ -323,17 +323,17 @@ def test_trace_overrides_the_estimate(load, monkeypatch):
 def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
     wide = ("model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_attention_heads=32")  # fmt: skip
     few = machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB)
-    ladder = make_ladder(load(*wide, ranks=2), few)
-    assert ladder.best is None
-    assert ladder.configurations[0].plan.fits is False
-    assert any(text.startswith("more GPUs: ") and "nodes=" in text for text in ladder.suggestions)
-    assert any("lora.rank=16" in text for text in ladder.suggestions)
+    result = search_configurations(load(*wide, ranks=2), few)
+    assert result.best is None
+    assert result.configurations[0].plan.fits is False
+    assert any(text.startswith("more GPUs: ") and "nodes=" in text for text in result.suggestions)
+    assert any("lora.rank=16" in text for text in result.suggestions)
     on_cpu = known_machine("cpu", nodes=1, gpus_per_node=2, memory=4 * GIB)
-    texts = make_ladder(load(*wide, ranks=2), on_cpu).suggestions
+    texts = search_configurations(load(*wide, ranks=2), on_cpu).suggestions
     assert any(text.startswith("more CPU ranks: ") for text in texts)
     long = ("model.chunked_loss=false", "model.config.vocab_size=200000", "data.sequence_length=8192",
             "model.config.max_position_embeddings=8192")  # fmt: skip
-    large = make_ladder(load(*long, ranks=2), machine(gpus=2, memory=8 * GIB))
+    large = search_configurations(load(*long, ranks=2), machine(gpus=2, memory=8 * GIB))
     assert "a GPU with more memory: 256 of these are not enough" in large.suggestions
     assert any("data.sequence_length=" in text for text in large.suggestions)
 
