@@ -230,7 +230,7 @@ def read_marker(path: Path) -> Marker:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if (version := json.loads(content)["format"]) != FORMAT:
                 problem = f"{_OTHER_VERSION}: it has format {str(version)[:20]}, and this version "
                 problem += f"reads format {FORMAT}"

@@ -81,7 +81,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """Content of state.json. Raises DamagedCheckpointError."""
     try:
         return json.loads((path / files.STATE).read_bytes())  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: {error}") from None
 
 

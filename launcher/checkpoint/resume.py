@@ -239,7 +239,8 @@ def _recorded(checkpoint: Path) -> dict[str, Any]:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])
         return {"step": int(state.get("step", 0)), "recipe": dict(recipe)}
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # reported when it is loaded
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
+        # Reported when it is loaded
         return {}
 
 

@@ -79,7 +79,7 @@ def read_list(value: Any, column: str) -> list[Any] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(f"column {column!r} is not JSON: {error}") from None
     if value and not isinstance(value, list):
         raise RowError(f"column {column!r} must hold a list; got {type(value).__name__}")
@@ -137,7 +137,7 @@ def _parsed(value: Any, what: str) -> Any:
         return parsed
     try:
         found = json.loads(arguments) if arguments.strip() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError(f"{what}: the arguments of a tool call are not JSON: {error}") from None
     if not isinstance(found, dict):
         raise RowError(f"{what}: the arguments of a tool call must be an object; got {arguments}")

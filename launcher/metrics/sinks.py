@@ -68,7 +68,7 @@ def _step_of(line: str) -> float:
     """Infinity if the line is damaged."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return math.inf
 
 

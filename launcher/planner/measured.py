@@ -110,7 +110,7 @@ def measured_choice(
     try:
         kept = json.loads(file.read_text())
         settings, speed, peak = (kept[key] for key in ("settings", "tokens_per_second", "peak"))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     for one in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
         if _settings(one) == settings and make_plan(one, machine).fits is not False:

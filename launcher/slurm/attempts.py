@@ -69,7 +69,7 @@ class Attempts:
     @classmethod
     def read(cls, run_dir: Path, job: str, *, max_failures: int) -> Attempts:
         """Reads the attempts of a job; those of another job in the same folder do not count."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             values = json.loads((run_dir / "slurm" / "attempts.json").read_text())
             found = TypeAdapter(cls).validate_python(
                 {**values, "run_dir": run_dir, "max_failures": max_failures}

@@ -40,7 +40,7 @@ def together(file: Path, *, status: int) -> Problems:
         findings = json.loads(file.read_text())["findings"]
         bad = [finding for finding in findings if finding["state"] == "bad"]
         return [(finding["host"], f"{finding['name']}: {finding['text']}") for finding in bad]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         how = "took too long" if status == LATE else f"ended with status {status}, without a report"
         return [(_ALL, f"the check {how}")]
 
