@@ -161,6 +161,8 @@ class RunFolder:
 
     def read_status(self) -> dict[str, Any]:
         """status.json; empty if there is none."""
+        if not os.path.isfile(self._status):
+            return {}
         try:
             return well_formed(json.loads(self._status.read_bytes()))
         except (OSError, ValueError, RecursionError):

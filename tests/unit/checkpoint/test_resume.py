@@ -341,3 +341,14 @@ def test_shorter_run_than_its_checkpoint_is_refused(finished):
     text = r"run.max_steps: the run has 5 steps, but .*step_00000008 is of step 8 already"
     with pytest.raises(RecipeError, match=text):
         choose_resume(run, loaded.recipe, to_yaml(loaded.recipe), restarted=False)
+
+
+def test_checkpoints_that_cannot_be_listed_are_reported(finished):
+    run, arguments = finished
+    shutil.rmtree(run.path / "checkpoints")
+    (run.path / "checkpoints").symlink_to("checkpoints")
+    assert finished_run(arguments) is None
+    with pytest.raises(
+        RecipeError, match="checkpoints cannot be read: Too many levels of symbolic"
+    ):
+        choose(run.path)
