@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -220,6 +221,8 @@ def read_marker(path: Path) -> Marker:
     """Reads commit.json. Raises DamagedCheckpointError if it is missing or wrong."""
     problem, content = "", b""
     try:
+        if (path / MARKER).exists() and not (path / MARKER).is_file():
+            raise DamagedCheckpointError(path, f"{MARKER} is not a regular file")
         content = (path / MARKER).read_bytes()
         marker = Marker.model_validate_json(content, strict=True)
     except OSError as error:
@@ -257,9 +260,12 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
         return error.problem
     for name, file in stored.items():
         try:
-            size = (path / name).stat().st_size
+            found = (path / name).stat()
         except OSError as error:
             return _not_read(name, error)
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name} is not a regular file"
+        size = found.st_size
         if size != file.bytes:
             return f"{name} has {size:,} bytes instead of {file.bytes:,}"
     if not deep:

@@ -80,9 +80,12 @@ def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """Content of state.json. Raises DamagedCheckpointError."""
     try:
-        return json.loads((path / files.STATE).read_bytes())  # type: ignore[no-any-return]
+        state = json.loads((path / files.STATE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(path, f"{files.STATE} cannot be read: {error}") from None
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(path, f"{files.STATE} holds no object")
+    return state
 
 
 def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:

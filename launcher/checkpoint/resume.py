@@ -186,7 +186,10 @@ def finished_run(arguments: Sequence[str]) -> str | None:
         return None
     run = RunFolder(Path(recipe.run.dir))
     status, wanted = run.read_status(), recipe.checkpoint.resume
-    checkpoints = list_checkpoints(run.path / "checkpoints")
+    try:
+        checkpoints = list_checkpoints(run.path / "checkpoints")
+    except OSError:  # `choose_resume` reports it
+        return None
     own = wanted == "auto" or (wanted != "never" and run.was_started_from(wanted))
     if status.get("state") != "finished" or not checkpoints or not own:
         return None
@@ -239,9 +242,8 @@ def _recorded(checkpoint: Path) -> dict[str, Any]:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])
         return {"step": int(state.get("step", 0)), "recipe": dict(recipe)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
-        # Reported when it is loaded
-        return {}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
+        return {}  # reported when it is loaded
 
 
 def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:

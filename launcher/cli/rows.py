@@ -143,12 +143,25 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     batch = Batch(global_batch_size=size, micro_batch_size=1)  # any gives the same rows
     recipe = dataclasses.replace(recipe, data=data, batch=batch)
     opened = open_run_data(recipe, model=ModelInputs(), ranks=alone, build=True, skipped_rows=None)
-    for checkpoint in files.list_checkpoints(run / "checkpoints")[-1:]:
-        changes = list(data_changes(read_state(checkpoint)["data"], opened.fingerprint))
+    for checkpoint in _checkpoints(run)[-1:]:
+        try:
+            recorded = read_state(checkpoint).get("data") or {}
+            changes = list(data_changes(recorded, opened.fingerprint))
+        except (ValueError, TypeError, AttributeError) as error:  # it may hold any JSON
+            raise RecipeError(f"{checkpoint} is damaged: {first_line(error)}") from None
         if changes:
             what = "the data has changed since the run, and with it the order of samples:"
             raise RecipeError([f"{run}: {what}", *(f"  {line}" for line in changes)])
     return opened
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """The checkpoints that are valid by their markers. Raises RecipeError."""
+    try:
+        listed = files.list_checkpoints(run / "checkpoints")
+    except OSError as error:
+        raise RecipeError(f"{run / 'checkpoints'} cannot be read: {error.strerror}") from None
+    return [path for path in listed if files.verify(path, deep=False) is None]
 
 
 def _losses(
@@ -162,7 +175,7 @@ def _losses(
 
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
-    checkpoints = files.list_checkpoints(run / "checkpoints")
+    checkpoints = _checkpoints(run)
     before = [path for path in checkpoints if files.step_of(path) < step]
     nearest = [*reversed(before), *checkpoints[len(before) :]]
     checkpoint = next((path for path in nearest if files.verify(path) is None), None)

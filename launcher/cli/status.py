@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import typer
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics.console import bytes_as_text, seconds_as_text
+from launcher.recipe.decode import shown
 from launcher.reliability.json_files import last_line, read_jsonl
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
@@ -95,10 +97,14 @@ def find_runs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
     files = ("status.json", "owner", "metrics.jsonl")
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise RecipeError(f"{folder} cannot be read: {error.strerror}") from None
     runs = [
         path
-        for path in (folder, *sorted(folder.iterdir()))
-        if any((path / name).exists() for name in files)
+        for path in (folder, *entries)
+        if any(os.path.exists(path / name) for name in files)  # False where it cannot be known
     ]
     if not runs:
         raise RecipeError(f"{folder}: neither the folder of a run nor one that holds runs")
@@ -208,6 +214,13 @@ def _number(value: Any, form: str = ".4f") -> str:
     return format(value, form) if isinstance(value, (int, float)) else "not finite"
 
 
+def _text(text: str, style: str = "") -> Any:
+    """A text from a file: neither markup of rich nor what a terminal obeys has an effect."""
+    from rich.text import Text
+
+    return Text("\n".join(shown(line, 4000) for line in text.splitlines()), style=style)
+
+
 def _print(*parts: Any) -> None:
     """Prints with colours on a terminal; elsewhere plain lines that stay whole."""
     from rich.console import Console
@@ -224,28 +237,27 @@ def _print(*parts: Any) -> None:
 
 def _print_one(summary: Summary, now: float) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     for name, text, style in describe(summary, now):
-        table.add_row(name, Text(text, style=style))
-    _print(Text(str(summary.path), style="bold"), table)
+        table.add_row(name, _text(text, style))
+    _print(_text(str(summary.path), "bold"), table)
     if len(summary.attempts) > 1:
         attempts = _table(">attempt", "started", "on", ">ranks", ">from step", ">to step", "ended")
         for attempt in summary.attempts[-_SHOWN_ATTEMPTS:]:
             attempts.add_row(
                 str(attempt.number),
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started)),
-                attempt.host,
+                _text(attempt.host),
                 str(attempt.ranks or ""),
                 f"{attempt.resumed:,}",
                 "" if attempt.reached is None else f"{attempt.reached:,}",
-                attempt.ended,
+                _text(attempt.ended),
             )
         _print(attempts)
     if summary.status.get("error"):
-        _print(Text(summary.status["error"], style="red"))
+        _print(_text(summary.status["error"], "red"))
 
 
 def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
@@ -317,22 +329,20 @@ def _table(*columns: str) -> Any:
 
 
 def _print_table(summaries: list[Summary], now: float) -> None:
-    from rich.text import Text
-
     numbers = (">step", ">loss", ">evaluation", ">tokens/s")
     table = _table("run", "state", *numbers, "checkpoint", ">restarts", "reason")
     for summary in summaries:
         last, state = summary.last, summary.state
         step, when, _ = summary.checkpoints[-1] if summary.checkpoints else (0, 0.0, 0)
         table.add_row(
-            Text(summary.path.name, style="bold"),
-            Text(state, style=_COLOURS.get(state, "bold red")),
+            _text(summary.path.name, "bold"),
+            _text(state, _COLOURS.get(state, "bold red")),
             summary.steps,
             _number(last["loss"]) if last else "",
             _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
             _number(last["tokens_per_second"], ",.0f") if last else "",
             f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",
             str(max(0, len(summary.attempts) - 1)),
-            Text("" if state in ("running", "finished") else summary.reason),
+            _text("" if state in ("running", "finished") else summary.reason),
         )
     _print(table)

@@ -55,6 +55,8 @@ def configure_logging(*, stream: str = "stdout") -> None:
 
 def seconds_as_text(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `2 h 05 min`."""
+    if not math.isfinite(seconds):
+        return "an unknown time"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

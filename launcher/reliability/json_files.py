@@ -127,6 +127,8 @@ def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
     """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
     there is no such file."""
     found: list[dict[str, Any]] = []
+    if not os.path.isfile(file):  # a pipe or a device may have no end
+        return found
     with contextlib.suppress(OSError), file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
         for line in stream:
@@ -147,7 +149,8 @@ def _has_type(key: str, value: Any) -> bool:
     if key in _TEXTS:
         return isinstance(value, str)
     if key in _COUNTS:
-        return type(value) is int and 0 <= value < 1 << 53
+        most = 1 << (20 if key in ("ranks", "ranks_per_node") else 53)
+        return type(value) is int and 0 <= value < most
     if key in _TIMES:
         return type(value) in (int, float) and 0 <= value < 1e11
     if key in _NUMBERS or key.endswith("_seconds"):

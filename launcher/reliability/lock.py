@@ -16,6 +16,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -32,6 +33,9 @@ LEASE_SECONDS = 120.0
 """An owner on another machine counts as dead after this time without a heartbeat."""
 _RELEASED = ".released"
 """Suffix of the file that releases a record."""
+
+_RECORD = re.compile(r"[0-9]{8,20}\.(json|released)")
+"""What else is in the folder, such as copies that a synchronized folder makes, is no record."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +106,7 @@ def succeeds(new: Owner, old: Owner) -> bool:
 def _newest(folder: Path) -> tuple[int, Path]:
     """The highest number and its file, NUMBER.json or NUMBER.released; else (0, folder)."""
     try:
-        names = [name for name in os.listdir(folder) if name[:1].isdigit()]
+        names = [name for name in os.listdir(folder) if _RECORD.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         names = []
     found = ((int(name.split(".")[0]), folder / name) for name in names)
@@ -112,7 +116,7 @@ def _newest(folder: Path) -> tuple[int, Path]:
 def _read(record: Path) -> Owner | None:
     """The record; None if it does not exist, was released or is still being written."""
     try:
-        return Owner.model_validate_json(record.read_bytes())
+        return Owner.model_validate_json(record.read_bytes()) if record.is_file() else None
     except (OSError, ValueError):
         return None
 

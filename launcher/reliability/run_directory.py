@@ -21,6 +21,8 @@ from launcher.reliability.lock import Ownership
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "stopped", "failed"]
+_REPLACED = ("recipe.yaml", "samples.jsonl", "status.json", "hf")
+"""What a run from scratch replaces or removes."""
 _EVERY_EVENT = ("event", "time", "host", "attempt")
 _OF_EVENT = {"saved": ("step",), "resumed": ("step",), "verdict": ("text",)}
 Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "stopped", "finished"]
@@ -119,15 +121,21 @@ class RunFolder:
         return any(event.get("origin") == origin for event in self.read_events())
 
     def refuse_if_used(self, why: str) -> None:
-        """Raises RecipeError if a run trained into this folder.
+        """Raises RecipeError if a run trained into this folder, or if it has files of the user that
+        a run would replace.
 
         why: the reason that the run is not resumed.
         """
         recorded = self.metrics.exists() and self.metrics.stat().st_size
         if not recorded and not any((self.path / "checkpoints").glob("step_*")):
+            replaced = [name for name in _REPLACED if os.path.lexists(self.path / name)]
+            if replaced and not self.read_events():  # no start of a run wrote them
+                what = f"holds {', '.join(replaced)}, not from a run, and a run would replace that"
+                raise RecipeError(f"run.dir: {self.path} {what}; give another folder, or move it")
             return
         status = self.read_status()
-        known = f" ({status['state']}, step {status['step']})" if status else ""
+        step = f", step {status['step']}" if status.get("step") is not None else ""
+        known = f" ({status['state']}{step})" if status.get("state") else ""
         raise RecipeError(
             f"run.dir: {self.path} holds a run already{known}, and {why}; give another folder, "
             f"such as run.dir={self.path}-2, or remove it"
@@ -153,6 +161,8 @@ class RunFolder:
 
     def read_status(self) -> dict[str, Any]:
         """status.json; empty if there is none."""
+        if not os.path.isfile(self._status):
+            return {}
         try:
             return well_formed(json.loads(self._status.read_bytes()))
         except (OSError, ValueError, RecursionError):

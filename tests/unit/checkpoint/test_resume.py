@@ -251,6 +251,22 @@ def test_folder_without_checkpoint_is_refused_unless_restarted(tmp_path):
     assert choose(tmp_path, restarted=True) == "never"
 
 
+@pytest.mark.parametrize("name", ["recipe.yaml", "samples.jsonl", "hf"])
+def test_files_that_no_run_wrote_are_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(RecipeError, match=rf"holds {name}, not from a run.*; give another folder"):
+        choose(tmp_path)
+    RunFolder(tmp_path).note_start(environment())
+    assert choose(tmp_path) == "never", "a start that was killed before its first step wrote it"
+
+
+def test_status_without_its_keys_gives_no_traceback(tmp_path):
+    (tmp_path / "status.json").write_text('{"other": 1}')
+    RunFolder(tmp_path).metrics.write_text('{"step": 1}\n')
+    with pytest.raises(RecipeError, match=r"holds a run already, and there is no checkpoint"):
+        choose(tmp_path)
+
+
 def checkpoint(folder, step):
     path = folder / f"checkpoints/step_{step:08}"
     path.mkdir(parents=True)
@@ -325,3 +341,14 @@ def test_shorter_run_than_its_checkpoint_is_refused(finished):
     text = r"run.max_steps: the run has 5 steps, but .*step_00000008 is of step 8 already"
     with pytest.raises(RecipeError, match=text):
         choose_resume(run, loaded.recipe, to_yaml(loaded.recipe), restarted=False)
+
+
+def test_checkpoints_that_cannot_be_listed_are_reported(finished):
+    run, arguments = finished
+    shutil.rmtree(run.path / "checkpoints")
+    (run.path / "checkpoints").symlink_to("checkpoints")
+    assert finished_run(arguments) is None
+    with pytest.raises(
+        RecipeError, match="checkpoints cannot be read: Too many levels of symbolic"
+    ):
+        choose(run.path)

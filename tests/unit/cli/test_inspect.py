@@ -2,10 +2,12 @@
 
 import itertools
 import re
+import shutil
 
 import numpy as np
 import pytest
 
+from launcher.checkpoint.files import commit, scratch_folder, write_file
 from launcher.cli.inspect_page import bins, load_decoder, spans
 from launcher.cli.main import run
 from launcher.cli.rows import positions_of
@@ -299,6 +301,25 @@ def test_rows_refuses_missing_runs_and_steps(folder):
     assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in error_message(
         "run", "step=1"
     )
+
+
+def test_rows_of_a_run_with_damaged_checkpoints(folder, capsys):
+    write(folder / "data.txt", "abcdefgh" * 400)
+    write(folder / "run/recipe.yaml", SMALL)
+    (folder / "run/checkpoints/step_00000009").mkdir(parents=True)
+    expected = rows_of(capsys, 1)
+    scratch = scratch_folder(folder / "run/checkpoints", 10)
+    commit(
+        scratch, step=10, ranks=1, files={"state.json": write_file(scratch / "state.json", b"[")}
+    )
+    with pytest.raises(RecipeError, match=r"step_00000010 is damaged: state.json cannot be read"):
+        run(["rows", "run", "step=1"])
+    (folder / "run/checkpoints/step_00000010/commit.json").unlink()
+    assert rows_of(capsys, 1) == expected
+    shutil.rmtree(folder / "run/checkpoints")
+    (folder / "run/checkpoints").symlink_to("checkpoints")
+    with pytest.raises(RecipeError, match="run/checkpoints cannot be read: Too many levels"):
+        run(["rows", "run", "step=1"])
 
 
 def positions(tmp_path, step, *events):

@@ -185,5 +185,44 @@ def test_files_of_another_shape_give_no_traceback(run, text, tmp_path):
     assert found == (range(16, 24), 0)
 
 
+def test_texts_in_files_have_no_effect_on_the_terminal(run, capsys):
+    """Neither as markup of rich, which may be a part of a folder's name, nor as control codes."""
+    event(run, "failed", NOW, 3, step=90, reason="the file runs/[a]/[/b]\x1b[2J")
+    run.write_status("failed", step=90, reason="[/red]\x1b[31m", error="one\n\x1b]0;two\x07[/x]")
+    for folder in (run.path, run.path.parent):
+        assert main.main(["status", str(folder)]) == 0
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed
+        assert "[/red]\\x1b[31m" in printed
+        if folder == run.path:
+            assert "the file runs/[a]/[/b]" in printed
+            assert "one\n\\x1b]0;two\\x07[/x]\n" in printed
+
+
+def test_pipes_and_huge_numbers_in_a_run_folder(run, capsys):
+    for line in range(3):
+        append_line(run.metrics, {"step": (1 << 50) * (line + 1), "step_seconds": 9e299})
+    assert main.main(["status", str(run.path)]) == 0
+    assert "an unknown time" in capsys.readouterr().out
+    for file in (run.path / "status.json", run.metrics, run.events):
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+    assert main.main(["status", str(run.path)]) == 0, "a pipe without a writer would block"
+    marker = run.path / "checkpoints/step_00000075/commit.json"
+    marker.unlink()
+    os.mkfifo(marker)
+    assert main.main(["status", str(run.path)]) == 0
+    assert "step_00000075: commit.json is not a regular file" in capsys.readouterr().out
+
+
+def test_folder_that_cannot_be_listed_is_refused(run, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", refuse)
+    assert main.main(["status", str(run.path.parent)]) == 2
+    assert "runs cannot be read: Permission denied" in capsys.readouterr().err
+
+
 def describe_all(run):
     return list(status.describe(status.summarize(run.path, NOW), NOW))

@@ -239,6 +239,16 @@ def test_events_count_attempts_and_skip_incomplete_lines(tmp_path):
     assert (lines[1]["found"], lines[1]["found_step"]) == ("running", 9)
 
 
+def test_other_files_among_the_records_are_ignored(take, tmp_path):
+    take()
+    for name in ("00000001 (copy).json", "00000001.json~", "9999", "2024-01-01.json", "²"):
+        (tmp_path / "run/owner" / name).write_text("x")
+    owner, alive = current_owner(tmp_path / "run")
+    assert (owner.pid, alive) == (os.getpid(), True)
+    with pytest.raises(RecipeError, match="is in use"):
+        Ownership.take(tmp_path / "run", SINGLE_PROCESS)
+
+
 def test_file_instead_of_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
