@@ -44,8 +44,11 @@ def _message(turn: Message, what: str) -> Message:
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         content = message.pop("value", None)
-        message = {"role": _SHAREGPT.get(speaker, speaker), "content": content, **message}
+        role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        message = {"role": role, "content": content, **message}
     role, content = message.get("role"), message.get("content")
+    if not isinstance(message.get("function_call", {}), dict):
+        raise RowError(f"{what}: function_call must be an object with name and arguments")
     if role not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
         raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
@@ -57,6 +60,9 @@ def _message(turn: Message, what: str) -> Message:
             kinds = [part.get("type") for part in content if isinstance(part, dict)]
             raise RowError(f"{what}: only text can be trained on; got parts of the types {kinds}")
         content = "".join(texts)
+    # Templates that only ask whether there is the key would write a call instead of the content
+    if calls := _tool_calls(message.pop("tool_calls", None), what):
+        message["tool_calls"] = calls
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
     if not isinstance(content, str):
@@ -69,6 +75,17 @@ def _message(turn: Message, what: str) -> Message:
     return {**message, "content": content, **silent}
 
 
+def _tool_calls(value: Any, what: str) -> list[Any] | None:
+    """A list of calls, or a list as JSON; None: there are none. Raises RowError."""
+    calls = read_list(value, f"tool_calls of {what}")
+    functions = [
+        call.get("function", call) if isinstance(call, dict) else 0 for call in calls or []
+    ]
+    if not all(isinstance(function, dict) for function in functions):
+        raise RowError(f"{what}: tool_calls must be a list of objects, each with a function")
+    return calls
+
+
 def read_tools(value: Any) -> list[Any] | None:
     """A row's `tools`: a list, or a list as JSON. Raises RowError."""
     return read_list(value, "tools")
@@ -79,7 +96,7 @@ def read_list(value: Any, column: str) -> list[Any] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(f"column {column!r} is not JSON: {error}") from None
     if value and not isinstance(value, list):
         raise RowError(f"column {column!r} must hold a list; got {type(value).__name__}")
@@ -137,7 +154,7 @@ def _parsed(value: Any, what: str) -> Any:
         return parsed
     try:
         found = json.loads(arguments) if arguments.strip() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError(f"{what}: the arguments of a tool call are not JSON: {error}") from None
     if not isinstance(found, dict):
         raise RowError(f"{what}: the arguments of a tool call must be an object; got {arguments}")
