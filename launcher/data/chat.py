@@ -44,8 +44,11 @@ def _message(turn: Message, what: str) -> Message:
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         content = message.pop("value", None)
-        message = {"role": _SHAREGPT.get(speaker, speaker), "content": content, **message}
+        role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        message = {"role": role, "content": content, **message}
     role, content = message.get("role"), message.get("content")
+    if not isinstance(message.get("function_call", {}), dict):
+        raise RowError(f"{what}: function_call must be an object with name and arguments")
     if role not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
         raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
@@ -57,6 +60,9 @@ def _message(turn: Message, what: str) -> Message:
             kinds = [part.get("type") for part in content if isinstance(part, dict)]
             raise RowError(f"{what}: only text can be trained on; got parts of the types {kinds}")
         content = "".join(texts)
+    # Templates that only ask whether there is the key would write a call instead of the content
+    if calls := _tool_calls(message.pop("tool_calls", None), what):
+        message["tool_calls"] = calls
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
     if not isinstance(content, str):
@@ -67,6 +73,17 @@ def _message(turn: Message, what: str) -> Message:
         raise RowError(f"{what}: weight and loss must be 0 or 1 (false or true); got {weights}")
     silent = {} if all(weights) else {"loss": False}
     return {**message, "content": content, **silent}
+
+
+def _tool_calls(value: Any, what: str) -> list[Any] | None:
+    """A list of calls, or a list as JSON; None: there are none. Raises RowError."""
+    calls = read_list(value, f"tool_calls of {what}")
+    functions = [
+        call.get("function", call) if isinstance(call, dict) else 0 for call in calls or []
+    ]
+    if not all(isinstance(function, dict) for function in functions):
+        raise RowError(f"{what}: tool_calls must be a list of objects, each with a function")
+    return calls
 
 
 def read_tools(value: Any) -> list[Any] | None:

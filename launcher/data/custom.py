@@ -46,7 +46,7 @@ class CustomData:
     """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not the mean. It
     is divided by the targets of the whole global batch, over all ranks and micro-batches."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
-    """Number of targets of a micro-batch; None: its number of samples."""
+    """Number of targets of a micro-batch, a whole number; None: its number of samples."""
     validation: Any = None
     """A data set like train, or a dict of them by name. Each evaluation draws the same random
     numbers, whatever run.seed is."""
@@ -76,21 +76,34 @@ class CustomDataset:
 
     def collate(self, rows: list[Any]) -> dict[str, Any]:
         """The user's micro-batch. If it has no sample, the first sample is used with weight 0."""
+        try:
+            return self._collated(rows)
+        except RecipeError as error:
+            if get_worker_info() is None:
+                raise
+            return {"error": str(error)}  # a loader process would wrap it into a traceback
+
+    def _collated(self, rows: list[Any]) -> dict[str, Any]:
         real = [row for row in rows if row is not None]
         indices, samples = zip(*(real or [self[0]]), strict=True)
         with _seeded(self.seed, "collate", *indices):
-            batch = dict(self.data.collate(list(samples)))
-        targets = len(real)
+            batch = self.data.collate(list(samples))
+        if not isinstance(batch, Mapping):
+            got = f"a dict, the arguments of its loss; got {type(batch).__name__}"
+            raise RecipeError(f"data.builder: its collate must return {got}")
+        batch, targets = dict(batch), len(real)
         if real and self.data.targets is not None:
-            targets = self.data.targets(batch)
+            targets = _whole(self.data.targets(batch))
         tensors = {"batch": batch, "weight": float(bool(real))}
         return {"tensors": tensors, "tokens": targets, "loss_tokens": targets}
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        loss = self.data.loss(model, tensors["batch"])
-        if loss.ndim:
-            what = "its loss must be a scalar, the sum over the micro-batch"
-            raise RecipeError(f"data.builder: {what}; got the shape {tuple(loss.shape)}")
+        loss: Any = self.data.loss(model, tensors["batch"])
+        is_tensor = isinstance(loss, torch.Tensor)
+        if not is_tensor or loss.ndim:
+            what = "its loss must be a scalar tensor, the sum over the micro-batch"
+            got = f"the shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+            raise RecipeError(f"data.builder: {what}; got {got}")
         weighted: torch.Tensor = loss.float() * tensors["weight"]
         return weighted
 
@@ -100,6 +113,17 @@ class CustomDataset:
 
     def describe(self) -> list[str]:
         return [f"{len(self):,} samples from {self.name}"]
+
+
+def _whole(targets: Any) -> int:
+    """A number of targets. The sum over the ranks is one of integers, and the loss is divided by
+    it: a fraction would be cut, and a negative number would turn the gradient around."""
+    array = np.asarray(targets)
+    value = array.item() if array.size == 1 else None
+    if not isinstance(value, int | float) or value < 0 or value % 1 != 0:
+        what = "its targets must be a whole number from 0; scale the loss instead"
+        raise RecipeError(f"data.builder: {what}; got {targets!r}")
+    return int(value)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from launcher.reliability.lock import OwnedError, Ownership, current_owner
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5
+_FORMAT = 6
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import ClassificationDataset, MapData
 from launcher.data.loader import StepStatistics, make_loader, to_device
+from launcher.data.setup import raise_error
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
@@ -107,7 +108,7 @@ class Evaluator:
         with _evaluating(wrapped):
             for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
                 counts: Any = None
-                for collated in loader:
+                for collated in map(raise_error, loader):
                     # Read the requests of the previous micro-batch, so that nothing waits. All
                     # ranks stop at the same micro-batch
                     going = proceed()

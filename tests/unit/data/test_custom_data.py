@@ -77,9 +77,59 @@ def test_rows_without_a_sample_have_zero_weight():
 def test_non_scalar_loss_is_refused():
     data = CustomData(train=[1.0], collate=torch.tensor, loss=lambda model, batch: batch["x"])
     dataset, batch = CustomDataset([1.0], data, "x"), {"x": torch.ones(2)}
-    message = r"its loss must be a scalar, the sum over the micro-batch; got the shape \(2,\)"
+    message = (
+        r"its loss must be a scalar tensor, the sum over the micro-batch; got the shape \(2,\)"
+    )
     with pytest.raises(RecipeError, match=message):
         dataset.loss(torch.nn.Identity(), {"batch": batch, "weight": 1.0})
+
+
+@pytest.mark.parametrize("targets", [2.5, -1, float("nan"), None, torch.ones(2)])
+def test_targets_that_are_no_whole_number_are_refused(targets):
+    """A fraction was cut off, and a negative number turned the gradient around."""
+    data = CustomData(
+        train=[1.0],
+        collate=lambda rows: {"x": torch.tensor(rows)},
+        loss=lambda model, batch: batch["x"].sum(),
+        targets=lambda batch: targets,
+    )
+    dataset = CustomDataset([1.0, 2.0], data, "x")
+    with pytest.raises(RecipeError, match=r"^data\.builder: its targets must be a whole number"):
+        dataset.collate([dataset[0]])
+    batches = [[0], [1]]
+    loader = make_loader(
+        dataset,
+        batches,
+        schema.Data(workers=1),
+        seed=0,
+        persistent_workers=False,
+        device=torch.device("cpu"),
+    )
+    assert next(iter(loader))["error"].startswith("data.builder: its targets must be")
+
+
+@pytest.mark.parametrize("targets", [2, 2.0, np.int64(2), torch.tensor(2), torch.tensor([2])])
+def test_whole_numbers_of_any_type_are_targets(targets):
+    data = CustomData(
+        train=[1.0], collate=lambda rows: {}, loss=torch.zeros, targets=lambda batch: targets
+    )
+    dataset = CustomDataset([1.0], data, "x")
+    assert repr(dataset.collate([dataset[0]])["loss_tokens"]) == "2"
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(2),), torch.ones(2), None])
+def test_a_batch_that_is_no_dict_is_refused(batch):
+    data = CustomData(train=[1.0], collate=lambda rows: batch, loss=torch.zeros)
+    dataset = CustomDataset([1.0], data, "x")
+    with pytest.raises(RecipeError, match="its collate must return a dict"):
+        dataset.collate([dataset[0]])
+
+
+@pytest.mark.parametrize("value", [1.0, None])
+def test_a_loss_that_is_no_tensor_is_refused(value):
+    data = CustomData(train=[1.0], collate=dict, loss=lambda model, batch: value)
+    with pytest.raises(RecipeError, match=f"a scalar tensor.*got {type(value).__name__}"):
+        CustomDataset([1.0], data, "x").loss(torch.nn.Identity(), {"batch": {}, "weight": 1.0})
 
 
 class Noise:

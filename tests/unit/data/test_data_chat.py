@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from launcher.data.chat import RowError, read_messages, read_tools
+from launcher.data.chat import RowError, parse_arguments, read_messages, read_tools
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
@@ -799,3 +799,44 @@ def test_ends_of_the_training_data(tmp_path, folder):
     mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
     assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]
     assert taught_ends(schema.Data(tokenizer="bytes", kind="chat"), model_path=None) == [256]
+
+
+CALL = {"function": {"name": "f", "arguments": {}}}
+
+
+def test_an_answer_with_an_empty_list_of_calls_has_none():
+    """Mistral's template asks whether there is the key, and wrote [TOOL_CALLS] instead of the
+    answer; Llama 3's refused the row."""
+    (message,) = read_messages([{"role": "assistant", "content": "a", "tool_calls": []}], "m")
+    assert message == {"role": "assistant", "content": "a"}
+
+
+def test_calls_may_be_json():
+    turn = {"role": "assistant", "tool_calls": json.dumps([CALL])}
+    (message,) = read_messages([turn], "m")
+    assert message["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "tool_calls": "f()"},
+        {"role": "assistant", "tool_calls": {"name": "f"}},
+        {"role": "assistant", "tool_calls": 1.5},
+        {"role": "assistant", "tool_calls": ["f"]},
+        {"role": "assistant", "tool_calls": [{"function": "f"}]},
+        {"role": "assistant", "tool_calls": "[" * 100_000},
+        {"role": "assistant", "function_call": "f"},
+        {"from": ["gpt"], "value": "a"},
+    ],
+)
+def test_a_malformed_message_is_a_problem_of_its_row(turn):
+    """It ended the run with a traceback, also with data.on_error: skip."""
+    with pytest.raises(RowError, match="message 1"):
+        read_messages([turn], "m")
+
+
+def test_arguments_nested_too_deeply_are_a_problem_of_their_row():
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    with pytest.raises(RowError, match="arguments"):
+        parse_arguments([{"role": "assistant", "content": "", "tool_calls": [call]}])
