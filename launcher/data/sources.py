@@ -246,7 +246,7 @@ def _content(part: Part) -> bytes:
 def _text(part: Part, column: str) -> Iterator[Row]:
     content = _content(part)
     try:
-        if text := content.decode():
+        if text := content.decode("utf-8-sig"):
             yield Row(part, 0, {column: text})
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1

@@ -96,6 +96,7 @@ NUMBERS = [str(number) for number in range(2500)]
     [
         ("a.txt", "a whole\nfile\n", ["a whole\nfile\n"]),
         ("a.py", "print('ü')", ["print('ü')"]),
+        ("mark.txt", "\ufeffone", ["one"]),
         ("noextension", "x", ["x"]),
         ("empty.txt", "", []),
         ("a.jsonl", ROWS, READ),
