@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 from launcher.planner.machine import Rates
 from tests.distributed.launching import run, torchrun
 
@@ -51,6 +53,7 @@ def test_doctor_measures_this_machine(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.long
 def test_doctor_reports_the_outlier_node(tmp_path):
     script, file = tmp_path / "node.py", tmp_path / "doctor.json"
     script.write_text(NODE)

@@ -164,6 +164,7 @@ def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
     assert mean == pytest.approx(logged["loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_export_verification_names_each_planted_fault(tuned, monkeypatch, capsys):
     from safetensors.torch import load_file, save_file
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import pytest
+
 from launcher.planner import measured, search
 from launcher.planner.machine import known_machine
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Batch, Strategy
 
 
+@pytest.mark.long
 def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(
         "run: {name: small, max_steps: 3}\n"

@@ -258,6 +258,7 @@ def check(results):
         assert abs(measured.residue) <= 0.001 * measured.peak, (case.cells, measured)
 
 
+@pytest.mark.long
 def test_planned_memory_matches_the_allocator(folder):
     check(list(compare_with_plan(folder, FEW, timeout=400)))
 

@@ -186,7 +186,7 @@ def one_rank(folder):
 @pytest.mark.parametrize(
     ("times", "asynchronous"),
     [
-        (4, "true"),
+        pytest.param(4, "true", marks=pytest.mark.long),
         pytest.param(30, "true", marks=pytest.mark.long),
         pytest.param(9, "false", marks=pytest.mark.long),
     ],
@@ -284,6 +284,7 @@ def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
 # Starting from a checkpoint of another run
 
 
+@pytest.mark.long
 def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
     """This must hold after a killed rank and after a requeue by Slurm.
 

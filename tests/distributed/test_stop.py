@@ -69,12 +69,12 @@ def start(folder, phase, act, **variables):
 @pytest.mark.parametrize(
     ("phase", "number", "target"),
     [
-        ("boot", signal.SIGTERM, "group"),
         ("tokenize", signal.SIGTERM, "rank's group"),
         ("save", signal.SIGUSR1, "launcher"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                ("boot", signal.SIGTERM, "group"),
                 ("boot", signal.SIGUSR1, "launcher"),
                 ("boot", signal.SIGINT, "rank's group"),
                 ("import", signal.SIGINT, "launcher"),

@@ -173,6 +173,7 @@ def test_ranks_stop_evaluation_together_and_detect_killed_agent(tmp_path):
     assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
 
 
+@pytest.mark.long
 def test_hang_is_reported_while_the_agent_is_stopped(tmp_path):
     """The agent hosts the store. While it is stopped, calls of the store block without an error."""
     run_dir = tmp_path / "run"
