@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launching import PATIENCE, REPOSITORY, run, torchrun, wait_until
 from tests.distributed.test_train import SMALL, TRAIN, status
 
@@ -74,6 +76,7 @@ def test_worker_processes_end_with_killed_parent(tmp_path):
     assert result.status == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_waiting_process_takes_over_tokenization(tmp_path):
     """The processes can belong to different jobs.
 

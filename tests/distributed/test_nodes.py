@@ -110,6 +110,7 @@ def wait_until_both_train(nodes, run_dir, *, step):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_slow_rank_is_reported(folder, strategy):
     """Rank 1 is slow in steps 25 to 49. Exactly one warning names it, and one reports the end."""
     run_dir = folder / f"slow-{strategy}"
@@ -167,6 +168,7 @@ def check_resumed_on_one_node(run_dir, survivor, one_rank, output):
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_run_survives_a_lost_node(folder, one_rank, rank):
     """If the node with rank 0 is lost, the lock on the run's folder is lost with it.
 

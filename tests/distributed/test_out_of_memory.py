@@ -91,6 +91,7 @@ def restarted(folder):
     return folder / "auto", result.output
 
 
+@pytest.mark.long
 def test_auto_restarts_with_a_smaller_micro_batch(restarted, undisturbed):
     run_dir, output = restarted
     assert status(run_dir)["state"] == "finished"

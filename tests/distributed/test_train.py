@@ -265,6 +265,7 @@ def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_pa
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_two_nodes_train_to_equal_losses(one_process, tmp_path):
     """Two torchrun agents form one run, as on two machines. Losses equal those of one process."""
     port = free_port()
@@ -369,6 +370,7 @@ def check_lost_rank(run_dir, rank, output):
     assert "on the same node, found its process gone" in output
 
 
+@pytest.mark.long
 def test_killed_rank_is_reported_while_peer_is_blocked(tmp_path):
     """As under NCCL, the blocked rank raises no exception.
 
