@@ -37,7 +37,7 @@ def test_reference_lists_every_key_and_option():
     assert {"data.train.files", "slurm.partition", "strategy.mixed_precision.param_dtype"} <= found
     for name, command in COMMANDS.items():
         part = pages["commands"].split(f"## launcher {name}\n")[1].split("\n## ")[0]
-        for option in (opt for param in command.params for opt in param.opts if "--" in opt):
+        for option in (opt for param in command.params for opt in param.opts[:1] if "--" in opt):
             assert f"`{option}" in part, (name, option)
 
 

@@ -471,7 +471,7 @@ def test_message_formats_are_normalized():
     expected = [{"role": role, "content": text} for role, text in roles]
     assert read_messages(turns, "conversations") == expected
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = {"role": "assistant", "content": None, "tool_calls": [1], "name": "x"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": "x"}
     found = read_messages([{"role": "user", "content": parts}, call], "messages")
     assert found == [{"role": "user", "content": "ab"}, call | {"content": ""}]
     assert read_tools('[{"a": 1}]') == [{"a": 1}]
