@@ -138,7 +138,7 @@ class Evaluator:
             if not tokens:
                 _refuse(name, "no token with loss (for data.builder: CustomData.targets)")
         return {
-            name: Evaluated(loss / tokens, int(tokens), **scored)
+            name: Evaluated(loss / max(tokens, 1.0), int(tokens), **scored)
             for name, (loss, tokens), scored in sets
         }
 

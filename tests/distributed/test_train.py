@@ -151,6 +151,7 @@ def test_run_folder_has_all_outputs(ddp):
     assert "runs/ddp/metrics.jsonl" in result.output
 
 
+@pytest.mark.long
 def test_measured_peak_is_compared_with_the_plan(ddp):
     _, result = ddp
     match = re.search(
