@@ -281,7 +281,7 @@ def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted
 
 
 def check_length(step: int, steps: int | None, *, checkpoint: Path) -> None:
-    """Raises RecipeError if the run is shorter than what was trained. steps: None if not known."""
+    """Raises RecipeError if the run is shorter than the checkpoint. steps: None if not known."""
     if steps is not None and step > steps:
         raise RecipeError(
             f"run.max_steps: the run has {steps} steps, but {checkpoint} is of step {step} "

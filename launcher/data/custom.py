@@ -128,7 +128,8 @@ def _whole(targets: Any) -> int:
 
 @contextmanager
 def _seeded(*key: object) -> Iterator[None]:
-    """Seeds the global generators, and outside loader processes restores them: dropout uses them."""
+    """Seeds the global generators. Outside loader processes it restores them afterwards, because
+    dropout draws from them."""
     states: Any = None
     if get_worker_info() is None:  # it takes longer than the seeds
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()

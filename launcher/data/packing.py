@@ -51,7 +51,7 @@ def pack(
     """kind: data.kind. Documents that are too long are split for kinds text and tokens, and cut for
     other kinds: the end of an answer is no useful target without its beginning.
 
-    labels: of the tokens; None: the ids. What has no target is left out.
+    labels: of the tokens; None: the ids. Parts without a target are dropped.
     """
     if kind == "classification":
         return separate(offsets, sequence_length, cut=True)

@@ -63,7 +63,7 @@ class Layout:
     """What `{% generation %}` encloses."""
 
     def generated(self, index: int) -> bool:
-        """Whether a mark is in what was written for a message, or may be."""
+        """Whether a message has a `{% generation %}` mark; true if its text is not known."""
         first, last = self.messages.get(index, (0, 0))
         within = any(start < last and end > first for start, end in self.generation)
         return within or index not in self.messages

@@ -180,7 +180,8 @@ def _refuse_encoder(model: Model, config: Any) -> None:
 
 
 def _refuse_values(model: Model, config: Any) -> None:
-    """Refuses what only the whole config shows: a recipe's heads with the class's default groups."""
+    """Raises RecipeError for values that do not fit the defaults of the config's class, such as
+    heads that its default groups do not divide."""
     where = "model.config." if model.path is None else f"model.path: {model.path}/config.json: "
     if problems := [f"{where}{key}: {what}" for key, what in value_problems(config.to_dict())]:
         raise RecipeError(problems)

@@ -59,36 +59,14 @@ def replaced_for_tracing(
 
     pinned: whether CPU offload pins its host memory; None: no offload.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     from launcher.strategies import activation_checkpointing, ddp
     from launcher.training import low_precision, optimizer_offload
     from launcher.training.low_precision import parts_of
 
-    group, storage = _fsdp_param_group.FSDPParamGroup, torch.UntypedStorage
+    storage = torch.UntypedStorage
     resize, propagate = storage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-    upload = _copies(partial(tracker.mark, label="communication"))
-    download = _copies(partial(tracker.mark_host, pinned=bool(pinned)))
-
-    def labelled(method: Any, label: str, copy: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with tracker.labelling(label), Replacements() as replaced:
-                if pinned is not None:
-                    replaced.set(torch.Tensor, "to", copy)
-                return method(self, *args, **kwargs)
-
-        return call
-
-    reduce = labelled(group.post_backward, "communication", download)
-
-    def post_backward(self: Any, *unused: Any) -> Any:
-        for parameter in self.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
-            for gradient in (parameter.unsharded_accumulated_grad, unsharded.grad):
-                if gradient is not None and parameter.sharded_param.grad is not gradient:
-                    tracker.mark([gradient], "gradients")
-        return reduce(self, *unused)
 
     def unrecorded(*args: Any, **kwargs: Any) -> Any:
         with tracker.paused():  # torch 2.11 derives shapes from fake tensors of whole parameters
@@ -107,11 +85,7 @@ def replaced_for_tracing(
         return islice(parts_of(matrix, on), 1)  # the other parts follow and take no more memory
 
     with computing_as_on(device, data), Replacements() as replaced:
-        all_gather = labelled(group.unshard, "communication", upload)
-        replaced.set(group, "unshard", all_gather)
-        copy_out = labelled(group.wait_for_unshard, "gathered", upload)
-        replaced.set(group, "wait_for_unshard", copy_out)
-        replaced.set(group, "post_backward", post_backward)
+        _label_fsdp(replaced, tracker, pinned=pinned)
         replaced.set(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded)
         replaced.set(ddp, "DistributedDataParallel", Reducer)
         replaced.set(low_precision, "parts_of", largest_part)
@@ -123,6 +97,41 @@ def replaced_for_tracing(
             offload = partial(TracedOffload, tracker)
             replaced.set(activation_checkpointing, "ActivationOffload", offload)
         yield
+
+
+def _label_fsdp(replaced: Replacements, tracker: Tracker, *, pinned: bool | None) -> None:
+    """Labels what FSDP allocates in its three phases: all-gather, copy-out, reduce-scatter.
+
+    pinned: as for `replaced_for_tracing`.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    group = _fsdp_param_group.FSDPParamGroup
+    upload = _copies(partial(tracker.mark, label="communication"))
+    download = _copies(partial(tracker.mark_host, pinned=bool(pinned)))
+
+    def labelled(method: Any, label: str, copy: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with tracker.labelling(label), Replacements() as inside:
+                if pinned is not None:
+                    inside.set(torch.Tensor, "to", copy)
+                return method(self, *args, **kwargs)
+
+        return call
+
+    reduce = labelled(group.post_backward, "communication", download)
+
+    def post_backward(self: Any, *unused: Any) -> Any:
+        for parameter in self.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
+            for gradient in (parameter.unsharded_accumulated_grad, unsharded.grad):
+                if gradient is not None and parameter.sharded_param.grad is not gradient:
+                    tracker.mark([gradient], "gradients")
+        return reduce(self, *unused)
+
+    replaced.set(group, "unshard", labelled(group.unshard, "communication", upload))
+    replaced.set(group, "wait_for_unshard", labelled(group.wait_for_unshard, "gathered", upload))
+    replaced.set(group, "post_backward", post_backward)
 
 
 class Reducer(nn.Module):

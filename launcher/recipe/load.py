@@ -38,7 +38,7 @@ from launcher.recipe.yaml_text import to_yaml as to_yaml
 
 _LARGEST_FILE = 2**20
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
-"""Characters that neither a path nor a file of text can hold: NUL, and halves of surrogate pairs."""
+"""Characters that neither a path nor a text file can hold: NUL and halves of surrogate pairs."""
 
 Places = dict[KeyPath, int | str]
 """For each key, its line in the file, or the argument as it was typed."""

@@ -24,7 +24,7 @@ _FLOAT = re.compile(
 _OTHER_RULES = {_TAG + "int", _TAG + "float", _TAG + "timestamp"}
 _LONGEST_NUMBER = 100
 _DEEPEST, _MOST_VALUES = 50, 100_000
-"""Limits of a recipe: levels of keys in keys, and values, with aliases replaced by what they name."""
+"""Limits of a recipe: nested levels, and values (each alias counts as the values it stands for)."""
 
 
 class _Loader(yaml.SafeLoader):

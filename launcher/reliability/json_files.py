@@ -1,4 +1,7 @@
-"""JSON and JSON Lines files of a run: written also when the disk is full, read also when damaged."""
+"""JSON and JSON Lines files of a run.
+
+A full disk does not end the run that writes them, and damaged lines are skipped when they are read.
+"""
 
 from __future__ import annotations
 

@@ -195,7 +195,8 @@ def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if strategy.kind == "fsdp" and scalars:
         raise RecipeError(
-            f"strategy.kind: fsdp cannot shard parameters without dimensions: {', '.join(scalars)}; "
+            "strategy.kind: fsdp cannot shard parameters without dimensions: "
+            f"{', '.join(scalars)}; "
             "give each the shape (1,) in the model, or use strategy.kind: ddp"
         )
 
