@@ -78,8 +78,8 @@ def worker(options: argparse.Namespace) -> None:
     from launcher.checkpoint.state import model_and_optimizer, rank_state
     from launcher.checkpoint.writer import Checkpointer, checkpoint_group
     from launcher.distributed.process_group import DataParallel
+    from launcher.optimizers.optimizer import make_optimizer
     from launcher.recipe.schema import Checkpoint, Optimizer
-    from launcher.training.optimizer import make_optimizer
 
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

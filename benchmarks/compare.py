@@ -77,7 +77,7 @@ def measurements(
     }
     if gpu is not None:
         sys.path.insert(0, str(ROOT))
-        from launcher.planner.hardware import peak_flops  # standard library only
+        from launcher.distributed.hardware import peak_flops  # standard library only
 
         peak_rate = peak_flops(gpu)
         if peak_rate is not None:

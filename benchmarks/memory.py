@@ -25,8 +25,8 @@ from shapes import LLAMA_1B, LLAMA_8B
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launcher.cli.plan import detect_gpus
+from launcher.console import bytes_as_text
 from launcher.errors import EXIT_DONE, EXIT_NO
-from launcher.metrics.console import bytes_as_text
 from launcher.planner.machine import known_machine
 from launcher.planner.measure import measure
 from launcher.planner.memory import OVER, UNDER, peak_holds

@@ -1,7 +1,7 @@
 """The entry point: `torchrun --nproc-per-node N launcher/train.py recipe=NAME [key=value ...]`.
 
 Checks the recipe before torch is imported, so that a mistake in it costs a second. The run itself
-is `training/run.py`.
+is `run/run.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.
     gc.disable()
-    from launcher.training.run import train
+    from launcher.run.run import train
 
     gc.freeze()
     gc.enable()

@@ -31,8 +31,8 @@ from typing import IO, Annotated, Literal
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
+from launcher.console import task
 from launcher.errors import RecipeError, TrainingError
-from launcher.metrics.console import task
 
 logger = logging.getLogger(__name__)
 

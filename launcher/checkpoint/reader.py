@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.checkpoint.layout import LOCAL
+from launcher.console import task
 from launcher.distributed.process_group import gather
 from launcher.errors import RecipeError
-from launcher.metrics.console import task
 from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tensors
 
 

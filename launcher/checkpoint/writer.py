@@ -21,8 +21,8 @@ import torch.distributed as dist
 from launcher.checkpoint import files
 from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
+from launcher.console import task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel, gather
-from launcher.metrics.console import task
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
 

@@ -18,8 +18,8 @@ from launcher.checkpoint.files import (
     newest_valid,
 )
 from launcher.cli.app import flag, option
+from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
-from launcher.metrics.console import configure_logging
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.schema import Dtype, Recipe
 from launcher.reliability.run_directory import RunFolder

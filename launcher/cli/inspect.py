@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from launcher.cli.app import Overrides, option
 from launcher.cli.prepare import data_sets
+from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
-from launcher.metrics.console import configure_logging
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data
 

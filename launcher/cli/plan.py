@@ -161,7 +161,8 @@ def _report(
 
 def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str]:
     """The recipe with each `auto` replaced, the overrides that do the same, and a note."""
-    from launcher.planner import candidates, detect, search
+    from launcher.planner import candidates, search
+    from launcher.run import auto as detect
 
     if (choice := detect.choose(recipe, machine)) is not None:
         chosen, overrides, why = choice

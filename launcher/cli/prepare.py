@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.cli.app import Overrides
+from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
-from launcher.metrics.console import bytes_as_text, configure_logging
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, DataKind, Model, Recipe, Source

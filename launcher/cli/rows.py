@@ -13,8 +13,8 @@ import typer
 from launcher.checkpoint import files
 from launcher.checkpoint.resume import data_changes
 from launcher.cli.app import flag, option
+from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, first_line
-from launcher.metrics.console import configure_logging
 from launcher.recipe.functions import TRUST_HELP, refuse_code
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Batch, Model, Recipe

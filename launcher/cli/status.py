@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
+from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.metrics.console import bytes_as_text, seconds_as_text
 from launcher.recipe.decode import shown
 from launcher.reliability.json_files import last_line, read_jsonl
 from launcher.reliability.lock import current_owner

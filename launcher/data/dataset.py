@@ -19,10 +19,10 @@ from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
+from launcher.models import loss
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
-from launcher.training import loss
 
 Row = dict[str, Integers]
 Collated = dict[str, Any]

@@ -48,10 +48,10 @@ from launcher.data.sources import Part, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.models import loss
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
-from launcher.training import loss
 
 VERSION = 4
 """Version of the order of samples, part of its digest."""

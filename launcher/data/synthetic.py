@@ -12,9 +12,9 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences, make_row
 from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
+from launcher.models import loss
 from launcher.models.attention import Masking
 from launcher.recipe import schema
-from launcher.training import loss
 
 
 @dataclass(frozen=True)

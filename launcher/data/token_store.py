@@ -30,13 +30,13 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from launcher.console import task
 from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.sources import Part, find_parts, read_all, split
 from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
-from launcher.metrics.console import task
 from launcher.models.attention import Masking
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, current_owner

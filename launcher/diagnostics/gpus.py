@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launcher.console import bytes_as_text
 from launcher.diagnostics.report import Finding, State
 from launcher.errors import first_line
-from launcher.metrics.console import bytes_as_text
 
 GIB = 1024**3
 ANSWER_SECONDS = 90

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launcher.console import bytes_as_text
 from launcher.diagnostics import gpus
 from launcher.diagnostics.gpus import GIB
 from launcher.diagnostics.report import Finding
 from launcher.distributed import host_memory
-from launcher.metrics.console import bytes_as_text
 
 SHARED_SECONDS = 10
 """Time to write and read a file in the shared folder, and to see those of other nodes: network

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.console import finite
 from launcher.errors import RecipeError
-from launcher.metrics.console import finite
 
 MOST_POINTS = 2000
 """Points of a curve in the page."""

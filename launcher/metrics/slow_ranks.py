@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from launcher.metrics.console import seconds_as_text
+from launcher.console import seconds_as_text
 
 RECORDS = 15
 """Consecutive records whose medians are compared: single slow steps do not count."""

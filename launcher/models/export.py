@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.metrics.console import task
+from launcher.console import task
 from launcher.models.initialization import clean_name
 from launcher.models.lora import (
     Read,

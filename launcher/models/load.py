@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from launcher.console import task
 from launcher.errors import RecipeError
-from launcher.metrics.console import task
 from launcher.models.build import checkpoint_folder, freeze, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder

@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from launcher.optimizers.offload import FILE_BUFFERS, SLOTS
 from launcher.planner.memory import CUBLAS_WORKSPACES, Components, Moment, Phase, StepMemory, pinned
 from launcher.planner.profile import ModelProfile
 from launcher.planner.work import Work
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
-from launcher.training.optimizer_offload import FILE_BUFFERS, SLOTS
 
 BACKWARD_WIDEST, HEAD_WIDEST = 3, 5
 """Working space in units of the widest tensor: of a block's backward pass, and of the backward pass

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from launcher.console import bytes_as_text
 from launcher.data.batching import accumulation_steps
-from launcher.metrics.console import bytes_as_text
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
 from launcher.recipe.schema import Recipe
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher.distributed.hardware import GPUS, Gpu, find_gpu
 from launcher.errors import RecipeError
-from launcher.planner.hardware import GPUS, Gpu, find_gpu
 
 # Shares of the data sheet's rates that training achieves
 PRODUCTS = {"A100": 0.78, "B200": 0.65}

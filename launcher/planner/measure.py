@@ -36,10 +36,10 @@ from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
+from launcher.optimizers.optimizer import LossScale
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.training.loop import Update, train_steps
-from launcher.training.optimizer import LossScale
 from launcher.training.setup import prepare_model
 
 PHASES = ("forward", "backward", "optimizer")

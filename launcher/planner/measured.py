@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
-from launcher.metrics.console import bytes_as_text
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
 from launcher.planner.machine import Machine

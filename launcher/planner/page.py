@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from launcher import __version__
+from launcher.console import bytes_as_text
 from launcher.metrics import report
-from launcher.metrics.console import bytes_as_text
 from launcher.planner.formatting import NAMES, as_text
 
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from launcher.optimizers.muon import is_matrix
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
-from launcher.planner.operators import Saved, saved_of_blocks
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.muon import is_matrix
+from launcher.training.operators import Saved, saved_of_blocks
 from launcher.training.setup import prepare_model
 
 Device = Literal["cuda", "cpu"]

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from launcher.optimizers.muon import STEPS
 from launcher.planner.machine import ADAMW_BYTES, DISK, Machine
 from launcher.planner.profile import ModelProfile
 from launcher.planner.work import Pass, Work
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
-from launcher.training.muon import STEPS
 
 LAUNCH = 5e-6
 """Seconds in which eager PyTorch issues an operator (4 to 5 microseconds). An estimate."""

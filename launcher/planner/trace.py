@@ -29,6 +29,8 @@ from launcher.errors import first_line
 from launcher.models.build import embeddings
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.initialization import clean_name, materialize
+from launcher.optimizers.offload import StateFile
+from launcher.optimizers.optimizer import LossScale
 from launcher.planner.fake import keep_blocks, replaced_for_tracing
 from launcher.planner.memory import (
     COMPONENTS,
@@ -37,13 +39,11 @@ from launcher.planner.memory import (
     Moment,
     StepMemory,
 )
-from launcher.planner.operators import shapes_of
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.training.loop import Update, train_steps
-from launcher.training.optimizer import LossScale
-from launcher.training.optimizer_offload import StateFile
+from launcher.training.operators import shapes_of
 from launcher.training.setup import PreparedModel, prepare_model
 
 DEPTHS = (4, 6)

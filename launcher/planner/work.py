@@ -10,11 +10,11 @@ import torch
 from launcher.data.batching import accumulation_steps
 from launcher.data.synthetic import rows_of
 from launcher.models.chunked_loss import chunk_width
-from launcher.planner.operators import share_of_budget
+from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, Weights
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.optimizer_offload import BUCKET
+from launcher.training.operators import share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
 """Bytes of optimizer state for each parameter; AdamW by the dtype of its state. 256 numbers in int8

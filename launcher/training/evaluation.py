@@ -17,10 +17,10 @@ from launcher.data.setup import raise_error
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED
+from launcher.models.loss import class_losses, classification_logits
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 from launcher.training.generation import Generator
-from launcher.training.loss import class_losses, classification_logits
 from launcher.training.scores import ratio
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.loader import GlobalBatch
+from launcher.models.loss import Loss
+from launcher.optimizers.optimizer import LearningRate, LossScale
 from launcher.strategies.base import WrappedModel
-from launcher.training.loss import Loss
-from launcher.training.optimizer import LearningRate, LossScale
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from launcher.data.batching import Position
 from launcher.data.setup import RunData, open_run_data, teach_ends, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
 from launcher.data.token_store import ModelInputs
+from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.metrics.recorder import Flops
 from launcher.models.attention import (
     Masking,
     check_isolation,
@@ -42,7 +42,7 @@ from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_tran
 from launcher.models.export import export_hugging_face
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
-from launcher.planner.hardware import peak_flops
+from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import is_checkpointed
@@ -51,7 +51,24 @@ from launcher.strategies.wrap import Parts, wrap
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
-from launcher.training.optimizer import LossScale, learning_rate, make_optimizer
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations per token."""
+
+    model: float
+    """Forward and backward: `flops_per_token`."""
+    recomputed: float | None = 0.0
+    """In addition, where activations are recomputed; None: not known."""
+    peak: float | None = None
+    """A device's per second; None: not known."""
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of all operations; 0 if it is not known."""
+        again = self.recomputed or 0.0
+        return again / (self.model + again) if again else 0.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,7 @@ class PreparedModel:
         checkpointing, kept = recipe.activation_checkpointing, None
         if checkpointing is not None and checkpointing.budget is not None:
             # Other runs do not need the plan's code
-            from launcher.planner.operators import operators_to_keep
+            from launcher.training.operators import operators_to_keep
 
             kept = operators_to_keep(
                 self.model,

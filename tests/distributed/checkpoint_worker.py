@@ -30,10 +30,10 @@ from launcher.distributed.process_group import DataParallel
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
+from launcher.optimizers.optimizer import create_state, make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
 from launcher.strategies.wrap import Parts, wrap
-from launcher.training.optimizer import create_state, make_optimizer
 from tests.distributed.messages import logged
 
 CPU = torch.device("cpu")

@@ -23,12 +23,12 @@ import plain_loop
 
 from launcher.data.loader import StepStatistics
 from launcher.distributed.process_group import DataParallel
-from launcher.models import chunked_loss
+from launcher.models import chunked_loss, loss
 from launcher.models.initialization import clean_name, random_weights
+from launcher.optimizers import offload as optimizer_offload
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import CpuOffload, Strategy
 from launcher.strategies.wrap import Parts, wrap
-from launcher.training import loss, optimizer_offload
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
 from tests.unit.models.odd_model import Odd

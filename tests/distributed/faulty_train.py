@@ -76,7 +76,7 @@ def record_timeouts(step):
 def install():
     import torch
 
-    from launcher.training import loss
+    from launcher.models import loss
 
     kind, rank, at, *rows = os.environ["FAULT"].split(":")
     original, calls = loss.summed_loss, [0]

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def record_samples(folder):
-    from launcher.training import reporting
+    from launcher.run import reporting
 
     original = reporting.Reporter.step
     file = Path(folder) / f"rank_{os.environ.get('RANK', '0')}.jsonl"
@@ -79,7 +79,7 @@ def fail_saves(steps):
 
 
 def fill_disk(folder, steps):
-    from launcher.training import reporting
+    from launcher.run import reporting
     from tests.full_disk import fill
 
     original, free = reporting.Reporter.step, []
@@ -99,7 +99,7 @@ def fill_disk(folder, steps):
 
 
 def slow_steps(seconds):
-    from launcher.training import reporting
+    from launcher.run import reporting
 
     original = reporting.Reporter.step
 
@@ -111,7 +111,7 @@ def slow_steps(seconds):
 
 
 def inject_nan_loss(at):
-    from launcher.training import loss
+    from launcher.models import loss
 
     original, calls = loss.summed_loss, [0]
 
@@ -125,8 +125,9 @@ def inject_nan_loss(at):
 
 
 def record_phases(file):
-    from launcher.checkpoint import manager
-    from launcher.training import loss, run
+    from launcher.models import loss
+    from launcher.run import checkpoint_manager as manager
+    from launcher.run import run
 
     restore, summed_loss, instances = manager.CheckpointManager.restore, loss.summed_loss, []
 
@@ -158,8 +159,9 @@ def slow_forward(rank, first, last, seconds):
     import torch
     import torch.distributed as dist
 
-    from launcher.metrics import recorder, slow_ranks
-    from launcher.training import loss
+    from launcher.metrics import slow_ranks
+    from launcher.models import loss
+    from launcher.run import recorder
 
     now, calls = torch.zeros(1, dtype=torch.float64), [0]
     clock = SimpleNamespace(

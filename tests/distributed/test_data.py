@@ -18,7 +18,7 @@ SCRIPT = """
 import sys, time
 import launcher.data.encoder as encoder
 from launcher.data.token_store import open_store
-from launcher.metrics.console import configure_logging
+from launcher.console import configure_logging
 from launcher.recipe import schema
 
 configure_logging()

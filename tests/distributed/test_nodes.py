@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.launching import run, wait_until
 from tests.distributed.namespaces import two_nodes, unavailable
-from tests.distributed.test_resume import KILL_TRAIN, RECIPE, events, records, status
+from tests.distributed.test_resumed_runs import KILL_TRAIN, RECIPE, events, records, status
 
 STEPS = 14
 PORT = 29417

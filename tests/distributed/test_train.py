@@ -185,8 +185,8 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     from launcher.data.dataset import open_dataset
     from launcher.data.token_store import ModelInputs
+    from launcher.models.loss import summed_loss
     from launcher.recipe.load import load_recipe
-    from launcher.training.loss import summed_loss
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
     dataset = open_dataset(

@@ -18,7 +18,7 @@ prepare_cuda(deterministic=False)
 
 import torch  # noqa: E402
 
-import launcher.training.run  # noqa: E402, F401
+import launcher.run.run  # noqa: E402, F401
 from launcher.distributed.spawn import end_process  # noqa: E402
 from launcher.reliability.progress import Progress  # noqa: E402
 from launcher.train import main  # noqa: E402

@@ -51,9 +51,7 @@ def test_unreachable_wandb_server_means_offline_records(tmp_path):
     with socket.socket() as unreachable:  # bound, but not listening
         unreachable.bind(("127.0.0.1", 0))
         server = f"http://127.0.0.1:{unreachable.getsockname()[1]}"
-        code = (
-            "from launcher.metrics.console import configure_logging; configure_logging()" + SCRIPT
-        )
+        code = "from launcher.console import configure_logging; configure_logging()" + SCRIPT
         command = [sys.executable, "-c", code.replace("MODE", repr("online")), tmp_path, 1, 2]
         key = "0" * 40
         result = run(command, timeout=60, WANDB_BASE_URL=server, WANDB_API_KEY=key).check()

@@ -20,8 +20,8 @@ from launcher.models.chunked_loss import (
 )
 from launcher.models.initialization import random_weights
 from launcher.models.lora import add_adapters
+from launcher.models.loss import summed_loss
 from launcher.recipe.schema import Lora, Model
-from launcher.training.loss import summed_loss
 
 CPU = torch.device("cpu")
 SMALL = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -23,7 +23,7 @@ from launcher.models.safetensors_files import open_folder, write_tensors
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
 from launcher.reliability.run_directory import RunFolder
-from tests.unit.models.test_checkpoint import CLASSIFIER, CPU, load, logits, reference, save
+from tests.unit.models.test_load import CLASSIFIER, CPU, load, logits, reference, save
 
 GPT2 = {"model_type": "gpt2", "n_positions": 64}
 

@@ -13,8 +13,8 @@ import typer
 from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.app import read_size
-from launcher.planner import detect, measure, plan, search
 from launcher.planner import machine as machines
+from launcher.planner import measure, plan, search
 from launcher.planner.formatting import (
     NAMES,
     as_json,
@@ -24,6 +24,7 @@ from launcher.planner.formatting import (
     strategy_text,
 )
 from launcher.planner.memory import COMPONENTS, compare
+from launcher.run import auto as detect
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from launcher.distributed.hardware import GPUS, find_gpu
 from launcher.errors import RecipeError
 from launcher.planner import search
 from launcher.planner.candidates import overrides_between, variants
-from launcher.planner.hardware import GPUS, find_gpu
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model

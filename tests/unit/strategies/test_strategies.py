@@ -18,16 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launcher import train
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
+from launcher.distributed.hardware import peak_flops
 from launcher.errors import RecipeError, TrainingError
 from launcher.metrics.sinks import OptionalSink
-from launcher.planner.hardware import peak_flops
+from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.reliability import signals
 from launcher.strategies import activation_checkpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.ddp import Ddp
-from launcher.training.optimizer import make_optimizer
 from launcher.training.setup import prepare_model
 
 

@@ -15,12 +15,12 @@ from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
+from launcher.run.run import Run
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
-from launcher.training.optimizer import LossScale, make_optimizer
-from launcher.training.run import Run
 
 PACKED = {"packing": False, "sequence_length": 8}
 ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))

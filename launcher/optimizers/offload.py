@@ -1,0 +1,273 @@
+"""Optimizer state in host memory or in a file. A step streams it through the device.
+
+For each bucket of parameters, a step copies the state to the device, lets the optimizer update them
+by the same operators as without offload, and copies the state back. On CUDA, copies in both
+directions run at the same time, on streams of their own. If the state is in a file, threads read
+the next buckets and write earlier ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from launcher.checkpoint.files import ALIGNMENT, DirectFile
+from launcher.checkpoint.writer import aligned_buffer
+from launcher.console import bytes_as_text
+from launcher.errors import TrainingError
+from launcher.models.shards import local_rows
+from launcher.optimizers.low_precision import State
+from launcher.recipe import schema
+
+BUCKET = 2**26
+"""Bytes of state in a bucket; more if one parameter has more."""
+SLOTS, FILE_BUFFERS = 2, 4
+"""Buckets on the device, and in host memory if the state is in a file."""
+
+
+class _Piece(NamedTuple):
+    """A tensor of a parameter's state, as bytes of a bucket."""
+
+    parameter: torch.Tensor
+    key: str
+    span: slice
+    shape: torch.Size
+    dtype: torch.dtype
+    spec: Any
+    """The DTensorSpec of a DTensor; None of another tensor."""
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        local = memory[self.span].view(self.dtype).view(self.shape)
+        if self.spec is None:
+            return local
+        wrap: Any = DTensor  # `DTensor.from_local` would copy to the mesh's device
+        return wrap(local, self.spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Bucket:
+    start: int
+    """Offset in the whole state, in bytes."""
+    size: int = 0
+    members: dict[int, list[int]] = field(default_factory=dict)
+    """Parameters: indices in each parameter group."""
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def add(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        local, spec = local_rows(value)[0], getattr(value, "_spec", None)
+        span = slice(self.size, self.size + local.nbytes)
+        self.pieces.append(_Piece(parameter, key, span, local.shape, local.dtype, spec))
+        self.size += _padded(value)
+
+    def states(self, memory: torch.Tensor) -> dict[torch.Tensor, State]:
+        found: dict[torch.Tensor, State] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.parameter, {})[piece.key] = piece.view(memory)
+        return found
+
+
+def _padded(value: torch.Tensor) -> int:
+    return -(-local_rows(value)[0].nbytes // 256) * 256
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Takes the place of an optimizer; its state is elsewhere, except for scalars.
+
+    After a step on CUDA, the state in host memory is complete when the current stream is.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf = torch.zeros(())
+
+    def __init__(self, inner: Any, offload: schema.CpuOffload) -> None:
+        """inner: with `initial_state(group, parameter)`, which returns scalars, and tensors of
+        zeros. Raises TrainingError if the file cannot be made."""
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+        self._buckets = self._lay_out()
+        size = self._buckets[-1].start + self._buckets[-1].size
+        self._largest = max(bucket.size for bucket in self._buckets)
+        self.file: StateFile | None = None
+        if offload.optimizer_path is not None:
+            self.file = StateFile(Path(offload.optimizer_path), size)
+            count = min(FILE_BUFFERS, len(self._buckets))
+            self.host_buffers = [aligned_buffer(self._largest) for _ in range(count)]
+        else:
+            self.host_buffers = [torch.zeros(size, dtype=torch.uint8)]
+        whole = self.host_buffers[0] if self.file is None else self.file.tensor
+        for bucket in self._buckets:
+            for parameter, state in bucket.states(whole[bucket.start :]).items():
+                self.state[parameter] |= state
+        self._device = local_rows(self.param_groups[0]["params"][0])[0].device
+        self._streams: Any = (None, None)
+        self._stored: Any = None
+        """The event that ends the last copy to the host."""
+        if self._device.type == "cuda":
+            make: Any = torch.cuda.Stream
+            self._streams = make(self._device), make(self._device)
+            for buffer in self.host_buffers if offload.pin_memory else ():
+                _pin(buffer, owner=self)
+
+    def _lay_out(self) -> list[_Bucket]:
+        buckets = [_Bucket(0)]
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                state, bucket = self._inner.initial_state(group, parameter), buckets[-1]
+                moved = {key: state.pop(key) for key in list(state) if state[key].ndim}
+                self.state[parameter] = state
+                size = sum(map(_padded, moved.values()))
+                if bucket.size and bucket.size + size > BUCKET:
+                    bucket.size += -bucket.size % ALIGNMENT
+                    bucket = _Bucket(bucket.start + bucket.size)
+                    buckets.append(bucket)
+                bucket.members.setdefault(number, []).append(index)
+                for key, value in moved.items():
+                    bucket.add(parameter, key, value)
+        buckets[-1].size += -buckets[-1].size % ALIGNMENT or ALIGNMENT  # a rank may have no rows
+        return buckets
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Waits for the disk if there is a file."""
+        inner = self._inner
+        inner.grad_scale, inner.found_inf = self.grad_scale, self.found_inf
+        for bucket, memory in self._on_device():
+            inner.state = {p: self.state[p] | state for p, state in bucket.states(memory).items()}
+            inner.param_groups = [
+                group | {key: [group[key][i] for i in members] for key in ("params", "param_names")}
+                for number, members in bucket.members.items()
+                for group in [self.param_groups[number]]
+            ]
+            inner.step()
+        inner.state, inner.param_groups = {}, self.param_groups
+
+    def _on_device(self) -> Iterator[tuple[_Bucket, torch.Tensor]]:
+        """Each bucket with its state, which may be changed until the next one."""
+        if self.file is not None:
+            pairs = self._through_buffers(self.file)
+            if self._device.type == "cpu":
+                yield from pairs
+                return
+        else:
+            whole = self.host_buffers[0]
+            pairs = ((one, whole[one.start :][: one.size]) for one in self._buckets)
+        slots = [
+            torch.empty(self._largest, dtype=torch.uint8, device=self._device)
+            for _ in range(min(SLOTS, len(self._buckets)))
+        ]
+        ready, (load, store) = [self._event()] * SLOTS, self._streams
+        for number, (bucket, host) in enumerate(pairs):
+            index = number % SLOTS
+            slot = slots[index][: bucket.size]
+            self._wait(_copy(host, slot, load, ready[index]))
+            yield bucket, slot
+            ready[index] = self._stored = _copy(slot, host, store, self._event())
+        self._wait(self._stored)
+
+    def _event(self) -> Any:
+        """Recorded on the stream that computes; None on CPUs."""
+        return torch.cuda.current_stream().record_event() if self._streams[0] else None
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def _through_buffers(self, file: StateFile) -> Iterator[tuple[_Bucket, torch.Tensor]]:
+        """Reads ahead. Writes a buffer when the copy into it has ended, and all before it ends."""
+        count, buckets = len(self.host_buffers), self._buckets
+        parts = [
+            self.host_buffers[number % count][: bucket.size]
+            for number, bucket in enumerate(buckets)
+        ]
+
+        def read(number: int, written: Future[None] | None = None) -> None:
+            if written is not None:
+                written.result()
+            file.read(parts[number], buckets[number].start)
+
+        def write(number: int, stored: Any) -> None:
+            if stored is not None:
+                stored.synchronize()
+            file.write(parts[number], buckets[number].start)
+
+        # A new thread starts on device 0
+        on_gpu = self._device.type == "cuda"
+        start = partial(torch.cuda.set_device, self._device) if on_gpu else None
+        with ThreadPoolExecutor(2, initializer=start) as pool:
+            reads = [pool.submit(read, number) for number in range(count)]
+            writes = []
+            for number, bucket in enumerate(buckets):
+                reads[number].result()
+                yield bucket, parts[number]
+                writes.append(pool.submit(write, number, self._stored))
+                if number + count < len(buckets):
+                    reads.append(pool.submit(read, number + count, writes[number]))
+            for each in writes:
+                each.result()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, stream: Any, after: Any) -> Any:
+    """Copies on a stream after an event, and returns the event that ends the copy. Stream and
+    events are None on CPUs."""
+    if stream is None:
+        target.copy_(source)
+        return None
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def _pin(tensor: torch.Tensor, *, owner: Any) -> None:
+    """Page-locks a tensor until the owner is deleted. PyTorch's own pinned memory would have a
+    power of two as its size."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)))
+    weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr())
+
+
+class StateFile:
+    """A file of zeros without a name, which the kernel deletes however this process ends."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Raises TrainingError, for example if the disk is full."""
+        self.size = size
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            free = shutil.disk_usage(folder).free
+            if size > free:  # otherwise the disk would be filled first
+                raise OSError(errno.ENOSPC, f"only {bytes_as_text(free)} are free")
+            os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError as problem:
+            raise TrainingError(
+                f"strategy.cpu_offload.optimizer_path: {folder}: {problem.strerror}; a rank needs "
+                f"{bytes_as_text(size)} there. Name a folder on another disk, or shard over more "
+                "ranks",
+                reason="optimizer_path",
+            ) from None
+        path = f"/proc/self/fd/{self._file.fileno()}"
+        self.tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        """The file's bytes, for checkpoints: not to be used while `read` or `write` run."""
+        self._direct = DirectFile(self._file)
+
+    def read(self, buffer: torch.Tensor, start: int) -> None:
+        def read(file: int, memory: memoryview, at: int) -> int:
+            return os.preadv(file, [memory], at)
+
+        self._direct.move(read, buffer.numpy().data, start)
+
+    def write(self, buffer: torch.Tensor, start: int) -> None:
+        self._direct.move(os.pwrite, buffer.numpy().data, start)

@@ -1,0 +1,204 @@
+"""The optimizer, the learning-rate schedule, and the loss scale of float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from launcher.errors import RecipeError
+from launcher.models.initialization import clean_name
+from launcher.models.shards import local_rows
+from launcher.optimizers.adafactor import Adafactor
+from launcher.optimizers.low_precision import LowPrecisionAdamW, State
+from launcher.optimizers.muon import Muon, is_matrix
+from launcher.optimizers.offload import OffloadedOptimizer
+from launcher.recipe import schema
+from launcher.strategies.ddp import shard_rows, shard_update
+
+LearningRate = Callable[[int], float]
+"""Learning rate of a step; steps count from 1."""
+
+
+def make_optimizer(
+    model: nn.Module,
+    optimizer: schema.Optimizer,
+    *,
+    seed: int = 0,
+    optimizer_mesh: DeviceMesh | None = None,
+    offload: schema.CpuOffload | None = None,
+    blocks: Iterable[nn.Module] = (),
+) -> torch.optim.Optimizer:
+    """The optimizer of the trained parameters, with its state. Weight decay applies to parameters
+    of two or more dimensions (matrices).
+
+    Its step reads two scalars on the device: `grad_scale`, which divides the gradients, and
+    `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
+    without another pass over the gradients.
+
+    seed: of stochastic rounding. optimizer_mesh, offload: of the strategy. blocks: those whose
+    matrices Muon orthogonalizes. Raises RecipeError if they have none.
+    """
+    trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    inner: set[str] = set()
+    if optimizer.name == "muon":
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        inner = {name for name, p in trained.items() if id(p) in inside and is_matrix(p.shape)}
+        if not inner:
+            raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
+    pairs = []
+    if optimizer_mesh is not None:
+        # A scalar has no rows: each rank updates all of it
+        pairs = [
+            (p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values() if p.ndim
+        ]
+        shards = {id(whole): shard for whole, shard in pairs}
+        trained = {name: shards.get(id(p), p) for name, p in trained.items()}
+    order = ("inner", "matrices", "vectors", "scalars")
+    sorts: dict[str, list[tuple[str, torch.Tensor]]] = {sort: [] for sort in order}
+    for name, parameter in trained.items():
+        outer = ("scalars", "vectors", "matrices")[min(parameter.ndim, 2)]
+        sorts["inner" if name in inner else outer].append((name, parameter))
+    groups = [
+        {
+            "params": named,
+            "weight_decay": optimizer.weight_decay if sort in ("inner", "matrices") else 0.0,
+            "orthogonalize": sort == "inner",
+        }
+        for sort, named in sorts.items()
+        if named
+    ]
+    made: torch.optim.Optimizer = _make(groups, optimizer, seed)
+    if offload is not None and (offload.what == "optimizer" or offload.optimizer_path):
+        return OffloadedOptimizer(made, offload)
+    shard_update(made, pairs)
+    create_state(made)
+    return made
+
+
+def _make(groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int) -> Any:
+    rate = optimizer.learning_rate
+    adamw: dict[str, Any] = {"lr": rate, "betas": optimizer.betas, "eps": optimizer.eps}
+    low = adamw | {"state_dtype": optimizer.state_dtype, "seed": seed}
+    if optimizer.name == "muon":
+        return Muon(groups, momentum=optimizer.momentum, **low)
+    if optimizer.state_dtype != "float32":
+        return LowPrecisionAdamW(groups, **low)
+    if optimizer.name == "sgd":
+        return Sgd(groups, lr=rate, momentum=optimizer.momentum)
+    if optimizer.name == "adafactor":
+        return Adafactor(groups, {"lr": rate})
+    return AdamW(groups, **adamw, fused=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, with its state made before the first step."""
+
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=parameter.device), **moments}
+
+
+class Sgd(torch.optim.SGD):
+    """Fused SGD on each rank's shards, because torch's fused SGD does not take DTensors."""
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            if not trained:
+                continue
+            buffers = [self.state[p]["momentum_buffer"] for p in trained if group["momentum"]]
+            torch._fused_sgd_(
+                [local_rows(p)[0] for p in trained],
+                [local_rows(p.grad)[0] for p in trained],
+                [local_rows(buffer)[0] for buffer in buffers],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+
+
+def create_state(optimizer: Any) -> None:
+    """Creates missing state, of zeros, as the first step would."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] |= optimizer.initial_state(group, parameter)
+
+
+def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
+    """The learning rate at a step (1 to `steps`).
+
+    It warms up linearly to the peak at step `warmup_steps`. Then `cosine` and `linear` fall to peak
+    * min_ratio at the last step, `constant` stays, and `wsd` (warm-up, stable, decay) stays and
+    falls linearly over the last `decay_steps`.
+    """
+    warmup, floor = schedule.warmup_steps, schedule.min_ratio
+
+    def at(step: int) -> float:
+        if step <= warmup:
+            return peak * step / warmup
+        if schedule.kind == "constant":
+            return peak
+        begin = warmup
+        if schedule.kind == "wsd":
+            begin = max(warmup, steps - (schedule.decay_steps or max(1, steps // 10)))
+            if step <= begin:
+                return peak
+        progress = (step - begin) / (steps - begin)
+        left = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+        return peak * (floor + (1 - floor) * left)
+
+    return at
+
+
+class LossScale:
+    """Scales the loss so that small float16 gradients do not vanish (Micikevicius et al., 2018).
+
+    Halves after a step with gradients that are not finite, doubles after 2,000 finite steps. It is
+    a tensor on the device, so nothing waits for it. It stays 1 outside float16.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = torch.full((), 65536.0 if enabled else 1.0, device=device)
+        self._good_steps = torch.zeros((), device=device)
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint. Waits for the device if the scale is used."""
+        if not self.enabled:
+            return {"value": 1.0, "good_steps": 0.0}
+        return {"value": self.value.item(), "good_steps": self._good_steps.item()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        if self.enabled:
+            self.value.fill_(state["value"])
+            self._good_steps.fill_(state["good_steps"])
+
+    def update(self, skipped: torch.Tensor) -> None:
+        """skipped: a scalar, 1 if the step's gradients were not finite, else 0."""
+        if not self.enabled:
+            return
+        skipped = skipped.to(self.value.device, non_blocking=True)
+        good = (self._good_steps + 1) * (1 - skipped)
+        grow = good >= 2000
+        grown = torch.where(grow, self.value * 2, self.value)
+        self.value = torch.where(skipped > 0, self.value * 0.5, grown)
+        self._good_steps = torch.where(grow, torch.zeros_like(good), good)

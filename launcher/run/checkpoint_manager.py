@@ -1,0 +1,221 @@
+"""Saves and restores the checkpoints of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from launcher.checkpoint import files
+from launcher.checkpoint.reader import (
+    find_checkpoint,
+    load,
+    read_local,
+    read_state,
+    verify_together,
+)
+from launcher.checkpoint.resume import (
+    Resumed,
+    check_changes,
+    check_data,
+    check_stream,
+    check_weights,
+    saved_position,
+)
+from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
+from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
+from launcher.console import bytes_as_text
+from launcher.data.batching import Position
+from launcher.errors import RecipeError, TrainingError
+from launcher.models.build import checkpoint_folder, is_pretrained
+from launcher.models.safetensors_files import open_folder
+from launcher.models.shards import derived_seed
+from launcher.recipe.load import to_yaml
+from launcher.reliability.run_directory import RunFolder
+from launcher.training.evaluation import is_better
+from launcher.training.setup import Training
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves and restores one run. Every rank has a manager and makes the same calls."""
+
+    def __init__(self, run: RunFolder, training: Training) -> None:
+        self._run, self._folder = run, run.path / "checkpoints"
+        self._training, self._settings = training, training.recipe.checkpoint
+        self._recipe_yaml, self._data = to_yaml(training.recipe), training.data
+        self._module, self._ranks = training.wrapped.module, training.ranks
+        self._group = checkpoint_group(self._ranks)
+        self._tensors = model_and_optimizer(self._module, training.optimizer)
+        self._weights = self._frozen_weights()
+        self._best: dict[str, Any] = {}
+        """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
+        self._bests: dict[int, dict[str, Any]] = {}
+        """By step of a save in progress: `_best` once it has succeeded."""
+        self.trouble: str | None = None
+        """Why the last save failed, or None."""
+        self.saved_step: int | None = None
+        """Step of the newest checkpoint."""
+        if self._ranks.rank == 0:
+            files.check_space(self._folder, sum(tensor.nbytes for tensor in self._tensors.values()))
+        self._checkpointer = Checkpointer(
+            self._folder,
+            self._settings,
+            group=self._group,
+            device=self._ranks.device,
+            optimizer=training.optimizer,
+            before_write=run.check,
+        )
+
+    def _frozen_weights(self) -> str | None:
+        """Digest of the weights in model.path if some of them are frozen: a resume reads these
+        again."""
+        section = self._training.recipe.model
+        found: list[str | None] = [None]
+        frozen = not all(parameter.requires_grad for parameter in self._module.parameters())
+        if not frozen or not is_pretrained(section):
+            return None
+        folder = checkpoint_folder(section)
+        if self._ranks.rank == 0 and folder is not None:
+            found = [open_folder(folder).digest()]
+        dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+    def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
+        """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
+
+        resume: `auto`: the newest valid checkpoint up to step `at_most`; otherwise a path. Raises
+        RecipeError if a change of the recipe, the data or the model is not allowed;
+        NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
+        """
+        path = self._find(resume, at_most=at_most)
+        if path is None:
+            return None
+        state, allow = read_state(path), self._settings.allow_changes
+        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
+        changes = check_changes(before, now, allow=allow, checkpoint=path)
+        changes += check_data(state["data"], self._data.fingerprint, allow=allow, checkpoint=path)
+        weights = state.get("weights")  # None in checkpoints of earlier versions
+        changes += check_weights(weights, self._weights, allow=allow, checkpoint=path)
+        check_stream(state["stream"], self._data.stream_order, allow=allow, checkpoint=path)
+        if self._ranks.device.type == "cuda":
+            # A step may still copy offloaded optimizer state to the host
+            torch.cuda.synchronize(self._ranks.device)
+        load(path, self._tensors, group=self._group)
+        self._training.loss_scale.restore(state["loss_scale"])
+        keep_best = self._settings.keep_best
+        self._best = state["best"] if keep_best in state["best"] else {}
+        self._checkpointer.best_step = self._best.get("step")
+        if state["ranks"] == self._ranks.size:
+            local = read_local(path, self._ranks.rank)
+            restore_rank_state(local, self._module, self._ranks.device)
+        else:  # the saved random states belong to other ranks: use new seeds
+            name = f"{state['step']}/{self._ranks.rank}"
+            torch.manual_seed(derived_seed(self._training.recipe.run.seed, name))
+        self.saved_step = state["step"]
+        # Damaged checkpoints, and those of steps that will be repeated
+        if self._ranks.rank == 0:
+            refused = -1.0 if resume != "auto" else math.inf if at_most is None else at_most
+            files.discard_newer(self._folder, state["step"], refused=refused)
+        dist.barrier(group=self._group)
+        return Resumed(
+            path,
+            saved_position(state, before),
+            state["ranks"],
+            state["observed"],
+            changes,
+            evaluation_due=state["evaluation_due"],
+            origin=None if resume == "auto" else path.resolve(),
+        )
+
+    def _find(self, resume: str, *, at_most: int | None) -> Path | None:
+        if resume == "never":
+            return None
+        if resume == "auto":
+            return find_checkpoint(self._folder, group=self._group, at_most=at_most)
+        path = Path(resume)
+        problem = verify_together(path, group=self._group)
+        if problem is not None:
+            raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
+        return path
+
+    def due(self, step: int) -> bool:
+        every_steps = self._settings.every_steps
+        return every_steps is not None and step % every_steps == 0
+
+    def save(
+        self,
+        position: Position,
+        *,
+        observed: Mapping[str, Any],
+        scores: Mapping[str, float],
+        evaluated: bool = True,
+    ) -> None:
+        """Starts a save, whose outcome `report` logs. Raises the same errors as `report`.
+
+        scores: results of an evaluation after this step. evaluated: False if that evaluation was
+        interrupted.
+        """
+        step, metric = position.step, self._settings.keep_best
+        value = None if metric is None else scores.get(metric)
+        if metric is not None:
+            self.finish()  # whether the previous one was saved decides which is the best
+        best, known = self._best, self._best.get(metric or "")
+        if metric and value is not None and is_better(metric, value, known):
+            best = {"step": step, metric: value}
+        self._bests[step] = best
+        state = {
+            "step": step,
+            "samples": position.samples,
+            "skipped_batches": position.skipped_batches,
+            "ranks": self._ranks.size,
+            "recipe": self._recipe_yaml,
+            "data": self._data.fingerprint,
+            "weights": self._weights,
+            "loss_scale": self._training.loss_scale.state(),
+            "observed": dict(observed),
+            "stream": position.stream,
+            "evaluation_due": not evaluated,
+            "best": best,
+        }
+        local, is_best = rank_state(self._module, self._ranks.device), best is not self._best
+        self._checkpointer.save(step, self._tensors, state=state, local=local, best=is_best)
+        self.report()
+
+    def report(self) -> None:
+        """Logs saves that have ended since the last call. Raises TrainingError after too many
+        failures in a row."""
+        self._log(self._checkpointer.poll())
+
+    def finish(self) -> None:
+        """Like `report`, but first waits for the save in progress."""
+        self._log(self._checkpointer.finish())
+
+    def _log(self, saves: list[Save]) -> None:
+        for save in saves:
+            best = self._bests.pop(save.step, self._best)
+            if save.error is not None:
+                self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
+                logger.warning(f"{self.trouble}; older ones are kept, training continues")
+                continue
+            self.saved_step, self.trouble, self._best = save.step, None, best
+            logger.info(
+                f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
+                f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"
+            )
+            if self._ranks.rank == 0:
+                self._run.note("saved", step=save.step, bytes=save.bytes, seconds=save.seconds)
+        failures, limit = self._checkpointer.failures, self._settings.max_failures
+        if failures >= limit:
+            raise TrainingError(
+                f"{failures} checkpoints in a row could not be written "
+                f"(checkpoint.max_failures={limit}); the last: {self.trouble}",
+                reason="checkpoint_failed",
+            )

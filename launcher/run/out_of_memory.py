@@ -1,0 +1,295 @@
+"""The out-of-memory report: the request, what holds the memory, what exceeds the plan, what fits.
+
+Nothing here allocates on the device. The memory of the failed step has not been freed yet, so it
+can be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from launcher.console import bytes_as_text
+from launcher.distributed import host_memory
+from launcher.distributed.environment import Environment
+from launcher.models.initialization import clean_name
+from launcher.planner.formatting import NAMES, aligned, micro_batches
+from launcher.planner.machine import Machine
+from launcher.planner.measure import storages
+from launcher.planner.memory import Plan
+from launcher.planner.plan import make_plan
+from launcher.planner.search import search_configurations
+from launcher.recipe.schema import Recipe
+from launcher.reliability.causes import Account
+from launcher.reliability.run_directory import RunFolder
+from launcher.run.auto import recorded_settings
+from launcher.run.separate_process import run_in_process
+from launcher.training.setup import Training
+
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+EXCESS = 0.05
+"""Share of the whole plan by which a row must exceed its plan to be marked."""
+SUGGESTIONS = 3
+CLEARLY_LESS = 0.03
+"""A suggestion must need less memory than the failed recipe by this share of its tensors."""
+STATES = ("parameters", "gradients", "optimizer")
+_NAMES = {name: NAMES[name] for name in STATES} | {
+    "others": "all other tensors, with the request",
+    "unused": "reserved by the allocator, not in use",
+    "outside": "driver, communicators, other processes",
+    "process": "the rest of the process, with the request",
+}
+_PHASES = {
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer's step",
+    "start": "preparation",
+}
+_NEXT = (
+    "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last "
+    "checkpoint"
+)
+_NOTHING = (
+    "no known configuration needs less on these devices: take more devices, a shorter "
+    "data.sequence_length, or lora"
+)
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """The size of the failed allocation, from the text of the error: CUDA's `Tried to allocate 2.00
+    GiB`, the CPU's `allocate 123 bytes`, numpy's `Unable to allocate 1.0 GiB`."""
+    found = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", str(error))
+    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a GPU."""
+
+    allocated: int
+    """By this rank, for tensors."""
+    reserved: int
+    """By this rank's allocator."""
+    used: int
+    """By all processes."""
+    total: int
+
+
+def gpu_memory() -> DeviceMemory:
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return DeviceMemory(allocated, reserved, total - free, total)
+
+
+def take_inventory(
+    training: Training, gpu: DeviceMemory | None, *, buckets: bool, requested: int
+) -> dict[str, int]:
+    """Bytes that this rank holds and requested, by the keys of `_NAMES`.
+
+    gpu: None on CPUs. buckets: DDP keeps memory for all gradients, even where there are none.
+    """
+    rows, everywhere = _states(training, "cpu" if gpu is None else "cuda", buckets)
+    if gpu is None:
+        rest = host_memory.resident() - everywhere
+        return rows | {"process": max(0, rest) + requested}
+    return rows | {
+        "others": max(0, gpu.allocated - sum(rows.values())) + requested,
+        "unused": max(0, gpu.reserved - gpu.allocated),
+        "outside": max(0, gpu.used - gpu.reserved),
+    }
+
+
+def _states(training: Training, device: str, buckets: bool) -> tuple[dict[str, int], int]:
+    """Bytes of each of `STATES` on the device, and of all of them together on any device. Shared
+    storages count once."""
+    module, optimizer = training.wrapped.module, training.optimizer
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = any(isinstance(parameter, DTensor) for parameter in trained)
+    # While FSDP's weights are unsharded, plain tensors take the place of the shards
+    every = [*module.parameters(), *module.buffers()]
+    weights = [p for p in every if isinstance(p, DTensor) or not sharded]
+    gradients = [p.grad for p in [*trained, *module.parameters()]]
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    seen: dict[int, torch.UntypedStorage] = {}
+    rows = {}
+    for name, tensors in zip(STATES, ([*trained, *weights], gradients, values), strict=True):
+        new = {key: one for key, one in storages(tensors).items() if key not in seen}
+        seen |= new
+        rows[name] = sum(one.nbytes() for one in new.values() if one.device.type == device)
+    if buckets:
+        rows["gradients"] = max(rows["gradients"], sum(p.nbytes for p in trained))
+    return rows, sum(storage.nbytes() for storage in seen.values())
+
+
+def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[str, str]:
+    """The innermost module whose code ran, and the micro-batch's shape, from a traceback."""
+    names = {id(part): clean_name(name) for name, part in module.named_modules() if name}
+    where = shape = ""
+    while traceback is not None:
+        local = traceback.tb_frame.f_locals
+        where = names.get(id(local.get("self")), where)
+        if isinstance(batch := local.get("micro_batch"), dict) and not shape:
+            shapes = [
+                f"{name} {' x '.join(map(str, value.shape))}"
+                for name, value in batch.items()
+                if isinstance(value, torch.Tensor) and value.ndim > 1
+            ]
+            shape = shapes[0] if shapes else ""
+        traceback = traceback.tb_next
+    return where, shape
+
+
+class PostMortem:
+    """Examines this rank after memory ran out. `training` is None until it is set up."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        machine: Machine,
+        *,
+        environment: Environment,
+        run: RunFolder,
+        restarts_smaller: bool,
+    ) -> None:
+        self._recipe, self._machine, self._run = recipe, machine, run
+        self._environment, self._restarts_smaller = environment, restarts_smaller
+        self.training: Training | None = None
+
+    def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
+        """Counts the memory held and saves a snapshot of the allocator. step: the last finished
+        one."""
+        training, requested = self.training, requested_bytes(error)
+        rank, ranks = self._environment.rank, self._environment.world_size
+        on_gpu = self._machine.device == "cuda"
+        module, shape, gpu, rows = "", "", None, dict[str, int]()
+        if training is not None:
+            module, shape = failing_module(error.__traceback__, training.wrapped.module)
+            gpu = gpu_memory() if on_gpu else None
+            buckets = self._recipe.strategy.kind == "ddp" and self._machine.ranks > 1
+            rows = take_inventory(training, gpu, buckets=buckets, requested=requested or 0)
+        on_host = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
+        text = f"rank {rank} of {ranks} ran out of {'GPU ' if on_gpu and not on_host else ''}memory"
+        text += f" in step {step + 1}: in {_PHASES.get(phase, phase)}"
+        if phase in ("forward", "backward"):
+            count = micro_batches(self._recipe, ranks)
+            of = "" if count is None else f" of {count}"
+            text += f" of micro-batch {micro_batch}{of}" + (f" ({shape})" if shape else "")
+        text += f", in {module}" if module else ""
+        if requested is not None:
+            text += f"\nit requested {bytes_as_text(requested)}"
+        if requested is not None and gpu is not None:
+            unused = bytes_as_text(gpu.reserved - gpu.allocated)
+            text += f"; of {bytes_as_text(gpu.total)}, {bytes_as_text(gpu.total - gpu.used)} were "
+            text += f"free, and {unused} reserved by the allocator in pieces too small"
+        if on_gpu:
+            file = self._run.path / f"out_of_memory_rank_{rank}.pickle"
+            with contextlib.suppress(Exception):  # the report matters more
+                self._run.check()
+                torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+                text += f"\nallocator snapshot, for pytorch.org/memory_viz: {file}"
+        helps = phase in ("forward", "backward", "optimizer", "data", "evaluation")
+        measured = None if gpu is None else gpu.allocated + (requested or 0)
+        return self._account(text, helps, phase=phase, rows=rows, measured=measured)
+
+    def killed(self, process: str, step: int) -> Account:
+        """The kernel's out-of-memory killer ended another process, such as `rank 1 of 2`. step: the
+        last finished one."""
+        left = host_memory.available()
+        text = f"{process} was ended in step {step + 1} by the kernel: host memory ran out"
+        if left is not None:
+            text += f"; {bytes_as_text(left)} are left on this node now"
+        return self._account(text, self._machine.device == "cpu", phase="", rows={}, measured=None)
+
+    def _account(
+        self, message: str, helps: bool, *, phase: str, rows: dict[str, int], measured: int | None
+    ) -> Account:
+        """helps: whether a smaller micro-batch would help. measured: bytes of tensors on the
+        GPU."""
+        recipe, machine = self._recipe, self._machine
+        smaller = helps and self._restarts_smaller and recipe.batch.micro_batch_size != 1
+        restarts_now = smaller and self._environment.restarts_left > 0
+
+        def conclude(seconds: float) -> str:
+            lines = _table(rows, {})
+            if not restarts_now:
+                try:
+                    lines = run_in_process(seconds, explain, recipe, machine, phase, rows, measured)
+                except Exception as error:
+                    lines += [f"what would fit is not known: {error}"]
+            return "\n".join([*lines, _NEXT] if smaller else lines)
+
+        noted = recorded_settings(recipe, machine) if helps else {}
+        return Account(message, noted, restarts_now, conclude)
+
+
+def explain(
+    recipe: Recipe, machine: Machine, phase: str, rows: dict[str, int], measured: int | None
+) -> list[str]:
+    """A table of the memory held and planned, and the fastest configurations that need less.
+
+    rows: as `take_inventory` returns them. measured: bytes of tensors on the device, with the
+    request. Where memory held exceeds the plan, the suggestions are for a device smaller by as
+    much.
+    """
+    plan = make_plan(recipe, machine)
+    # In preparation, what the rank holds is not known yet
+    planned = _planned(plan, phase) if rows or phase == "start" else {}
+    lines = _table(rows, planned)
+    memory, free = machine.memory, machine.host_memory
+    if memory is not None and plan.needed > memory:
+        needed, there = bytes_as_text(plan.needed), bytes_as_text(memory)
+        lines.append(f"the plan is {needed} a rank, and there are {there}: the recipe does not fit")
+    elif not rows:
+        of = "" if free is None else f", and {bytes_as_text(free)} were free at the start"
+        host = bytes_as_text(plan.host.total)
+        lines.append(f"the plan of a node is {host} of host memory{of}")
+    limit = plan.needed - round(CLEARLY_LESS * plan.tensors)
+    if memory is not None:
+        beside = max(plan.context, rows.get("outside", 0))
+        share = min(1.0, plan.tensors / measured) if measured else 1.0
+        limit = min(limit, plan.context + round((memory - beside) * share))
+    smaller = dataclasses.replace(machine, memory=limit)
+    found = [
+        one
+        for one in search_configurations(recipe, smaller, traced=SUGGESTIONS).configurations
+        if one.overrides and one.plan.fits and one.plan.traced == plan.traced
+    ][:SUGGESTIONS]
+    if not found:
+        return [*lines, _NOTHING]
+    suggestions = []
+    for n, one in enumerate(found):
+        speed = one.tokens_per_second / found[0].tokens_per_second
+        text = f"# {bytes_as_text(one.plan.needed)} a rank"
+        text += f", {speed:.0%} of the first's speed" if n else ""
+        suggestions.append(["", " ".join(one.overrides), text])
+    title = "what fits by plan, the fastest first, as overrides:"
+    return [*lines, title, *aligned(suggestions, "<<<")]
+
+
+def _planned(plan: Plan, phase: str) -> dict[str, int]:
+    """The plan's bytes in this phase, or at the peak, by the keys of the rows."""
+    moments = {str(name): moment for name, moment in plan.step.phases.items()}
+    components = moments.get(phase, plan.step.peak).components
+    planned: dict[str, int] = {name: getattr(components, name) for name in STATES}
+    rest = components.total - sum(planned.values())
+    if plan.machine.device == "cpu":
+        return planned | {"process": rest + plan.context}
+    return planned | {"others": rest, "unused": plan.margin, "outside": plan.context}
+
+
+def _table(rows: dict[str, int], planned: dict[str, int]) -> list[str]:
+    """rows, planned: by the same keys; empty where they are not known."""
+    table = [["", "now" if rows else "", "by plan" if planned else "", ""]]
+    for name in rows or planned:
+        now, by_plan = (bytes_as_text(one[name]) if one else "" for one in (rows, planned))
+        excess = rows[name] - planned[name] if rows and planned else 0
+        beyond = excess > EXCESS * sum(planned.values())
+        remark = f"<- {bytes_as_text(excess)} beyond the plan" if beyond else ""
+        table.append([_NAMES[name], now, by_plan, remark])
+    return list(aligned(table, "<>><")) if len(table) > 1 else []

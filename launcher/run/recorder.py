@@ -1,0 +1,317 @@
+"""Turns a step's tensors into a line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.console import finite
+from launcher.distributed import host_memory
+from launcher.distributed.process_group import DataParallel
+from launcher.training.loop import Step
+from launcher.training.setup import Flops
+
+PHASES = ("data", "forward", "backward", "optimizer", "logging")
+"""The phases of a step. All other time, such as that of a checkpoint, belongs to no step."""
+TIMED_EVERY = 10
+"""CUDA: waits for communication are measured, by events, in one of this number of steps."""
+SENSOR_SECONDS = 5.0
+"""Seconds between two readings of a GPU's sensors."""
+GATHERED = ("loss", "waited", "cpu", "peak", "reserved", "own", "power", "temperature", "busy")
+"""What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
+allocated and reserved memory; `_Interval.own_seconds`; values of `GpuSensors`."""
+
+Moment = float | torch.cuda.Event
+"""A point in time: on CUDA an event, because the host runs ahead of the device."""
+
+
+def moment(device: torch.device) -> Moment:
+    """Now; on CUDA, when the current stream gets here."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _passed(end: Moment) -> bool:
+    return isinstance(end, float) or bool(end.query())  # type: ignore[no-untyped-call]
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000)
+
+
+class _Interval:
+    """How a rank spends the time between two records. Begins with the logging of a step."""
+
+    def __init__(self, begin: Moment) -> None:
+        self.steps = self.timed_steps = 0
+        """All, and those in which waits for other ranks were measured."""
+        self.tokens = 0
+        """Over all ranks."""
+        self.waited = 0.0
+        """Seconds, for the loader."""
+        self.cpu_before = time.process_time()
+        self.skipped: list[torch.Tensor] = []
+        """For each step, 1 if it was skipped."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """By phase, and `communication`, which is part of the phases. Complete after `read` once
+        the device has reached the end."""
+        self.marks: deque[tuple[str, Moment]] = deque([("logging", begin)])
+        """Each phase, and when it began."""
+        self.waits: deque[tuple[Moment, Moment]] = deque()
+
+    def read(self) -> None:
+        """Adds up what the device has passed. Does not wait."""
+        while len(self.marks) > 1 and _passed(self.marks[1][1]):
+            phase, begin = self.marks.popleft()
+            self.seconds[phase] += _seconds(begin, self.marks[0][1])
+        while self.waits and _passed(self.waits[0][1]):
+            self.seconds["communication"] += _seconds(*self.waits.popleft())
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds[phase] for phase in PHASES) / self.steps
+
+    @property
+    def communication_seconds(self) -> float | None:
+        """Mean of the steps in which it was measured; None if there was none."""
+        return self.seconds["communication"] / self.timed_steps if self.timed_steps else None
+
+    @property
+    def own_seconds(self) -> float:
+        """Of a step, without logging (only on rank 0) and waits for other ranks; NaN: unknown."""
+        waits, logging = self.communication_seconds, self.seconds["logging"] / self.steps
+        return math.nan if waits is None else self.step_seconds - waits - logging
+
+
+class GpuSensors:
+    """Values of NVML (nvidia-ml-py), which a thread reads; training uses the last ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = (math.nan, math.nan, math.nan)
+        """Watts, degrees Celsius, share of the time that a kernel ran; NaN: not known."""
+        if device.type == "cuda" and torch.version.hip is None:
+            threading.Thread(target=self._read, args=(device,), daemon=True).start()
+
+    def _read(self, device: torch.device) -> None:
+        while True:
+            time.sleep(SENSOR_SECONDS)
+            try:
+                watts = torch.cuda.power_draw(device) / 1000
+                celsius = float(torch.cuda.temperature(device))
+                busy = torch.cuda.utilization(device) / 100
+            except Exception:  # no library, no permission, or a part of a GPU (MIG)
+                return
+            self.values = (watts, celsius, busy)
+
+
+@dataclass(frozen=True)
+class PendingRecord:
+    """A logged step whose numbers are being copied to the host."""
+
+    step: Step
+    numbers: torch.Tensor
+    """For each rank, those of GATHERED."""
+    flags: torch.Tensor
+    """Gradient norm, then 1 for each skipped step since the last record."""
+    work: Any
+    """CPU: the all-gather of `numbers`; None with one rank."""
+    event: torch.cuda.Event | None
+    """CUDA: recorded after the copies to the host."""
+    interval: _Interval
+    time: float | None
+    """CPU: when the step ended."""
+
+    def ready(self) -> bool:
+        """Whether `collect` would return without waiting."""
+        if self.event is not None:
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self.work is None or bool(self.work.is_completed())
+
+
+class StepRecorder:
+    """Turns steps into records, with one all-gather of a few numbers. All ranks must make the same
+    calls. Neither `add` nor `launch` waits for the device; `collect` does.
+    """
+
+    def __init__(self, ranks: DataParallel, flops: Flops) -> None:
+        self._ranks, self._flops = ranks, flops
+        self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
+        self._sensors = GpuSensors(ranks.device)
+        self._own = math.nan
+        self.own_seconds: list[float] = []
+        """Of the last record, of each rank (`_Interval.own_seconds`); empty if not measured."""
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        """Of this rank after the first record: seconds by phase and of all (`step`), `tokens`, and
+        `communication` in `timed` seconds; and the number of `records`."""
+        self.restart(skipped=0, skipped_in_a_row=0)
+
+    def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
+        """Starts the clock of the next record."""
+        self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
+        self._interval = _Interval(moment(self._device))
+        self._timed = not self._cuda
+
+    def phase(self, name: str) -> None:
+        self._interval.marks.append((name, moment(self._device)))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For the strategy: compute waits for communication inside."""
+        if not self._timed:
+            yield
+            return
+        waits, begin = self._interval.waits, moment(self._device)
+        yield
+        waits.append((begin, moment(self._device)))
+
+    @contextmanager
+    def excluded(self, what: str = "evaluation") -> Iterator[None]:
+        """Time that belongs to no step: evaluation, checkpoint."""
+        timed, self._timed = self._timed, False
+        self.phase(what)
+        try:
+            yield
+        finally:
+            self._timed = timed
+            self.phase("logging")
+
+    def add(self, step: Step) -> None:
+        _, tokens, *_ = step.batch.statistics.read()
+        self.phase("logging")
+        interval = self._interval
+        interval.steps += 1
+        interval.tokens += tokens
+        interval.waited += step.batch.seconds_waited
+        interval.skipped.append(step.skipped)
+        interval.timed_steps += self._timed
+        interval.read()
+        self._timed = not self._cuda or step.number % TIMED_EVERY == 1
+
+    def launch(self, step: Step) -> PendingRecord:
+        """Starts to gather the record of the last added step. The next interval begins here."""
+        device, cuda, interval = self._device, self._cuda, self._interval
+        end = moment(device)
+        interval.marks.append(("logging", end))
+        if not cuda:  # on CUDA not known yet: gathered with the next record
+            interval.read()
+            self._own = interval.own_seconds
+        used = (interval.waited, time.process_time() - interval.cpu_before, *_peak_memory(device))
+        local = [*used, self._own, *self._sensors.values]
+        self._own = math.nan
+        host = torch.tensor(local, dtype=torch.float64, pin_memory=cuda)
+
+        def on_device(numbers: torch.Tensor) -> torch.Tensor:
+            # With offload, norm and flags are in host memory
+            return numbers.to(device, torch.float64, non_blocking=True)
+
+        numbers = torch.cat([on_device(step.loss).view(1), on_device(host)])
+        flags = on_device(torch.stack([step.grad_norm, *interval.skipped]))
+        work = event = None
+        if self._ranks.size > 1:
+            mine, numbers = numbers, numbers.new_empty(self._ranks.size * len(numbers))
+            # Renamed in torch 2.13
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            # On CUDA the call does not wait anyway
+            work = all_gather(numbers, mine, group=self._ranks.group, async_op=not cuda)
+        if cuda:
+            both = torch.cat([numbers, flags])
+            copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            copy.copy_(both, non_blocking=True)
+            numbers, flags = copy[: len(numbers)], copy[len(numbers) :]
+            event = torch.cuda.current_stream(device).record_event()
+        self._interval = _Interval(end)
+        now = None if cuda else time.time()
+        return PendingRecord(step, numbers, flags, work, event, interval, now)
+
+    def collect(self, pending: PendingRecord) -> dict[str, Any]:
+        """Waits for the record's numbers. Times and rates are means since the previous record."""
+        if pending.event is not None:
+            pending.event.synchronize()
+        if pending.work is not None:
+            pending.work.wait()
+        norm, *skipped = pending.flags.tolist()
+        for skip in skipped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+            self.skipped += int(skip)
+        interval = pending.interval
+        interval.read()
+        if self._cuda:
+            self._own = interval.own_seconds
+        self._add_totals(interval)
+        record = self._record(pending.step, interval, pending.numbers.view(self._ranks.size, -1))
+        record["grad_norm"] = finite(norm)
+        record["time"] = pending.time or time.time()  # on CUDA the end was just reached
+        if skipped[-1]:
+            record["skipped"] = True
+        return record
+
+    def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> dict[str, Any]:
+        """by_rank: (ranks, GATHERED)."""
+        gathered = dict(zip(GATHERED, by_rank.unbind(1), strict=True))
+        steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
+        self.own_seconds = [] if own.isnan().any() else own.tolist()
+        rate = interval.tokens / steps / seconds
+        loss_tokens, tokens, *_ = step.batch.statistics.read()
+        flops, recomputed = self._flops.model, self._flops.recomputed
+        peak = self._flops.peak and self._flops.peak * self._ranks.size
+        phases = {f"{name}_seconds": interval.seconds[name] / steps for name in PHASES[1:]}
+        return {
+            "step": step.number,
+            "loss": finite(gathered["loss"].sum().item()),
+            "grad_norm": None,
+            "learning_rate": step.learning_rate,
+            "tokens": tokens,
+            "loss_tokens": loss_tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": rate * flops / peak if peak else None,
+            "hfu": rate * (flops + recomputed) / peak if peak and recomputed is not None else None,
+            "peak_memory_bytes": int(gathered["peak"].nan_to_num().max()),  # NaN: on null GPUs
+            "reserved_memory_bytes": finite(gathered["reserved"].max().item()),
+            "data_seconds": float(gathered["waited"].max()) / steps,
+            **phases,
+            "communication_seconds": interval.communication_seconds,
+            "checkpoint_seconds": interval.seconds["checkpoint"],
+            "cpu_seconds": float(gathered["cpu"].sum()) / steps,
+            "slowest_rank": int(own.argmax()) if self.own_seconds else None,
+            "slowest_rank_seconds": finite(own.max().item()),
+            "fastest_rank_seconds": finite(own.min().item()),
+            "gpu_power_watts": finite(gathered["power"].mean().item()),
+            "gpu_temperature_celsius": finite(gathered["temperature"].max().item()),
+            "gpu_utilization": finite(gathered["busy"].min().item()),
+            "samples_seen": step.batch.samples_seen,
+        }
+
+    def _add_totals(self, interval: _Interval) -> None:
+        self.totals["records"] += 1
+        if self.totals["records"] == 1:  # its steps load, compile and allocate
+            return
+        for phase in PHASES:
+            self.totals[phase] += interval.seconds[phase]
+        seconds, waits = interval.step_seconds * interval.steps, interval.communication_seconds
+        self.totals["step"] += seconds
+        self.totals["tokens"] += interval.tokens
+        if waits is not None:
+            self.totals["communication"] += waits * interval.steps
+            self.totals["timed"] += seconds
+
+
+def _peak_memory(device: torch.device) -> tuple[float, float]:
+    """Peaks since the last call. CUDA: allocated and reserved bytes; CPU: resident bytes, NaN."""
+    if device.type != "cuda":
+        return host_memory.take_peak(), math.nan
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peaks

@@ -1,0 +1,354 @@
+"""Records and reports a run: its steps, evaluations, resumes and its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from launcher.checkpoint.resume import Resumed
+from launcher.console import ProgressLine, bytes_as_text, finite, seconds_as_text
+from launcher.data.setup import RunData
+from launcher.distributed.process_group import gather
+from launcher.errors import DivergedError
+from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
+from launcher.metrics.slow_ranks import SlowRanks
+from launcher.metrics.verdict import Measured, step_shares, verdict
+from launcher.reliability.json_files import Lines, replace_text
+from launcher.reliability.run_directory import RunFolder
+from launcher.run.comparison import PATIENCE, Forecast
+from launcher.run.recorder import PendingRecord, StepRecorder
+from launcher.training.evaluation import Evaluated, over_all
+from launcher.training.loop import Step
+from launcher.training.setup import Training
+
+logger = logging.getLogger(__name__)
+
+_LOSSES, _FEWEST_LOSSES = 50, 10
+"""Number of recent losses that a new one is compared with."""
+VERDICT_STEPS = 100
+"""Steps of a start after which a verdict is logged; another one is logged at the end."""
+_LAST_RECORD_SECONDS = 1.0
+"""Time for the numbers of the last step to arrive after a failure."""
+
+
+class Reporter:
+    """Logs steps and evaluations. Every rank has one for its numbers; rank 0 writes and prints."""
+
+    def __init__(
+        self, training: Training, folder: RunFolder, *, first_step: int, forecast: Forecast | None
+    ) -> None:
+        """first_step: done before this start. forecast: compared with the measured memory."""
+        ranks, recipe = training.ranks, training.recipe
+        self._device, self._main = ranks.device, ranks.rank == 0
+        self._recipe, self._folder, self._steps = recipe, folder, training.data.steps
+        self._flops, self._forecast = training.flops, forecast
+        self._first_step = self._last_step = first_step
+        self._started = time.monotonic()
+        self._losses: list[float] = []
+        """The first and the last one of this start."""
+        self._recent: deque[float] = deque(maxlen=_LOSSES)
+        self._peak = 0
+        """Largest peak of a rank in the last record, in bytes."""
+        self._pending: PendingRecord | None = None
+        self._micro_batches, self._judged = 1, False
+        self._progress = ProgressLine(self._steps)
+        self._status: dict[str, Any] = {"steps": self._steps}
+        self._samples = Lines(folder.path / "samples.jsonl")
+        self._sinks: list[Sink] = []
+        if self._main:
+            self._sinks = open_sinks(recipe, folder)
+            folder.write_status("running", step=first_step, **self._status)
+        host = socket.gethostname()
+        self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
+        self._slow = SlowRanks(self._hosts)
+        # Last, because it starts the first step's clock
+        self._recorder = StepRecorder(ranks, training.flops)
+        self.phase, self.waiting = self._recorder.phase, self._recorder.waiting
+
+    def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
+        """Writes the rows of the data that could not be used."""
+        if self._main and rows:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            try:
+                replace_text(file, "".join(lines))
+            except OSError as error:
+                logger.warning(f"{file} cannot be written: {error.strerror}; training continues")
+
+    def step(self, step: Step) -> None:
+        """Logs the previous step if it is due, and starts to gather the numbers of this one. The
+        device works on the next step meanwhile: logging leaves no gap.
+
+        Raises DivergedError after too many skipped steps in a row, or if the loss jumps.
+        """
+        self._last_step = step.number
+        self._recorder.add(step)
+        self._micro_batches = len(step.batch.micro_batches)
+        every_steps = self._recipe.logging.every_steps
+        due = step.number % every_steps == 0 or step.number in (1, self._steps)
+        previous, self._pending = self._pending, self._recorder.launch(step) if due else None
+        if previous is not None:
+            self._log(previous)
+        if step.number == self._first_step + 1:
+            self.flush()  # shows early that the run trains
+
+    def flush(self) -> None:
+        """Logs the last step now, before an evaluation or a checkpoint. Raises as `step`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._log(pending)
+
+    @contextmanager
+    def excluded(self, what: str = "evaluation") -> Iterator[None]:
+        """Around an evaluation or a checkpoint: the time inside belongs to no step."""
+        self.flush()
+        with self._recorder.excluded(what):
+            yield
+
+    def _log(self, pending: PendingRecord) -> None:
+        step, record = pending.step.number, self._recorder.collect(pending)
+        self._peak = record["peak_memory_bytes"]
+        if record["loss"] is not None:
+            self._losses = [*self._losses[:1], record["loss"]]
+        if self._main:
+            self._write(record)
+            if own := self._recorder.own_seconds:
+                for message in self._slow.update(step, own):
+                    logger.warning(message)
+            self._progress.step(record, note=self._slow.note)
+            if step >= self._first_step + VERDICT_STEPS and not self._judged:
+                self._judge()
+            if step > self._first_step + 1:  # the second one is the first that is like all others
+                self._compare_memory()
+            self._folder.note_step(step, **self._status)
+        try:
+            self._check(record)
+        except DivergedError:
+            self._pending = None  # the following step is not logged
+            raise
+
+    def _judge(self) -> None:
+        """Logs what limits the speed, and records it in events.jsonl."""
+        self._judged = True
+        totals, free = self._recorder.totals, None
+        if not totals["step"]:
+            return
+        if self._device.type == "cuda":
+            free = 1 - self._peak / torch.cuda.get_device_properties(self._device).total_memory
+        shares = step_shares(totals, recomputed_share=self._flops.recomputed_share)
+        measured = Measured(
+            shares,
+            ranks=len(self._hosts),
+            nodes=len(set(self._hosts)),
+            micro_batches=self._micro_batches,
+            free_memory=free,
+            slow_rank=self._slow.note,
+        )
+        text, rate = verdict(measured, self._recipe), totals["tokens"] / totals["step"]
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        peak = f"{bytes_as_text(self._peak)} at the peak"
+        logger.info(f"{text}\n  {rate:,.0f} tokens/s, {peak}; {parts}")
+        rounded = {name: round(share, 4) for name, share in shares.items()}
+        self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
+
+    def _compare_memory(self, *, seconds: float = 0) -> None:
+        """Compares planned and measured memory in the log, once. seconds: to wait for the plan."""
+        if self._forecast is not None and (
+            text := self._forecast.compare(self._peak, seconds=seconds)
+        ):
+            logger.info(text)
+            self._forecast = None
+
+    def _check(self, record: dict[str, Any]) -> None:
+        """Raises DivergedError. Every rank has the same record and makes the same decision."""
+        step, loss, run = record["step"], record["loss"], self._recipe.run
+        in_a_row, most = self._recorder.skipped_in_a_row, run.max_skipped_steps
+        lower = "try a lower optimizer.learning_rate"
+        if in_a_row >= most:
+            raise DivergedError(
+                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={most});"
+                f" {lower}, a longer schedule.warmup_steps, or bfloat16 instead of float16",
+                reason="not_finite",
+                first_step=step - in_a_row + 1,
+                last_step=step,
+            )
+        if loss is None:
+            return
+        median = statistics.median(self._recent) if len(self._recent) >= _FEWEST_LOSSES else None
+        if run.max_loss_ratio and median is not None and loss > run.max_loss_ratio * median:
+            raise DivergedError(
+                f"the loss of step {step}, {loss:.4g}, is more than run.max_loss_ratio="
+                f"{run.max_loss_ratio:g} times the median of the {len(self._recent)} before it, "
+                f"{median:.4g}; {lower}, or run.on_divergence: rewind",
+                reason="loss_spike",
+                first_step=step - self._recipe.logging.every_steps + 1,
+                last_step=step,
+            )
+        self._recent.append(loss)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the values that detect divergence."""
+        return {
+            "skipped": self._recorder.skipped,
+            "skipped_in_a_row": self._recorder.skipped_in_a_row,
+            "recent_losses": list(self._recent),
+        }
+
+    def evaluation(
+        self, step: int, results: Mapping[str, Evaluated], seconds: float
+    ) -> dict[str, float]:
+        """Logs an evaluation, over all sets and for each. Returns the finite metrics over all."""
+        whole = over_all(results)
+        metrics = {"eval_loss": finite(whole.loss)}
+        metrics |= {f"eval_{name}": finite(score) for name, score in whole.scores.items()}
+        known = {name: value for name, value in metrics.items() if value is not None}
+        if not self._main:
+            return known
+        record: dict[str, Any] = {"step": step, **metrics, "eval_tokens": whole.tokens}
+        text = (
+            f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
+            f"({seconds_as_text(seconds)})"
+        )
+        text += "".join(f", {name} {score:.4f}" for name, score in whole.scores.items())
+        if len(results) > 1:
+            if whole.scores:
+                record["eval_scores"] = {name: dict(one.scores) for name, one in results.items()}
+            record["eval_losses"] = {name: finite(one.loss) for name, one in results.items()}
+            text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
+        samples = [
+            {"step": step, "set": name, **sample}
+            for name, result in results.items()
+            for sample in result.samples
+        ]
+        for sample in samples:
+            self._samples.append(sample)
+        self._samples.close()
+        self._write(record | {"time": time.time(), "samples": samples})
+        logger.info(text)
+        return known
+
+    def warn(self, text: str | None) -> None:
+        """Sets the warning in status.json. None removes it."""
+        if text == self._status.get("warning"):
+            return
+        self._status = {"steps": self._steps} | ({"warning": text} if text else {})
+        if self._main:
+            self._folder.write_status("running", step=self._last_step, **self._status)
+
+    def resumed(
+        self, resumed: Resumed, data: RunData, *, diverged: DivergedError | None = None
+    ) -> None:
+        """The run resumes from a checkpoint, or goes back to it because it diverged.
+        data: from now on."""
+        observed, step, ranks = resumed.observed, resumed.position.step, len(self._hosts)
+        if data.steps != self._steps:  # fewer samples are left of the epochs
+            self._steps, self._progress = data.steps, ProgressLine(data.steps)
+            self._status["steps"] = data.steps
+        self._recorder.restart(
+            skipped=observed["skipped"], skipped_in_a_row=observed["skipped_in_a_row"]
+        )
+        self._recent = deque(observed["recent_losses"], maxlen=_LOSSES)
+        self._pending, self._last_step = None, step
+        if not self._main:
+            return
+        self._folder.check()
+        files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
+        removed = sum(file.remove_later_steps(step) for file in files)
+        remove_later_steps(self._samples, step)
+        start = data.start
+        more: dict[str, Any] = {"step": step, "skipped_batches": start.skipped_batches}
+        more["samples"] = start.samples
+        more["global_batch_size"] = data.sampler.global_batch_size
+        if diverged is not None:
+            more["reason"] = diverged.reason
+            text = (
+                f"diverged: {diverged}\nback to the checkpoint of step {step}; the samples of "
+                f"steps {step + 1} to {diverged.last_step} are skipped (run.on_divergence: rewind)"
+            )
+        else:
+            text = f"resumed from {resumed.path}, step {step}"
+            text += f", written by {resumed.ranks} ranks" if resumed.ranks != ranks else ""
+            text += f"; {removed} later lines removed from metrics.jsonl" if removed else ""
+            text += "".join(f"\n  changed since: {change}" for change in resumed.changes)
+            if resumed.origin is not None:
+                more["origin"] = str(resumed.origin)
+        logger.info(text)
+        self._folder.note("resumed", ranks=ranks, **more)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._folder.check()
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _close(self, state: str) -> None:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close(state)
+
+    def abort(self) -> None:
+        """The run fails: logs the last step if its numbers arrive, and closes the sinks. For any
+        thread. A rank that fails first waits too, so that its numbers reach the others."""
+        pending, self._pending = self._pending, None
+        deadline = time.monotonic() + _LAST_RECORD_SECONDS
+        with suppress(Exception):  # the device may have failed, or another run may own the folder
+            while pending is not None and not pending.ready() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if self._main and pending is not None and pending.ready():
+                self._write(self._recorder.collect(pending))
+        self._close("failed")
+
+    def end(
+        self,
+        state: Literal["finished", "stopped"],
+        *,
+        reason: str | None,
+        exported: str | None,
+        kept: int | None,
+    ) -> None:
+        """Writes the final status and logs where everything is. exported: a description. kept:
+        step of the newest checkpoint."""
+        if not self._main:
+            return
+        if state == "finished" and self._last_step > self._first_step + 1:
+            self._compare_memory(seconds=PATIENCE)
+        self._judge()
+        self._close(state)
+        step, folder = self._last_step, self._folder
+        folder.write_status(state, step=step, reason=reason, **self._status)
+        folder.note(state, step=step, reason=reason, exported=exported is not None)
+        text = f"{state} after {step} of {self._steps} steps"
+        text += f" in {seconds_as_text(time.monotonic() - self._started)}"
+        if self._losses:
+            text += f"; loss {self._losses[0]:.3f} -> {self._losses[-1]:.3f}"
+        if self._recorder.skipped:
+            text += f", {self._recorder.skipped} steps skipped"
+        logger.info(text)
+        if reason == "early_stopping":
+            logger.info("  the last evaluations were not better (evaluation.stop_after)")
+        if state == "stopped":
+            nothing = "nothing was saved (checkpoint.every_steps: null)"
+            saved = "start it again to resume" if kept == step else nothing
+            logger.info(f"  stopped by {reason}; {saved}")
+        path, recipe = folder.path, f"{folder.path}/recipe.yaml"
+        more = "to resume with more run.max_steps, or on another number of GPUs"
+        for file, what in (
+            (f"{path}/checkpoints/", more if kept is not None else None),
+            (folder.metrics, "metrics of every step, one JSON object per line"),
+            (recipe, f"to repeat the run: recipe={recipe} run.dir=ANOTHER"),
+            (f"{path}/status.json, {folder.log}/", "outcome, output of each rank"),
+            (f"{folder.export}/", exported),
+        ):
+            if what is not None:
+                logger.info(f"  {file}  {what}")
+        if state == "finished":
+            check = f"launcher selftest recipe={recipe}"
+            logger.info(f"next: check that every strategy gives the same losses: {check}")

@@ -1,0 +1,388 @@
+"""The whole run, from a checked recipe to a trained model. `Run` reads from top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from launcher.checkpoint.resume import Resumed
+from launcher.console import configure_logging, task
+from launcher.data.batching import Position
+from launcher.distributed import process_group
+from launcher.distributed.environment import Environment
+from launcher.distributed.process_group import DataParallel
+from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
+from launcher.recipe.load import LoadedRecipe
+from launcher.recipe.schema import Recipe
+from launcher.reliability.failures import FailureWatch
+from launcher.reliability.progress import Progress
+from launcher.reliability.run_directory import RunFolder, rank_log
+from launcher.reliability.signals import StopRequest
+from launcher.reliability.watchdog import Watch
+from launcher.run.auto import detect_machine, resolve_auto
+from launcher.run.checkpoint_manager import CheckpointManager
+from launcher.run.comparison import Forecast
+from launcher.run.out_of_memory import PostMortem
+from launcher.run.profiling import make_profiler
+from launcher.run.reporting import Reporter
+from launcher.run.summary import describe_start, summarize
+from launcher.strategies.base import compute_dtype, offloads_parameters
+from launcher.strategies.wrap import graph_breaks
+from launcher.training.evaluation import EarlyStopping
+from launcher.training.loop import Step
+from launcher.training.setup import Hooks, Training, assemble
+
+logger = logging.getLogger(__name__)
+
+Scores = Mapping[str, float]
+"""Finite metrics of an evaluation by name, as in metrics.jsonl; empty if none was due."""
+MAX_REWINDS = 5
+"""Most rewinds in one start. A run that diverges more often needs another learning rate, not other
+samples."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What this rank trains with, from the start of its process to its end."""
+
+    environment: Environment
+    ranks: DataParallel
+    directory: RunFolder
+    stop: StopRequest
+    failures: FailureWatch
+    watch: Watch
+    progress: Progress
+
+
+def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder, stop: StopRequest) -> int:
+    """Joins the other ranks and trains with them. Returns the exit status. A failure of any rank
+    ends this process (`FailureWatch`). Raises TrainingError if the ranks do not meet."""
+    settings, progress = loaded.recipe.run, Progress()
+    process_group.set_numerics(
+        deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
+    )
+    group = process_group.process_group(
+        environment, device=settings.device, init_timeout=settings.init_timeout
+    )
+    with (
+        group as (ranks, store),
+        rank_log(run.log, ranks.rank) as console,
+        FailureWatch(
+            store, environment=environment, run=run, console=console, progress=progress
+        ) as failures,
+        Watch(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
+    ):
+        configure_logging()
+        rank = Rank(environment, ranks, run, stop, failures, watch, progress)
+        finished = Run(loaded, rank).execute()
+    # torchrun's agent restarts on any other status than 0; status.json has the outcome
+    return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
+
+
+class Run:
+    """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
+
+    def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
+        self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
+        directory, environment = rank.directory, rank.environment
+        machine = detect_machine(rank.ranks, environment)
+        recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
+        self._recipe = recipe = _fix_date(recipe, rank)
+        post_mortem = PostMortem(
+            recipe,
+            machine,
+            environment=environment,
+            run=directory,
+            restarts_smaller=loaded.recipe.batch.micro_batch_size == "auto",
+        )
+        rank.failures.post_mortem = post_mortem
+        self._check_device(loaded)
+        compares = recipe.logging.memory_plan and environment.main
+        forecast = Forecast(recipe, machine) if compares else None
+        skipped_rows = directory.path / "skipped_rows.jsonl"
+        self._training = training = assemble(
+            recipe,
+            ranks=rank.ranks,
+            build_data=environment.local_rank == 0,
+            skipped_rows=skipped_rows,
+            hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
+        )
+        process_group.set_timeout(recipe.run.init_timeout)
+        post_mortem.training = training
+        self._graph_breaks = 0
+        self._targets, self._warned_of_targets = 0, False
+        keep_best = recipe.checkpoint.keep_best or "eval_loss"
+        self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
+        self._checkpoints, resumed = self._open_checkpoints()
+        self._evaluation_due = recipe.evaluation.at_start
+        position = Position()
+        if resumed is not None:
+            self._evaluation_due, position = resumed.evaluation_due, resumed.position
+        training = self._move_to(position)
+        first_step = self._saved_after = self._progress.step = self._position.step
+        self._profiler = make_profiler(
+            recipe.profile, directory.path, ranks=rank.ranks, done=first_step
+        )
+        self._reporter = Reporter(training, directory, first_step=first_step, forecast=forecast)
+        training.wrapped.waiting = self._reporter.waiting
+        rank.failures.on_end = self._reporter.abort
+        self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
+        for line in summarize(training):
+            logger.info(line)
+        if environment.main:
+            directory.note("built", **describe_start(training, environment.local_world_size))
+        if resumed is not None:
+            self._resume(resumed, self._position)
+
+    def _check_device(self, loaded: LoadedRecipe) -> None:
+        strategy, device = self._recipe.strategy, self._ranks.device
+        on_host = offloads_parameters(strategy.cpu_offload)
+        process_group.set_threads(self._rank.environment, device=device, cpu_offload=on_host)
+        try:
+            process_group.check_dtype(device, compute_dtype(strategy))
+        except ValueError as error:
+            key = ("strategy", "mixed_precision", "param_dtype")
+            raise loaded.refuse(key, str(error)) from None
+
+    def _open_checkpoints(self) -> tuple[CheckpointManager | None, Resumed | None]:
+        """The manager of the run's checkpoints, and the checkpoint that it loaded."""
+        directory = self._rank.directory
+        # Rank 0 decides: another node may see the folder a little later
+        decided: list[Any] = [directory.resume]
+        dist.broadcast_object_list(decided, group=self._ranks.group, group_src=0)
+        resume: str = decided[0]
+        if self._recipe.checkpoint.every_steps is None and resume == "never":
+            return None, None
+        manager = CheckpointManager(directory, self._training)
+        return manager, manager.restore(resume)
+
+    def _move_to(self, position: Position) -> Training:
+        """Continues at a position of the data, which may change the number of steps."""
+        data = self._training.data.starting(position)
+        self._position, self._steps = position, data.steps
+        self._training = replace(self._training, data=data)
+        return self._training
+
+    def _resume(
+        self, resumed: Resumed, position: Position, diverged: DivergedError | None = None
+    ) -> None:
+        """Continues from a checkpoint that was loaded. position: after skipped batches."""
+        data = self._move_to(position).data
+        self._saved_after = resumed.position.step
+        self._early_stopping.restore(resumed.observed)
+        self._reporter.resumed(resumed, data, diverged=diverged)
+
+    def execute(self) -> bool:
+        """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
+        if self._evaluation_due and self._evaluate(self._position.step) is None:
+            self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
+        finished = self._train()
+        self._finish_checkpoints(finished)
+        reason, exported = None, None
+        if not finished:
+            reason = self._rank.stop.signal or "signal"
+        else:
+            if self._early_stopping.over and self._progress.step < self._steps:
+                reason = "early_stopping"
+            exported = self._export()
+        with self._progress.slow("end"):
+            self._reporter.end(
+                "finished" if finished else "stopped",
+                reason=reason,
+                exported=exported,
+                kept=None if self._checkpoints is None else self._checkpoints.saved_step,
+            )
+        return finished
+
+    def _train(self) -> bool:
+        """Trains to the end or until the run is stopped; rewinds if it diverges."""
+        rewinds = 0
+        with self._profiler or nullcontext():
+            while True:
+                try:
+                    return self._train_from_position()
+                except DivergedError as error:
+                    rewinds += 1
+                    self._rewind(error, allowed=rewinds <= MAX_REWINDS)
+
+    def _train_from_position(self) -> bool:
+        self._progress.preparing = False
+        if self._early_stopping.over:  # in an earlier start
+            return True
+        for step in self._training.steps_from(self._position):
+            self._record(step)
+            self._check_targets(step)
+            scores = self._evaluate_if_due(step.number)
+            *_, stop_requested, save_requested = step.batch.statistics.read()
+            early = self._early_stopping.over
+            stopping = bool(stop_requested) or scores is None or early
+            self._save_if_due(step, scores, stopping=stopping, requested=bool(save_requested))
+            interrupted = scores is None and self._checkpoints is not None
+            if interrupted or (stopping and step.number < self._steps):
+                self._reporter.flush()
+                return early  # after an interrupted evaluation, the next start repeats it
+        self._reporter.flush()
+        return True
+
+    def _heartbeat(self, phase: str) -> None:
+        """The training loop begins a phase."""
+        self._reporter.phase(phase)
+        if self._profiler is not None:
+            if phase == "data" and self._progress.phase == "optimizer":
+                # No collective of gloo is running: its threads would write to memory that a
+                # profiler frees when it stops (torch 2.13). `excluded` waits for the gathered
+                # numbers of the step before
+                with self._progress.slow("profile"), self._reporter.excluded("profile"):
+                    self._profiler.step_done(self._progress.step + 1)
+            self._profiler.phase(phase)
+        self._progress.heartbeat(phase)
+
+    def _record(self, step: Step) -> None:
+        self._progress.step_done(step.number)
+        self._reporter.step(step)
+        if self._recipe.model.compile and self._ranks.rank == 0:
+            # Most are known after the first step, but a micro-batch of another kind, such as the
+            # first one with a packed row, is compiled when it comes
+            for reason in graph_breaks()[self._graph_breaks :]:
+                self._graph_breaks += 1
+                logger.info(f"compile: the graph of a block is split. {reason}")
+        if step.number == self._position.step + 1:
+            process_group.set_timeout(self._recipe.run.timeout)
+
+    def _check_targets(self, step: Step) -> None:
+        """Warns of a step without a target. Raises RecipeError if no step of the run had one."""
+        targets, *_ = step.batch.statistics.read()
+        before, self._targets = self._targets, self._targets + targets
+        if targets:
+            return
+        many = step.number == min(self._recipe.run.max_skipped_steps, self._steps)
+        if not before and not self._position.step and many:
+            what = f"no token with loss in the first {step.number} steps"
+            raise RecipeError(f"data: {what} (for data.builder: CustomData.targets)")
+        if not self._warned_of_targets:
+            self._warned_of_targets = True
+            what = "no token with loss in its batch: weights and optimizer state stay as they are"
+            logger.warning(f"step {step.number}: {what} (not logged again)")
+
+    def _evaluate_if_due(self, step: int) -> Scores | None:
+        every_steps = self._recipe.evaluation.every_steps
+        if step == self._steps or (every_steps and step % every_steps == 0):
+            return self._evaluate(step)
+        return {}
+
+    def _evaluate(self, step: int) -> Scores | None:
+        """None if it was interrupted, because the run is stopped."""
+        evaluator = self._training.evaluator
+        if evaluator is None:
+            return {}
+        with self._reporter.excluded(), task("evaluating", 0) as advance:
+            started = time.perf_counter()
+
+            def heartbeat(phase: str) -> None:
+                self._progress.heartbeat(phase)
+                advance(1)
+
+            results = evaluator.evaluate(
+                self._training.wrapped,
+                stop_requested=self._rank.stop.requested,
+                heartbeat=heartbeat,
+            )
+        if not results:
+            return None
+        scores = self._reporter.evaluation(step, results, time.perf_counter() - started)
+        self._early_stopping.add(scores)
+        return scores
+
+    def _save_if_due(
+        self, step: Step, scores: Scores | None, *, stopping: bool, requested: bool
+    ) -> None:
+        checkpoints, batch = self._checkpoints, step.batch
+        if checkpoints is None:
+            return
+        checkpoints.report()
+        # Two batches contain one request: the second was counted before the first was read
+        requested_now = requested and step.number > self._saved_after + 1
+        last = step.number == self._steps
+        if last or stopping or requested_now or checkpoints.due(step.number):
+            self._saved_after = step.number
+            position = Position(
+                step.number,
+                batch.samples_seen,
+                self._position.skipped_batches,
+                self._training.data.stream_state(batch, self._ranks),
+            )
+            with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
+                checkpoints.save(
+                    position,
+                    observed=self._reporter.state() | self._early_stopping.state(),
+                    scores=scores or {},
+                    evaluated=scores is not None,
+                )
+            self._reporter.warn(checkpoints.trouble)
+        if requested:
+            self._rank.watch.save_done()
+
+    def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
+        """Restores the last checkpoint before the steps that diverged, and skips their batches.
+        Raises the error if there is no such checkpoint or the recipe does not allow it."""
+        self._progress.step = error.last_step  # the step trained since then is discarded
+        self._progress.slow_until_step("rewind")
+        checkpoints = self._checkpoints
+        if self._recipe.run.on_divergence == "stop" or checkpoints is None or not allowed:
+            raise error
+        checkpoints.finish()
+        resumed = checkpoints.restore("auto", at_most=error.first_step - 1)
+        if resumed is None:
+            raise error
+        skipped = self._position.skipped_batches + error.last_step - resumed.position.step
+        samples = self._training.data.samples_after(error.last_step)
+        position = replace(resumed.position, samples=samples, skipped_batches=skipped)
+        self._resume(resumed, position, error)
+
+    def _finish_checkpoints(self, finished: bool) -> None:
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return
+        with self._progress.slow("checkpoint"):
+            checkpoints.finish()
+        if not finished and checkpoints.saved_step != self._progress.step:
+            what = "the run was asked to stop, and the final checkpoint could not be saved"
+            raise TrainingError(f"{what}: {checkpoints.trouble}", reason="checkpoint_failed")
+        self._reporter.warn(checkpoints.trouble)
+
+    def _export(self) -> str | None:
+        """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of it."""
+        checkpoint = self._recipe.checkpoint
+        if checkpoint.export is None:
+            return None
+        with self._progress.slow("export"):
+            try:
+                self._training.export(self._rank.directory.export)
+            except OSError as error:
+                raise TrainingError(self._export_failed(error), reason="export_failed") from None
+        if self._recipe.lora is not None and not checkpoint.export_merged:
+            return "the adapter, for peft's PeftModel.from_pretrained"
+        return "the weights, for transformers' from_pretrained"
+
+    def _export_failed(self, error: OSError) -> str:
+        saved = None if self._checkpoints is None else self._checkpoints.saved_step
+        text = f"the trained weights could not be exported: {error}"
+        if saved == self._progress.step:
+            run = self._rank.directory.path
+            text += f"; they are in the checkpoint of step {saved}: launcher export {run} OUT"
+        return text
+
+
+def _fix_date(recipe: Recipe, rank: Rank) -> Recipe:
+    """The recipe with the day of the run's first start as data.date; every rank must call this."""
+    if recipe.data.date is not None or recipe.data.builder is not None:
+        return recipe
+    day = [rank.directory.first_day() if rank.ranks.rank == 0 else ""]
+    dist.broadcast_object_list(day, group=rank.ranks.group, group_src=0)
+    return replace(recipe, data=replace(recipe.data, date=day[0]))

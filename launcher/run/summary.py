@@ -1,0 +1,167 @@
+"""Describes a run in a few lines, before its first step."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import transformers
+
+from launcher import __version__
+from launcher.console import bytes_as_text
+from launcher.data.loader import expected_padding
+from launcher.models.build import parts_without_text
+from launcher.models.chunked_loss import computes_loss
+from launcher.models.initialization import clean_name
+from launcher.models.shards import local_rows
+from launcher.strategies.activation_checkpointing import (
+    is_checkpointed,
+    recomputation_changes_state,
+)
+from launcher.training.setup import Training
+
+
+def summarize(training: Training) -> Iterator[str]:
+    """Paragraphs on model, data and batch, for the console."""
+    yield "\n".join(_model(training))
+    yield "\n".join(_data(training))
+    yield "\n".join(_batch(training))
+
+
+def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
+    """What events.jsonl records of a start: the device, versions, the global batch size, and
+    `held`, the bytes of parameters, gradients and optimizer state that this rank holds on it."""
+    device, nccl = training.ranks.device, cast(Any, torch.cuda.nccl)
+    on_gpu = device.type == "cuda"
+    held = {
+        name: _bytes(tensor for tensor in tensors if tensor.device.type == device.type)
+        for name, tensors in _held(training).items()
+    }
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device_memory": torch.cuda.mem_get_info(device)[1] if on_gpu else None,
+        "ranks_per_node": ranks_per_node,
+        "versions": {
+            "launcher": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
+        },
+        "held": held,
+        "global_batch_size": training.recipe.batch.global_batch_size,
+    }
+
+
+def _held(training: Training) -> dict[str, list[torch.Tensor]]:
+    """What a rank holds between steps. For the gradients, the parameters of their size."""
+    parameters = list(training.wrapped.module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
+    return {"parameters": parameters, "gradients": trained, "optimizer": state}
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors on this rank."""
+    return sum(local_rows(tensor.detach())[0].nbytes for tensor in tensors)
+
+
+def _model(training: Training) -> Iterator[str]:
+    """Model, strategy and memory, of the wrapped model rather than of the recipe."""
+    recipe, device, held = training.recipe, training.ranks.device, _held(training)
+    module, blocks = training.wrapped.module, training.blocks
+    name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+    kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
+    total, updates = (sum(p.numel() for p in held[key]) for key in ("parameters", "gradients"))
+    share = f", {_count(updates)} of them trained ({updates / total:.2%})"
+    cpu = f"CPU with {torch.get_num_threads()} thread(s)"
+    yield (
+        f"model: {name}, {_count(total)} parameters{share if updates < total else ''}, "
+        f"{len(blocks)} blocks ({kind}); a rank is a "
+        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
+    )
+    yield training.wrapped.description()
+    sequences = recipe.data.builder is None and recipe.data.kind != "classification"
+    if recipe.model.chunked_loss and sequences and not computes_loss(module):
+        yield "note: full logits are computed: they are not the output of a single linear layer"
+    if unused := parts_without_text(module):
+        first = clean_name(unused[0])
+        yield f"note: {len(unused)} tensors that text does not use are frozen, such as {first}"
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if recipe.model.attention == "auto" and attention == "eager":
+        yield (
+            f"note: model.attention: auto is eager, because transformers has no sdpa for {name}; "
+            "it computes and keeps all scores"
+        )
+    if not blocks:
+        yield (
+            "note: the model's class names no blocks (_no_split_modules): it is sharded as one "
+            "group, and nothing is checkpointed"
+        )
+    if (checkpointing := recipe.activation_checkpointing) is not None:
+        wrapped = sum(map(is_checkpointed, module.modules()))
+        yield f"activation checkpointing: {checkpointing.mode}, {wrapped} of {len(blocks)} blocks"
+        if unwrapped := sum(map(recomputation_changes_state, blocks.values())):
+            yield (
+                f"note: {unwrapped} blocks are not checkpointed, recomputation would update their "
+                "BatchNorm twice"
+            )
+    sizes = {name: _bytes(tensors) for name, tensors in held.items()}
+    parts = ", ".join(f"{name} {bytes_as_text(size)}" for name, size in sizes.items())
+    whole = bytes_as_text(sum(sizes.values()))
+    yield f"a rank holds {whole}: {parts}; plus activations and unsharded blocks"
+
+
+def _data(training: Training) -> Iterator[str]:
+    data, shuffled = training.data, training.recipe.data.shuffle
+    first, *rest = data.training.describe()
+    padding = expected_padding(data.training, data.sampler)
+    if not data.training.packed and padding is not None:
+        first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
+    yield f"data: {first}, {'shuffled' if shuffled else 'in the order of the files'}"
+    for line in rest:
+        yield line if line.startswith(("warning", "note")) else f"      {line}"
+
+
+def _batch(training: Training) -> Iterator[str]:
+    recipe, data, ranks = training.recipe, training.data, training.ranks.size
+    batch, sampler, steps = recipe.batch, data.sampler, data.steps
+    if batch.micro_batch_size is not None:
+        parts = (
+            f"{batch.micro_batch_size} per micro-batch x {sampler.micro_batches(0)} accumulation "
+            f"steps x {ranks} ranks"
+        )
+    else:
+        counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
+        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        parts = (
+            f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
+            f"{number} a step on each of {ranks} ranks"
+        )
+    text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
+    samples = data.start.samples + (steps - data.start.step) * batch.global_batch_size
+    if passes := data.order.passes(samples):
+        numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
+        text += f" are {' and '.join(numbers)} passes over the data"
+    yield text
+    plans = []
+    if data.validation and (every := recipe.evaluation.every_steps):
+        plans.append(f"evaluation every {every} steps")
+    if every := recipe.checkpoint.every_steps:
+        plans.append(f"checkpoint every {every} steps")
+    if recipe.checkpoint.export:
+        plans.append("export at the end")
+    yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
+    warmup = recipe.schedule.warmup_steps
+    if warmup >= steps:
+        yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)

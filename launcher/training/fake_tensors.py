@@ -1,0 +1,83 @@
+"""A model on fake tensors runs the operators of the device that it is meant for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.data.synthetic import SyntheticData
+
+
+class Replacements(ExitStack):
+    """A context in which attributes are replaced; those that the installed version lacks are
+    skipped."""
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name, None)
+        if before is not None:
+            setattr(owner, name, value)
+            self.callback(setattr, owner, name, before)
+
+
+@contextmanager
+def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
+    """A context in which a model runs the operators of this kind of device, and does not read the
+    values of tensors."""
+    from transformers import masking_utils
+    from transformers.integrations import moe
+
+    from launcher.models import attention
+
+    def grouped(tokens: Any, weight: torch.Tensor, offsets: Any) -> bool:
+        return weight.dtype == torch.bfloat16  # the only dtype with a shape function
+
+    with Replacements() as replaced:
+        replaced.set(moe, "_can_use_grouped_mm", grouped)
+        if "position_ids" not in data.tensors:
+            replaced.set(masking_utils, "find_packed_sequence_indices", lambda positions: None)
+        if "cu_seq_lens_q" in data.tensors:
+            lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
+            replaced.set(attention, "document_lengths", lambda bounds: lengths)
+        if device == "cuda":
+            replaced.set(attention, "has_varlen_kernel", lambda tensor: True)
+            replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)
+        yield
+
+
+def cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot-product attention with the kernel that CUDA chooses: the flash kernel where it is
+    supported, else the memory-efficient kernel, which needs a float mask, else the math kernel."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    out: torch.Tensor
+    aten: Any = torch.ops.aten
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and half and query.shape[-1] <= 256:
+        flash = aten._scaled_dot_product_flash_attention
+        out, *_ = flash(query, key, value, dropout_p, is_causal, scale=scale)
+        return out
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        plain = aten._scaled_dot_product_attention_math
+        settings = {"scale": scale, "enable_gqa": True}
+        out, _ = plain(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)
+        return out
+    bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = aten._scaled_dot_product_efficient_attention
+    out, *_ = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+    return out

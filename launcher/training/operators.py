@@ -1,0 +1,279 @@
+"""Operators of a block: what autograd saves, what they cost, and which ones a memory budget keeps.
+
+They are recorded in a forward pass on fake tensors, so that all ranks get the same result.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from launcher.console import bytes_as_text
+from launcher.data.synthetic import SyntheticData
+from launcher.errors import RecipeError, first_line
+from launcher.models.initialization import materialize
+from launcher.recipe.schema import Strategy
+from launcher.recipe.section import size_in_bytes
+from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
+from launcher.strategies.base import compute_dtype
+from launcher.training.fake_tensors import computing_as_on
+
+OPERATIONS_PER_BYTE = {"cuda": 150, "cpu": 3}
+"""Floating-point operations of matrix products in the time of one byte of memory traffic: 110 on an
+A100, 200 on an H100, 3 on a core of an AMD EPYC (benchmarks/README.md). Constants, because all
+ranks must choose the same operators."""
+STEPS = 4096
+"""Parts that a budget is divided into; sizes of operators are rounded up to whole parts."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call in the forward pass of a block."""
+
+    function: Any
+    call: int
+    """0-based, among the block's calls of this function."""
+    size: int
+    """Bytes of its results."""
+    cost: float
+    """Cost of recomputing it, as the bytes of memory traffic that take the same time."""
+    attention: bool
+
+
+@dataclass
+class Saved:
+    """Bytes that the forward pass of one block saves."""
+
+    kept: int = 0
+    """Saved by autograd."""
+    selected: int = 0
+    """Kept by selective checkpointing without a budget, in addition to the input of the block."""
+    input: int = 0
+    cost: float = 0.0
+    """Cost of all operators."""
+    operators: list[Operator] = field(default_factory=list)
+    """Operators that recomputation runs, and whose results could be kept instead."""
+
+    def keep(self, share: float) -> list[Operator]:
+        """The operators to keep when a block may keep this share of `kept`: attention if it fits,
+        and the other operators with the highest total cost."""
+        left = math.floor(share * self.kept) - self.input
+        attention = [one for one in self.operators if one.attention]
+        others = [one for one in self.operators if not one.attention and one.cost]
+        size = sum(one.size for one in attention)
+        if size > left:
+            attention, size = [], 0
+        return attention + _knapsack(others, left - size)
+
+
+def _knapsack(operators: Sequence[Operator], capacity: int) -> list[Operator]:
+    """The operators of at most `capacity` bytes together whose sum of costs is highest, by dynamic
+    programming over sizes: to within 1 % of the capacity."""
+    if capacity <= 0:
+        return []
+    unit = -(-capacity // STEPS)
+    best = np.zeros(capacity // unit + 1)
+    takes = []
+    for one in operators:
+        size = max(1, -(-one.size // unit))
+        taken = np.full_like(best, -1.0)
+        taken[size:] = best[: max(0, len(best) - size)] + one.cost
+        takes.append((size, taken > best))
+        best = np.maximum(best, taken)
+    chosen, left = [], len(best) - 1
+    for one, (size, take) in zip(reversed(operators), reversed(takes), strict=True):
+        if take[left]:
+            chosen.append(one)
+            left -= size
+    return chosen
+
+
+def share_of_budget(budget: str | float, whole: float) -> float:
+    """The budget as a share of `whole`, the bytes that all blocks keep without checkpointing."""
+    if not isinstance(budget, str):
+        return budget
+    return min(1.0, (size_in_bytes(budget) or 0) / whole)
+
+
+def operators_to_keep(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    data: SyntheticData,
+    *,
+    budget: str | float,
+    strategy: Strategy,
+    device: str,
+    depth: int,
+) -> dict[str, Kept]:
+    """What `activation_checkpointing.budget` keeps of each block.
+
+    data: a full micro-batch. depth: number of blocks that the budget is for; a trace has fewer.
+    Raises RecipeError if the model does not run on fake tensors, or if the budget is less than the
+    inputs of the blocks.
+    """
+    if not blocks:
+        return {}
+    shapes = {name: shapes_of(block) for name, block in blocks.items()}
+    last = {kind: name for name, kind in shapes.items()}
+    alike = {name: last[kind] for name, kind in shapes.items()}  # the last block of each kind
+    key, dtype = "activation_checkpointing.budget", compute_dtype(strategy)
+    try:
+        found = saved_of_blocks(
+            model,
+            list(last.values()),
+            data,
+            device=device,
+            dtype=dtype,
+            autocast=strategy.kind == "ddp" and dtype != torch.float32,
+        )
+    except Exception as error:  # models fail in various ways on tensors without values
+        why = f"{type(error).__name__}: {first_line(error)}"
+        what = f"the model does not run on fake tensors ({why})"
+        raise RecipeError(f"{key}: {what}; use mode selective without a budget") from error
+    each = [found[alike[name]] for name in blocks]
+    whole = sum(one.kept for one in each) * depth / len(each)
+    inputs = sum(one.input for one in each) * depth / len(each)
+    share = share_of_budget(budget, whole)
+    if share * whole < inputs:
+        what = f"{budget} is less than the inputs of {depth} blocks, {bytes_as_text(inputs)}"
+        advice = f"without checkpointing they keep {bytes_as_text(whole)}"
+        raise RecipeError(f"{key}: {what}; {advice}")
+    kept = {}
+    for name, one in found.items():
+        chosen = one.keep(share)
+        calls = frozenset((o.function, o.call) for o in chosen if not o.attention)
+        kept[name] = Kept(any(o.attention for o in chosen), calls)
+    return {name: kept[alike[name]] for name in blocks}
+
+
+def shapes_of(block: nn.Module) -> tuple[Any, ...]:
+    """A key that is equal for blocks with parameters of equal names, shapes and dtypes."""
+    named = block.named_parameters()
+    shapes = ((name, tuple(p.shape), p.requires_grad, p.dtype) for name, p in named)
+    return (type(block), *shapes)
+
+
+def saved_of_blocks(
+    model: nn.Module,
+    names: Iterable[str],
+    data: SyntheticData,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    autocast: bool = False,
+) -> dict[str, Saved]:
+    """What these blocks save in the forward pass of a micro-batch on this kind of device.
+
+    autocast: compute in dtype by autocast; otherwise weights are cast, as FSDP does. The model is
+    on the meta device, and is copied.
+    """
+    model = copy.deepcopy(model).train()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not autocast:
+            parameter.data = parameter.data.to(dtype)
+    cpu = torch.device("cpu")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        materialize(model, parameters=cpu, buffers=cpu)
+        tensors = tree_map_only(torch.Tensor, torch.empty_like, data.tensors)
+    found: dict[str, Saved] = {}
+    # Storages are kept alive, so that no two have the same address
+    seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}
+    weights = set(seen)
+
+    def run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        recorder = _Recorder(weights, seen, OPERATIONS_PER_BYTE[device])
+        with torch.autograd.graph.saved_tensors_hooks(recorder.see, lambda x: x), recorder:
+            out = forward(*args, **kwargs)
+        size = max((x.nbytes for x in args if isinstance(x, torch.Tensor)), default=0)
+        found[name] = recorder.saved(size)
+        return out
+
+    for name in names:
+        block: Any = model.get_submodule(name)
+        block.forward = partial(run, name, block.forward)
+    context = torch.autocast("cpu", dtype=dtype) if autocast else nullcontext()
+    with computing_as_on(device, data), fake, context:
+        data.loss(model, tensors)
+    return found
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operators of a block's forward pass, and what autograd saves of them."""
+
+    def __init__(
+        self, weights: set[int], seen: dict[int, torch.UntypedStorage], operations_per_byte: int
+    ) -> None:
+        """weights: ids of the model's parameters. seen: storages that were saved before, by id."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights, self._seen = weights, seen
+        self._operations_per_byte = operations_per_byte
+        self._calls: Counter[Any] = Counter()
+        self._made: list[tuple[Operator, list[Any]]] = []
+        """Operators with the storages of their results."""
+        self._needed = 0
+        """How many of them recomputation runs: it stops at the last one that autograd saves
+        from."""
+        self._kept = self._selected = self._products = 0
+        self._written: set[int] = set()
+
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts what autograd saves, each storage once."""
+        self._needed = len(self._made)
+        if id_of(tensor) not in self._seen:
+            self._seen[id_of(tensor)] = tensor.untyped_storage()
+            self._kept += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def saved(self, input_size: int) -> Saved:
+        operators = [
+            one
+            for one, storages in self._made[: self._needed]
+            if one.size and not any(storage._cdata in self._written for storage in storages)
+        ]
+        cost = sum(one.cost for one, _ in self._made)
+        return Saved(self._kept, self._selected, input_size, cost, operators)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inputs = {id_of(tensor) for tensor in read}
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        made = [tensor for tensor in made if id_of(tensor) not in inputs]
+        call, attention = self._calls[func], func in ATTENTION
+        self._calls[func] += 1
+        if func._schema.is_mutable:
+            self._written |= inputs
+        self._products += func in PRODUCTS
+        if attention or (func in PRODUCTS and self._products % 2):
+            self._selected += sum(tensor.nbytes for tensor in made)
+        if made:
+            size = sum(tensor.nbytes for tensor in made)
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
+            cost = flops / self._operations_per_byte + size + sum(tensor.nbytes for tensor in read)
+            # Random numbers must be drawn again; copies of weights are no activations
+            if is_random(func, args, kwargs or {}) or (inputs and inputs <= self._weights):
+                size = 0
+            one = Operator(func, call, size, cost, attention)
+            self._made.append((one, [tensor.untyped_storage() for tensor in made]))
+        return out
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    """Identifier of the storage of a tensor."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,334 @@
+"""Tokenization in several processes, bad rows, locks, and settings that change a store."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+
+import pytest
+
+from launcher import console
+from launcher.data import token_store
+from launcher.data.sources import Part, file_part, read_all, read_rows, split
+from launcher.data.token_store import ModelInputs, open_store
+from launcher.distributed.environment import Environment
+from launcher.errors import RecipeError, TrainingError
+from launcher.recipe import hub, schema
+from launcher.reliability import lock
+from tests.unit.data.rows import store_names, texts_of, write
+
+END = 256
+BAD_LINE = "not JSON: Expecting property name enclosed in double quotes (column 2)"
+
+
+@pytest.fixture
+def small_tasks(monkeypatch):
+    """Sets small limits, so that a small input is split into many tasks for several processes."""
+    monkeypatch.setattr(token_store, "_TASK_BYTES", 64)
+    monkeypatch.setattr(token_store, "_STORE_ROWS", 7)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def open_files(cache):
+    """Opens the store of files. Further arguments are settings of the recipe's data section."""
+
+    def open_one(*patterns, tokenizer="bytes", build=True, validation=False, classes=None, **data):
+        data = schema.Data(cache=str(cache), **data)
+        model, patterns = ModelInputs(classes=classes), tuple(map(str, patterns))
+        return open_store(
+            patterns, data, tokenizer=tokenizer, model=model, validation=validation, build=build
+        )
+
+    return open_one
+
+
+# Parts
+
+
+@pytest.mark.parametrize("size", [1, 10, 33, 100, 10**6])
+def test_jsonl_parts_contain_every_row_once(tmp_path, size):
+    texts = [f"{number} " + "ü\u2028" * (number % 7) for number in range(50)]
+    file = write(tmp_path / "a.jsonl", texts)
+    lines = file.read_text(encoding="utf-8").split("\n")
+    lines[8:8] = ["", "  "]
+    file.write_text("\n".join(lines) + "\n" + json.dumps({"text": "last"}), encoding="utf-8")
+    whole, parts = list(read_rows(file_part(file))), split(file_part(file), size)
+    assert (len(parts) > 10) == (size <= 100)
+    in_parts = list(read_all(parts))
+    expected = [{"text": text} for text in [*texts, "last"]]
+    assert [row.values for row in in_parts] == [row.values for row in whole] == expected
+    assert [row.where for row in in_parts] == [row.where for row in whole]
+    assert whole[-1].where == f"{file}:54"
+    for number in (30, 31, 3, 39, 0):  # in any order
+        assert whole[number].where == f"{file}:{number + (1 if number < 8 else 3)}"
+
+
+def test_parquet_parts_contain_every_row_once(tmp_path):
+    texts = [str(number) for number in range(95)]
+    file = write(tmp_path / "a.parquet", texts, row_group_size=10)
+    parts = split(file_part(file), 1)
+    assert (len(parts), len(split(file_part(file), 10**9))) == (10, 1)
+    rows = [(row.values, row.where) for row in read_all(parts)]
+    assert rows == [({"text": text}, f"{file} row {int(text) + 1}") for text in texts]
+
+
+# Several processes
+
+
+def test_document_order_is_independent_of_process_count(
+    tmp_path, cache, open_files, small_tasks, capfd, messages, monkeypatch
+):
+    texts = [[f"{name}{number} " + "x" * (number % 13) for number in range(60)] for name in "abc"]
+    data = tmp_path / "data"
+    write(data / "a.jsonl", texts[0])
+    write(data / "b.parquet", texts[1], row_group_size=7)
+    write(data / "c.jsonl", texts[2])
+    write(data / "d.txt", "d")
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    serial = open_files(data, processes=1)
+    progress = [line for line in messages() if line.startswith("tokenizing: ")]
+    assert len(progress) > 5
+    assert progress[-1] == "tokenizing: 100%, 0 s left"
+    cache.rename(tmp_path / "first")
+    parallel = open_files(data, processes=2)
+    assert texts_of(serial) == texts_of(parallel) == [*texts[0], *texts[1], *texts[2], "d"]
+    assert serial.ids.tobytes() == parallel.ids.tobytes()
+    assert serial.offsets.tobytes() == parallel.offsets.tobytes()
+    assert serial.largest_id == parallel.largest_id == END
+    (name,) = store_names(cache)
+    files = sorted(file.name for file in (cache / name).iterdir())
+    assert files == ["ids.bin", "meta.json", "offsets.npy"]
+    assert [line for line in messages() if line.startswith("tokenized 181 documents")]
+    printed = capfd.readouterr()
+    assert "Generating" not in printed.out + printed.err
+    # An existing store is opened without these packages
+    for module in ("datasets", "transformers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert open_files(data, processes=4).documents == 181
+
+
+def test_labels_and_classes_with_several_processes(tmp_path, open_files, small_tasks):
+    rows = [{"input_ids": [number, 1, 2]} for number in range(40)]
+    for number in range(21, 40):
+        rows[number]["labels"] = [-100, 5, 700 + number]
+    found = open_files(
+        write(tmp_path / "a.jsonl", rows), kind="tokens", tokenizer=None, processes=2
+    )
+    labels = [row.get("labels", row["input_ids"]) for row in rows]
+    assert found.labels.reshape(-1, 3).tolist() == labels
+    assert (found.largest_id, found.classes) == (739, None)
+    rows = [{"text": f"t{number}", "label": number % 3} for number in range(40)]
+    classes = {"kind": "classification", "processes": 2}
+    file = write(tmp_path / "b.jsonl", rows)
+    found = open_files(file, **classes)
+    assert found.classes.tolist() == [number % 3 for number in range(40)]
+    assert found.labels is None
+    assert found.ids[: found.offsets[1]].tolist() == [*b"t0"]
+    message = r"label 2, but the model has 2 classes, 0 to 1 \(model.num_labels\)"
+    with pytest.raises(RecipeError, match=rf"b.jsonl:3: {message}"):
+        open_files(file, classes=2, **classes)
+
+
+def write_broken_rows(tmp_path, bad):
+    file = write(tmp_path / "a.jsonl", [f"text {number}" for number in range(60)])
+    lines = file.read_text().splitlines(keepends=True)
+    for number in bad:
+        lines[number] = "{not json\n"
+    file.write_text("".join(lines))
+    return file
+
+
+def test_errors_in_tokenization_processes_are_reported(
+    tmp_path, cache, open_files, small_tasks, monkeypatch
+):
+    file = write_broken_rows(tmp_path, [47])
+    with pytest.raises(RecipeError) as error:
+        open_files(file, processes=2)
+    assert str(error.value) == f"{file}:48: {BAD_LINE}"
+    file = write(tmp_path / "a.jsonl", [*"abc"] * 30)
+    (tmp_path / "tokenizer").mkdir()
+    with pytest.raises(RecipeError, match=r"^data.tokenizer: .*: no tokenizer could be loaded: "):
+        open_files(file, tokenizer=str(tmp_path / "tokenizer"), processes=2)
+    monkeypatch.setattr(token_store, "store_rows", lambda *arguments: os._exit(9))
+    killed = r"a tokenization process was killed, .*; lower data.processes"
+    with pytest.raises(TrainingError, match=killed):
+        open_files(write(file, ["x"] * 60), processes=2)
+    assert store_names(cache) == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_skipped_rows_are_reported_at_every_start(tmp_path, open_files, small_tasks, processes):
+    file = write_broken_rows(tmp_path, [3, 47])
+    for _ in range(2):
+        found = open_files(file, processes=processes, on_error="skip")
+        assert found.documents == 58
+        assert found.skipped == [{"where": f"{file}:{n}", "problem": BAD_LINE} for n in (4, 48)]
+    with pytest.raises(RecipeError):
+        open_files(file, processes=processes)
+
+
+def test_several_bad_rows_are_reported_together(tmp_path, cache, open_files):
+    file = write_broken_rows(tmp_path, range(3, 20))
+    with pytest.raises(RecipeError) as error:
+        open_files(file)
+    *lines, last = error.value.problems
+    assert [line.split(": ")[0] for line in lines] == [f"{file}:{line}" for line in range(4, 9)]
+    assert last == "... and 12 more nearby; data.on_error: skip leaves such rows out"
+    with pytest.raises(RecipeError) as error:
+        open_files(write(file, "x\n\n[]\n"), on_error="skip")
+    assert str(error.value) == (
+        "data: no document with text in 1 files; all 2 rows were skipped, "
+        f"the first: {file}:1: not JSON: Expecting value (column 1)"
+    )
+    assert store_names(cache) == []
+
+
+# Locks and existing stores
+
+
+def lock_of_another_process(cache, open_files, file, **owner):
+    """Creates and removes the store of `file`.
+
+    Returns its name, the path of another process's lock file, and the content of that file.
+    """
+    open_files(file)
+    (name,) = store_names(cache)
+    shutil.rmtree(cache / name)
+    folder = cache / "locks" / name
+    taken = lock.Ownership.take(folder, Environment())
+    values = json.loads((folder / "owner" / taken.name).read_text())
+    taken.release()
+    return name, folder / "owner/00000009.json", json.dumps(values | owner)
+
+
+def test_lock_of_a_killed_process_is_taken_over(tmp_path, cache, open_files):
+    file = write(tmp_path / "a.jsonl", ["x"])
+    name, record, dead = lock_of_another_process(cache, open_files, file, started=1)
+    record.write_text(dead)
+    write(cache / f".{name}-00000009.json/ids.bin", b"half")
+    assert texts_of(open_files(file)) == ["x"]
+    assert store_names(cache) == [name]
+
+
+def test_process_waits_while_another_process_tokenizes(
+    tmp_path, cache, open_files, monkeypatch, messages
+):
+    """The other process is on another machine, so only its heartbeat shows that it is running."""
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 120.0)
+    monkeypatch.setattr(token_store, "_LOGGED_SECONDS", 0.3)
+    monkeypatch.setattr(token_store, "_POLL_SECONDS", 0.1)
+    file = write(tmp_path / "a.jsonl", ["x"])
+    other = {"machine": "other", "host": "node7"}
+    _, record, remote = lock_of_another_process(cache, open_files, file, **other)
+    record.write_text(remote)
+    before, found = len(messages()), []
+    waiting = threading.Thread(target=lambda: found.append(texts_of(open_files(file))))
+    waiting.start()
+    while not any("waiting for process " in message for message in messages()[before:]):
+        assert waiting.is_alive()
+        time.sleep(0.05)
+    assert not found
+    assert messages()[before].startswith("waiting for process ")
+    assert " on node7, since " in messages()[before]
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.5)
+    waiting.join(120)
+    assert found == [["x"]], "the lock must be taken over after the heartbeat stops"
+
+
+def test_waiting_process_polls_less_often_over_time(tmp_path, open_files, monkeypatch):
+    """A thousand ranks may poll the same file system for hours."""
+    now, slept, file = [0.0], [], write(tmp_path / "a.jsonl", ["x"])
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+        if now[0] > 3600:
+            raise TimeoutError
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(TimeoutError):
+        open_files(file, build=False)
+    assert len(slept) < 800
+    assert (slept[0] < 0.1, slept[-1]) == (True, token_store._POLL_SECONDS)
+
+
+def test_only_relevant_settings_change_the_store(tmp_path, cache, open_files):
+    file = write(tmp_path / "a.jsonl", ["x"])
+    open_files(file)
+    instruct = {"kind": "instruct", "prompt_column": "text", "response_column": "text"}
+    for same in ({"text_column": "text"}, {"prompt_column": "q", "processes": 7}):
+        open_files(file, **same)
+    assert len(store_names(cache)) == 1
+    for changed in ({"on_error": "skip"}, instruct):
+        open_files(file, **changed)
+    assert len(store_names(cache)) == 3
+
+
+# Hub data sets: `load_dataset` is replaced, because tests have no network access
+
+
+@pytest.fixture
+def hub_sets(monkeypatch, tmp_path):
+    """Fake hub data sets by (repository, config), and the list of requests for them."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    sets = {
+        ("me/set", None): {"train": ["a", "b"], "test": ["t"]},
+        ("me/set", "small"): {"train": ["s"], "validation": ["v"]},
+    }
+    requests = []
+
+    def load_dataset(repository, config, *, split):
+        requests.append((repository, config, split))
+        if (repository, config) not in sets:
+            raise ConnectionError("no network\nreally")
+        found = sets[repository, config]
+        if split not in found:
+            raise ValueError(f'Unknown split "{split}". Should be one of {sorted(found)}.')
+        return datasets.Dataset.from_list([{"text": text} for text in found[split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub.load_data_set.cache_clear()
+    yield sets, requests
+    hub.load_data_set.cache_clear()
+
+
+def test_hub_data_sets(tmp_path, open_files, hub_sets):
+    _, requests = hub_sets
+    local = write(tmp_path / "a.jsonl", ["local"])
+    assert texts_of(open_files("me/set", local)) == ["a", "b", "local"]
+    assert texts_of(open_files("me/set:test")) == ["t"]
+    assert texts_of(open_files("me/set/small")) == ["s"]
+    assert texts_of(open_files("me/set/small:validation")) == ["v"]
+    assert texts_of(open_files("me/set", validation=True)) == ["t"]
+    assert texts_of(open_files("me/set/small", validation=True)) == ["v"]
+    assert requests[:2] == [("me/set", None, "train"), ("me/set", None, "test")]
+    assert next(read_rows(Part("me/set:test", "hub"))).where == "me/set:test row 1"
+    missing = (
+        r"^data: me/gone is not in the cache of data sets and could not be fetched: no network;"
+    )
+    with pytest.raises(RecipeError, match=missing):
+        open_files("me/gone")
+    split = r"has no split dev: Unknown split \"dev\". Should be one of .*; name one"
+    with pytest.raises(RecipeError, match=rf"^data: me/set:dev: {split}"):
+        open_files("me/set:dev")
+
+
+def test_hub_data_set_is_cached_after_the_first_read(open_files, hub_sets, small_tasks):
+    sets, requests = hub_sets
+    texts = sets["me/set", None]["train"] = [f"text {number}" for number in range(50)]
+    open_files("me/set", processes=2)
+    sets["me/set", None]["train"] = ["new", "rows"]
+    hub.load_data_set.cache_clear()
+    for build in (True, False):
+        assert texts_of(open_files("me/set", build=build)) == texts
+    assert requests == [("me/set", None, "train")]

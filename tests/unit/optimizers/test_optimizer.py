@@ -1,0 +1,198 @@
+"""Tests of learning rate schedules, the float16 loss scale, weight decay and optimizers."""
+
+import copy
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+from launcher.optimizers.muon import newton_schulz
+from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
+from launcher.recipe import schema
+
+QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
+"""A cosine decay from 1 to 0.1, after a quarter of its steps."""
+
+# Ten steps, peak 1, min_ratio 0.1: {step: learning rate}
+RATES = [
+    ("cosine", 2, None, {1: 0.5, 2: 1.0, 4: QUARTER, 6: 0.55, 8: 1.1 - QUARTER, 10: 0.1}),
+    ("linear", 2, None, {1: 0.5, 2: 1.0, 4: 0.775, 6: 0.55, 8: 0.325, 10: 0.1}),
+    ("constant", 2, None, {1: 0.5, 2: 1.0, 3: 1.0, 10: 1.0}),
+    ("wsd", 2, 4, {1: 0.5, 2: 1.0, 6: 1.0, 7: 0.775, 8: 0.55, 9: 0.325, 10: 0.1}),
+    ("wsd", 2, None, {1: 0.5, 2: 1.0, 9: 1.0, 10: 0.1}),  # decay over a tenth of the run
+    ("wsd", 2, 20, {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),  # decay longer than the run: same as linear
+    ("cosine", 0, None, {1: 0.1 + 0.9 * (1 + math.cos(math.pi / 10)) / 2, 5: 0.55, 10: 0.1}),
+    ("linear", 0, None, {1: 0.91, 5: 0.55, 10: 0.1}),
+    ("constant", 0, None, {1: 1.0, 10: 1.0}),
+    ("wsd", 0, 2, {1: 1.0, 8: 1.0, 9: 0.55, 10: 0.1}),
+    ("cosine", 10, None, {1: 0.1, 5: 0.5, 10: 1.0}),  # warm-up over the whole run
+    # Warm-up longer than the run
+    *(
+        (kind, 100, None, {1: 0.01, 5: 0.05, 10: 0.1})
+        for kind in ("cosine", "linear", "constant", "wsd")
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "warmup", "decay", "rates"), RATES)
+def test_learning_rate(kind, warmup, decay, rates):
+    schedule = schema.Schedule(kind=kind, warmup_steps=warmup, min_ratio=0.1, decay_steps=decay)
+    for peak in (1.0, 3e-4):
+        rate_at = learning_rate(schedule, peak=peak, steps=10)
+        assert {step: rate_at(step) for step in rates} == pytest.approx(
+            {step: peak * rate for step, rate in rates.items()}
+        )
+    once = learning_rate(dataclasses.replace(schedule, warmup_steps=0), peak=2.0, steps=1)
+    assert once(1) == pytest.approx(2.0 if kind == "constant" else 0.2), "a run of one step"
+
+
+def test_loss_scale_after_skipped_and_good_steps():
+    scale, off = (LossScale(torch.device("cpu"), enabled=enabled) for enabled in (True, False))
+    assert scale.value.item() == 65536.0
+    for skipped, times, expected in (
+        (1.0, 1, 32768),
+        (1.0, 3, 4096),
+        (0.0, 1999, 4096),
+        (0.0, 1, 8192),
+        (0.0, 1000, 8192),
+        (1.0, 1, 4096),
+        (0.0, 1999, 4096),  # the good steps before the skipped one do not count
+        (0.0, 1, 8192),
+    ):
+        for _ in range(times):
+            scale.update(torch.tensor(skipped))
+            off.update(torch.tensor(skipped))
+        assert scale.value.item() == expected
+    assert off.value.item() == 1.0
+
+
+def test_weight_decay_applies_only_to_matrices():
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 3, bias=False)
+    )
+    model[3].weight.requires_grad_(False)
+    section = schema.Optimizer(learning_rate=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    optimizer = make_optimizer(model, section)
+    matrices, vectors = optimizer.param_groups
+    assert matrices["param_names"] == ["0.weight", "2.weight"]
+    assert vectors["param_names"] == ["1.weight", "1.bias", "2.bias"]
+    expected = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "fused": True}
+    assert expected.items() <= matrices.items()
+    assert expected.items() <= vectors.items()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 0.95 if name in matrices["param_names"] else 1
+        torch.testing.assert_close(parameter, before[name] * factor)
+    for module in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
+        assert len(make_optimizer(module, section).param_groups) == 1
+
+
+def run_equal_steps(optimizer, reference_optimizers, model, reference_model, steps):
+    """Run steps with equal random gradients. The gradients of `optimizer` are scaled by 4."""
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.zeros(())
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for a, b in zip(model.parameters(), reference_model.parameters(), strict=True):
+            b.grad = torch.randn(a.shape, generator=generator) * 0.1
+            a.grad = b.grad * 4
+        for one in (optimizer, *reference_optimizers):
+            one.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "reference_class"),
+    [
+        ("adafactor", torch.optim.Adafactor),
+        ("sgd", functools.partial(torch.optim.SGD, momentum=0.9)),
+    ],
+)
+def test_adafactor_and_sgd_match_torch(name, reference_class):
+    """One parameter has three dimensions."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 7)
+    model.experts = nn.Parameter(torch.randn(3, 4, 5))
+    reference_model = copy.deepcopy(model)
+    optimizer = make_optimizer(model, schema.Optimizer(name=name, learning_rate=0.05))
+    groups = [
+        {"params": [reference_model.experts, reference_model.weight], "weight_decay": 0.1},
+        {"params": [reference_model.bias], "weight_decay": 0.0},
+    ]
+    run_equal_steps(optimizer, [reference_class(groups, lr=0.05)], model, reference_model, 8)
+    for a, b in zip(model.parameters(), reference_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    plain = make_optimizer(model, schema.Optimizer(name="sgd", momentum=0.0))
+    assert not plain.state[model.weight]
+
+
+def test_muon_matches_torch():
+    """Muon applies to matrices of blocks, AdamW to all other parameters.
+
+    The tolerance for Muon is larger because torch iterates in bfloat16.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 24), nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
+    reference_model = copy.deepcopy(model)
+    optimizer = make_optimizer(
+        model,
+        schema.Optimizer(name="muon", momentum=0.95, learning_rate=0.01),
+        blocks=[model[1]],
+    )
+    matrices = [p for p in reference_model[1].parameters() if p.ndim == 2]
+    vectors = [p for p in reference_model[1].parameters() if p.ndim == 1]
+    reference_optimizers = [
+        torch.optim.Muon(matrices, lr=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            reference_model[0].parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1
+        ),
+        torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    before = copy.deepcopy(model)
+    run_equal_steps(optimizer, reference_optimizers, model, reference_model, 4)
+    parameters = zip(
+        model.parameters(), reference_model.parameters(), before.parameters(), strict=True
+    )
+    for a, b, start in parameters:
+        moved = (a - start).norm()
+        assert (a - b).norm() < (0.02 if a.ndim == 2 and a.shape[0] > 5 else 1e-5) * moved
+    assert set(optimizer.state[model[1][0].weight]) == {"momentum_buffer"}
+    assert set(optimizer.state[model[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    with pytest.raises(RecipeError, match=r"optimizer.name: muon: the model has no matrix in a"):
+        make_optimizer(model, schema.Optimizer(name="muon"))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
+def test_muon_makes_matrices_nearly_orthogonal(shape):
+    """A tensor with three dimensions is a stack of experts, with one matrix each."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    separate = [newton_schulz(one.clone()) for one in matrices] if len(shape) == 3 else []
+    found = newton_schulz(matrices)
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < values.min() < values.max() < 1.3
+    for one, other in zip(separate, found, strict=False):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_skipped_step_changes_nothing(name):
+    """This includes the first step, which creates the optimizer state."""
+    model = nn.Linear(3, 4)
+    section = schema.Optimizer(name=name, learning_rate=0.1)
+    optimizer = make_optimizer(model, section, blocks=[model])
+    before = [p.detach().clone() for p in model.parameters()]
+    for gradient, found_inf in ((torch.nan, 1.0), (torch.inf, 1.0), (1.0, 0.0)):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.step()
+        if found_inf:
+            assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+            states = (value for state in optimizer.state.values() for value in state.values())
+            assert not any(value.any() for value in states)
+    assert all((p < b).all() for p, b in zip(model.parameters(), before, strict=True))

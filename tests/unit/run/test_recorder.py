@@ -1,0 +1,242 @@
+"""Tests of metrics.jsonl, of the messages about slow ranks, and of the bottleneck verdict."""
+
+import random
+import re
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from launcher.data.loader import GlobalBatch, StepStatistics
+from launcher.distributed import host_memory
+from launcher.distributed.process_group import DataParallel
+from launcher.errors import DivergedError
+from launcher.metrics import slow_ranks
+from launcher.metrics.slow_ranks import SlowRanks
+from launcher.metrics.verdict import TOLERATED, Measured, step_shares, verdict
+from launcher.recipe.load import load_recipe
+from launcher.reliability.json_files import read_jsonl
+from launcher.reliability.run_directory import RunFolder
+from launcher.run import recorder
+from launcher.run.recorder import StepRecorder
+from launcher.run.reporting import Reporter
+from launcher.training.loop import Step
+from launcher.training.setup import Flops
+
+SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+
+
+def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
+    batch = GlobalBatch(
+        number, [], StepStatistics([tokens - 1, tokens, 0, 0], SINGLE_RANK), 8 * number, waited
+    )
+    return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test advances."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_rates_are_means_since_the_last_record(clock):
+    recorder = StepRecorder(SINGLE_RANK, Flops(3.0, recomputed=1.0, peak=600.0))
+
+    def train(numbers_and_tokens):
+        for number, tokens in numbers_and_tokens:
+            clock.now += 2.0
+            recorder.add(last := step(number, tokens=tokens))
+        return recorder.launch(last)
+
+    first = train([(1, 10), (2, 30), (3, 60)])
+    with recorder.excluded():
+        clock.now += 50.0
+    second = train([(4, 40)])  # launched before the first one is collected, as in a run
+    line = recorder.collect(first)
+    assert (line["step"], line["tokens"], line["loss_tokens"]) == (3, 60, 59), (
+        "counts of the last step only"
+    )
+    expected = {"step_seconds": 2.0, "tokens_per_second": (10 + 30 + 60) / 6, "data_seconds": 0.5}
+    expected |= {"mfu": 100 / 6 * 3 / 600, "hfu": 100 / 6 * (3 + 1) / 600}
+    assert {key: line[key] for key in expected} == pytest.approx(expected)
+    line = recorder.collect(second)
+    assert line["step_seconds"] == pytest.approx(2.0), "the excluded pause is not counted"
+    assert line["tokens_per_second"] == pytest.approx(20)
+
+
+def test_step_time_by_phase(clock):
+    recorder = StepRecorder(SINGLE_RANK, Flops(0.0))
+    for number in (1, 2):
+        for phase, seconds, waits in (
+            ("data", 0.5, 0.0),
+            ("forward", 1.0, 0.0),
+            ("backward", 1.5, 1.5),
+            ("optimizer", 1.0, 0.0),
+        ):
+            recorder.phase(phase)
+            clock.now += seconds
+            with recorder.waiting():
+                clock.now += waits
+        recorder.phase("data")
+        clock.now += 0.5
+        recorder.add(step(number))
+        if number == 1:
+            with recorder.excluded("checkpoint"), recorder.waiting():
+                clock.now += 7.0
+        clock.now += 0.25
+    line = recorder.collect(recorder.launch(step(2)))
+    expected = {"forward": 1.0, "backward": 3.0, "optimizer": 1.0, "logging": 0.25, "step": 6.25}
+    expected |= {"communication": 1.5, "checkpoint": 7.0, "slowest_rank": 6.25 - 1.5 - 0.25}
+    assert {name: line[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
+    recorder.add(step(3))
+    clock.now += 1.0
+    recorder.collect(recorder.launch(step(3)))
+    assert recorder.totals["step"] == pytest.approx(1.0), "the totals leave out the first record"
+
+
+@pytest.fixture
+def slow_rank_messages(monkeypatch, clock):
+    """Run 60 steps of some seconds. The second-to-last rank is slow in `slow_steps`; all ranks have
+    delays."""
+    monkeypatch.setattr(slow_ranks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return partial(_slow_rank_messages, clock)
+
+
+def _slow_rank_messages(clock, slow_steps, *, ranks=4, seconds=1.0):
+    generator, found = random.Random(0), []
+    slow = SlowRanks([f"node{rank // 2}" for rank in range(ranks)])
+    for number in range(1, 61):
+        clock.now += seconds
+        own = [
+            generator.uniform(0.95, 1.05) * generator.choice([1.0] * 9 + [3.0])
+            for _ in range(ranks)
+        ]
+        own[-2] *= 2.0 if number in slow_steps else 1.0
+        found += [(number, message) for message in slow.update(number, own)]
+    return found, slow.note
+
+
+def test_slow_rank_is_reported_at_start_and_end(slow_rank_messages):
+    assert slow_rank_messages(range(0)) == ([], None)
+    ((begin, first), (end, second)), note = slow_rank_messages(range(20, 40))
+    assert re.match("slow: rank 2 on node1 takes [12].[90] times as long for a step as the", first)
+    assert "since step 20" in first
+    assert second.startswith("rank 2 on node1 is no longer slow")
+    assert 20 < begin < 30 < 40 < end < 52
+    assert note is None
+    ((_, first),), note = slow_rank_messages(range(20, 61), ranks=2)
+    assert "slow: rank 0 on node0 takes " in first
+    assert re.fullmatch("rank 0 slow x[12].[90]", note)
+
+
+def test_rank_is_slow_only_after_three_seconds(slow_rank_messages):
+    assert slow_rank_messages(range(20, 40), seconds=0.1) == ([], None)
+    ((number, text),), note = slow_rank_messages(range(5, 61), seconds=0.1)
+    assert 34 <= number <= 36
+    assert text.endswith("since step 5 (3 s)")
+    assert note.startswith("rank 2 slow")
+
+
+VERDICTS = [
+    ("strategy.kind=ddp", {}, {}, "compute (forward and backward), 100% of a step; no override"),
+    ("strategy.kind=fsdp", {}, {"free_memory": 0.5}, "try model.compile=true"),
+    ("strategy.kind=ddp", {"data": 0.2}, {}, "data, 20% of a step; try data.workers=4"),
+    ("data.workers=8", {"data": 0.2}, {}, "try data.prefetch_factor=4"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"nodes": 2}, "try strategy.replicate=2"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"micro_batches": 2}, "try strategy.sync_every_micro_batch=false"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {}, "try strategy.reshard_after_forward=false"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"free_memory": 0.1}, "try batch.global_batch_size=128"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"slow_rank": "rank 3"}, "look at it first: rank 3"),
+    ("strategy.cpu_offload={}", {"communication": 0.3}, {}, "host copies and communication, 30% of a step; try strategy.cpu_offload="),
+    ("activation_checkpointing={mode: full}", {"recomputation": 0.25}, {}, "25% of a step; try activation_checkpointing.mode=sel"),
+    ("activation_checkpointing={mode: selective}", {"recomputation": 0.25}, {"free_memory": 0.1}, "no override"),
+    ("strategy.kind=ddp", {"optimizer": 0.3}, {"ranks": 2}, "optimizer, 30% of a step; try strategy.shard_optimizer=true"),
+    ("strategy.kind=fsdp", {"optimizer": 0.3, "data": 0.04}, {}, "optimizer, 30% of a step; try batch.global_batch_size=128"),
+    ("logging.every_steps=2", {"logging": 0.2}, {}, "logging, 20% of a step; try logging.every_steps=20"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "shares", "shape", "expected"), VERDICTS)
+def test_verdict_names_bottleneck_and_one_override(override, shares, shape, expected, folder):
+    recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=1).recipe
+    whole = dict.fromkeys(TOLERATED, 0.0) | shares
+    text = verdict(Measured(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
+    assert text.startswith("bottleneck: ")
+    assert expected in text
+    assert text.count("=") <= 1
+
+
+def test_step_shares():
+    totals = defaultdict(float, step=10.0, data=1.0, optimizer=1.0, logging=0.5, communication=1.0)
+    shares = step_shares(totals | {"timed": 5.0}, recomputed_share=0.2)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["communication"] == pytest.approx(0.2), (
+        "communication was timed in half of the steps"
+    )
+    assert shares["recomputation"] == pytest.approx(0.2 * (0.75 - 0.2))
+
+
+def test_peak_memory_is_since_the_last_record(monkeypatch):
+    peaks, allocated = iter([500, 300]), [700]
+    monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
+    on_cpu = StepRecorder(SINGLE_RANK, Flops(0.0))
+    for number, expected in ((1, 500), (2, 300)):
+        on_cpu.add(step(number))
+        assert on_cpu.collect(on_cpu.launch(step(number)))["peak_memory_bytes"] == expected
+    reset = lambda device: allocated.__setitem__(0, 200)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 900)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    found = [recorder._peak_memory(torch.device("cuda")) for _ in range(2)]
+    assert found == [(700, 900), (200, 900)]
+
+
+@pytest.fixture
+def reporter(folder):
+    recipe = load_recipe(["recipe=x.yaml", "run.max_skipped_steps=2"], ranks=1).recipe
+    run = RunFolder(folder / "run")
+    run.create("")
+    training = SimpleNamespace(
+        ranks=SINGLE_RANK, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
+    )
+    return Reporter(training, run, first_step=0, forecast=None)
+
+
+def lines(folder):
+    return [line["step"] for line in read_jsonl(folder / "run/metrics.jsonl")]
+
+
+def test_lines_are_written_one_step_late(reporter, folder):
+    closed = []
+    reporter._sinks.append(SimpleNamespace(write=lambda record: None, close=closed.append))
+    reporter.step(step(1))
+    assert lines(folder) == [1], "the first line is written at once"
+    reporter.step(step(2))
+    assert lines(folder) == [1]
+    reporter.step(step(3))
+    assert lines(folder) == [1, 2]
+    with reporter.excluded():
+        assert lines(folder) == [1, 2, 3]
+    reporter.step(step(4))
+    reporter.flush()
+    assert lines(folder) == [1, 2, 3, 4]
+    reporter.step(step(5))
+    reporter.abort()
+    assert lines(folder) == [1, 2, 3, 4, 5], "a failed run keeps its last line"
+    reporter.abort()
+    assert closed == ["failed"], "sinks are closed once"
+
+
+def test_steps_after_divergence_are_not_logged(reporter, folder):
+    reporter.step(step(1))
+    for number in (2, 3):
+        reporter.step(step(number, skipped=1.0))
+    with pytest.raises(DivergedError) as raised:
+        reporter.step(step(4))
+    assert (raised.value.first_step, raised.value.last_step) == (2, 3)
+    reporter.abort()
+    assert lines(folder) == [1, 2, 3]
