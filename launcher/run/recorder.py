@@ -264,7 +264,6 @@ class StepRecorder:
         self.own_seconds = [] if own.isnan().any() else own.tolist()
         rate = interval.tokens / steps / seconds
         loss_tokens, tokens, *_ = step.batch.statistics.read()
-        flops, recomputed = self._flops.model, self._flops.recomputed
         peak = self._flops.peak and self._flops.peak * self._ranks.size
         phases = {f"{name}_seconds": interval.seconds[name] / steps for name in PHASES[1:]}
         return {
@@ -276,8 +275,7 @@ class StepRecorder:
             "loss_tokens": loss_tokens,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            "mfu": rate * flops / peak if peak else None,
-            "hfu": rate * (flops + recomputed) / peak if peak and recomputed is not None else None,
+            "mfu": rate * self._flops.model / peak if peak else None,
             "peak_memory_bytes": int(gathered["peak"].nan_to_num().max()),  # NaN: on null GPUs
             "reserved_memory_bytes": finite(gathered["reserved"].max().item()),
             "data_seconds": float(gathered["waited"].max()) / steps,

@@ -27,7 +27,6 @@ from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.auto import detect_machine, resolve_auto
 from launcher.run.checkpoint_manager import CheckpointManager
-from launcher.run.comparison import Forecast
 from launcher.run.out_of_memory import PostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.reporting import Reporter
@@ -103,8 +102,6 @@ class Run:
         )
         rank.failures.post_mortem = post_mortem
         self._check_device(loaded)
-        compares = recipe.logging.memory_plan and environment.main
-        forecast = Forecast(recipe, machine) if compares else None
         skipped_rows = directory.path / "skipped_rows.jsonl"
         self._training = training = assemble(
             recipe,
@@ -129,7 +126,7 @@ class Run:
         self._profiler = make_profiler(
             recipe.profile, directory.path, ranks=rank.ranks, done=first_step
         )
-        self._reporter = Reporter(training, directory, first_step=first_step, forecast=forecast)
+        self._reporter = Reporter(training, directory, first_step=first_step)
         training.wrapped.waiting = self._reporter.waiting
         rank.failures.on_end = self._reporter.abort
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)

@@ -44,7 +44,7 @@ def clock(monkeypatch):
 
 
 def test_rates_are_means_since_the_last_record(clock):
-    recorder = StepRecorder(SINGLE_RANK, Flops(3.0, recomputed=1.0, peak=600.0))
+    recorder = StepRecorder(SINGLE_RANK, Flops(3.0, peak=600.0))
 
     def train(numbers_and_tokens):
         for number, tokens in numbers_and_tokens:
@@ -61,7 +61,7 @@ def test_rates_are_means_since_the_last_record(clock):
         "counts of the last step only"
     )
     expected = {"step_seconds": 2.0, "tokens_per_second": (10 + 30 + 60) / 6, "data_seconds": 0.5}
-    expected |= {"mfu": 100 / 6 * 3 / 600, "hfu": 100 / 6 * (3 + 1) / 600}
+    expected |= {"mfu": 100 / 6 * 3 / 600}
     assert {key: line[key] for key in expected} == pytest.approx(expected)
     line = recorder.collect(second)
     assert line["step_seconds"] == pytest.approx(2.0), "the excluded pause is not counted"
