@@ -20,7 +20,7 @@ from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.checkpoint.layout import LOCAL
 from launcher.console import task
-from launcher.distributed.process_group import gather
+from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tensors
 
@@ -30,17 +30,16 @@ def find_checkpoint(
 ) -> Path | None:
     """`files.newest_valid` up to a step, with the verification shared among the ranks. Raises
     UnreadableError on all ranks if the folder cannot be read."""
-    # Rank 0's list: other nodes may see a new checkpoint later
-    listed: list[Any] = [None]
+    listed: list[Path] | str = []
     if dist.get_rank(group) == 0:
         try:
-            listed = [files.list_checkpoints(folder)]
+            listed = files.list_checkpoints(folder)
         except OSError as error:
-            listed = [str(error)]
-    dist.broadcast_object_list(listed, group=group, group_src=0)
-    if isinstance(listed[0], str):
-        raise files.UnreadableError(folder, listed[0])
-    wanted = [path for path in listed[0] if at_most is None or files.step_of(path) <= at_most]
+            listed = str(error)
+    listed = from_rank_0(listed, group)  # other nodes may see a new checkpoint later
+    if isinstance(listed, str):
+        raise files.UnreadableError(folder, listed)
+    wanted = [path for path in listed if at_most is None or files.step_of(path) <= at_most]
     return files.newest_valid(wanted, partial(verify_together, group=group))
 
 

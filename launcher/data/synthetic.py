@@ -10,7 +10,7 @@ import torch
 
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences, make_row
-from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
+from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.models import loss
 from launcher.models.attention import Masking
@@ -29,10 +29,10 @@ class SyntheticData:
     def batches(
         self, ranks: DataParallel, *, micro_batches: int, steps: int
     ) -> Iterator[GlobalBatch]:
-        values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
+        totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
-            yield GlobalBatch(step, moved, StepStatistics(values, ranks), step, 0.0)
+            yield GlobalBatch(step, moved, StepStatistics(totals, ranks), step, 0.0)
 
 
 def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:

@@ -43,7 +43,9 @@ _LAST_RECORD_SECONDS = 1.0
 class Reporter:
     """Logs steps and evaluations. Every rank has one for its numbers; rank 0 writes and prints."""
 
-    def __init__(self, training: Training, folder: RunFolder, *, first_step: int) -> None:
+    def __init__(
+        self, training: Training, folder: RunFolder, recorder: StepRecorder, *, first_step: int
+    ) -> None:
         """first_step is the last step that was done before this start."""
         ranks, recipe = training.ranks, training.recipe
         self._device, self._main = ranks.device, ranks.rank == 0
@@ -68,9 +70,8 @@ class Reporter:
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
         self._slow = SlowRanks(self._hosts)
-        # Last, because it starts the first step's clock
-        self._recorder = StepRecorder(ranks, training.flops)
-        self.phase, self.waiting = self._recorder.phase, self._recorder.waiting
+        self._recorder, self.phase = recorder, recorder.phase
+        recorder.restart(skipped=0, skipped_in_a_row=0)
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
         """Writes the rows of the data that could not be used."""
@@ -112,7 +113,7 @@ class Reporter:
             yield
 
     def _log(self, pending: PendingRecord) -> None:
-        step, record = pending.step.number, self._recorder.collect(pending)
+        step, record = pending.step.number, self._collect(pending)
         self._peak = record["peak_memory_bytes"]
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
@@ -130,6 +131,13 @@ class Reporter:
         except DivergedError:
             self._pending = None  # the following step is not logged
             raise
+
+    def _collect(self, pending: PendingRecord) -> dict[str, Any]:
+        record, flops = self._recorder.collect(pending), self._flops
+        if flops.peak:
+            rate = record["tokens_per_second"] * flops.model
+            record["mfu"] = rate / (flops.peak * len(self._hosts))
+        return record
 
     def _judge(self) -> None:
         """Logs what limits the speed, and records it in events.jsonl."""
@@ -290,7 +298,7 @@ class Reporter:
             while pending is not None and not pending.ready() and time.monotonic() < deadline:
                 time.sleep(0.02)
             if self._main and pending is not None and pending.ready():
-                self._write(self._recorder.collect(pending))
+                self._write(self._collect(pending))
         self._close("failed")
 
     def end(
