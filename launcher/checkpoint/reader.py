@@ -45,22 +45,15 @@ def find_checkpoint(
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
     """`files.verify`, shared among the ranks."""
-    ranks = dist.get_world_size(group)
-    return _first_problem(files.verify(path, rank=dist.get_rank(group), ranks=ranks), group)
-
-
-def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    return files.worst(gather(problem, group))
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return files.worst(gather(files.verify(path, rank=rank, ranks=ranks), group))
 
 
 @torch.no_grad()
 def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-    """Reads a verified checkpoint into tensors, in place. Any strategy and number of ranks may have
-    written it.
-
-    tensors: of `model_and_optimizer`. Raises RecipeError if the checkpoint is of another model, and
-    DamagedCheckpointError if it cannot be read.
-    """
+    """Reads a verified checkpoint into the tensors of `model_and_optimizer`, in place. Any strategy
+    and number of ranks may have written it. Raises RecipeError if it is of another model, and
+    DamagedCheckpointError if it cannot be read."""
     stored = open_tensors(path)
     _compare(path, stored.tensors, tensors)
     problem = None
@@ -72,7 +65,7 @@ def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
     except Exception as error:  # the other ranks wait for this one
         problem = str(error) if isinstance(error, OSError) else repr(error)
     stored.close()
-    if problem := _first_problem(problem, group):
+    if problem := files.worst(gather(problem, group)):
         raise DamagedCheckpointError(path, problem)
 
 

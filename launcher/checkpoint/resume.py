@@ -98,8 +98,8 @@ def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
-    for name, part in before.get("parts", {}).items():
-        yield from data_changes(part, now.get("parts", {}).get(name, {}))
+    for name, source in before.get("parts", {}).items():
+        yield from data_changes(source, now.get("parts", {}).get(name, {}))
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names

@@ -13,6 +13,7 @@ from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
@@ -23,7 +24,6 @@ from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import replace_text
 from launcher.reliability.run_directory import RunFolder
-from launcher.run.separate_process import run_in_process
 
 logger = logging.getLogger(__name__)
 

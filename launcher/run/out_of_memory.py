@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
+from launcher.distributed.separate_process import run_in_process
 from launcher.models.initialization import clean_name
 from launcher.planner.formatting import NAMES, aligned, micro_batches
 from launcher.planner.machine import Machine
@@ -30,7 +31,6 @@ from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import Account
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.auto import recorded_settings
-from launcher.run.separate_process import run_in_process
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXCESS = 0.05

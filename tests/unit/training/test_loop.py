@@ -17,7 +17,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
-from launcher.run.run import Run
+from launcher.run.run import TrainingRun
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
@@ -129,6 +129,6 @@ def test_run_without_a_target_is_an_error(position, targets, caplog):
     with raises if len(targets) == 3 else nullcontext():
         for number, count in enumerate(targets, start=position + 1):
             batch = SimpleNamespace(statistics=StepStatistics(StepTotals(count, 1), ALONE))
-            Run._check_targets(run, SimpleNamespace(number=number, batch=batch))
+            TrainingRun._check_targets(run, SimpleNamespace(number=number, batch=batch))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith(f"step {position + 1}: no token with loss in its batch: weights and")
