@@ -29,7 +29,6 @@ from launcher.distributed.environment import (
 from launcher.distributed.spawn import end_process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.reliability.json_files import last_line
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StartGuard, StopRequest
 
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str], stop: StopRequest) -> int:
-    environment = run = None
+    environment = run = resume = None
     try:
         environment = read_environment()
         guard = StartGuard(stop, environment)
@@ -54,11 +53,10 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         if environment.main:
             run.take(environment)
             guard.run = run
-            recipe_yaml = to_yaml(loaded.recipe)
             restarted = run.was_begun_by(environment)
-            run.resume = choose_resume(run, loaded.recipe, recipe_yaml, restarted=restarted)
-            run.note_start(environment, arguments)
-            run.create(recipe_yaml, from_scratch=run.resume == "never")
+            resume = choose_resume(loaded.recipe, run, arguments=arguments, restarted=restarted)
+            run.note_start(environment, arguments, from_scratch=resume == "never")
+            run.create(to_yaml(loaded.recipe), from_scratch=resume == "never")
     except RecipeError as error:
         if run is not None:
             run.release()
@@ -82,14 +80,14 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     gc.enable()
 
     try:
-        return train(loaded, environment, run, stop)
+        return train(loaded, environment, run, stop, resume=resume)
     except TrainingError as error:  # raised before the ranks could exchange failures
         if environment.local_rank == 0 or error.reason != "no_gpu":
             print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
         environment.tell_agent(str(error))
         if environment.main:
             with contextlib.suppress(OSError, TrainingError):  # another job may own the folder
-                step = last_line(run.metrics).get("step", 0)
+                step = run.last_step()
                 run.write_status("failed", step=step, reason=error.reason, error=str(error))
                 run.note("failed", step=step, reason=error.reason)
         return EXIT_FAILED

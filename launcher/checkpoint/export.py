@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
-from launcher.data.setup import teach_ends
+from launcher.data.setup import teach_ends, tokenizer_to_keep
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
 from launcher.models.export import LABELS, appearing, named_weights, write_weights
@@ -39,35 +38,30 @@ from launcher.recipe.schema import Model, Recipe
 
 
 def export_checkpoint(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: str | None,
-    merged: bool,
-    trust_run: bool,
-    save_tokenizer: Callable[[Recipe, Path], None],
+    checkpoint: Path, out: Path, *, dtype: str | None, merged: bool, trust_run: bool
 ) -> bool:
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
-    dtype: None: the one that the run would export. merged: merges an adapter into its base model.
-    trust_run: see `open_checkpoint_weights`. save_tokenizer: saves the recipe's tokenizer into a
-    folder. Raises RecipeError if weights are missing, DamagedCheckpointError if they cannot be
-    read.
+    Without a dtype it is the one that the run would export. merged: merges an adapter into its base
+    model. trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are missing,
+    DamagedCheckpointError if they cannot be read.
     """
-    recipe = _recipe_of(checkpoint)
+    recipe = recipe_of(checkpoint)
     if recipe.model.builder is not None:
         raise RecipeError(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
-    weights = open_checkpoint_weights(checkpoint, trust_run=trust_run)
+    stored = open_checkpoint_weights(checkpoint, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
-    teach_ends(weights.model, recipe.data, model_path=recipe.model.path)
+    teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
-    chosen = wanted or (torch.float32 if adapter else weights.dtype)
+    chosen = wanted or (torch.float32 if adapter else stored.dtype)
     with appearing(out) as scratch:
-        write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=merged)
-        save_tokenizer(recipe, scratch)
+        write_weights(stored.model, scratch, stored.read, dtype=chosen, merged=merged)
+        tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
     return adapter
 
 
@@ -76,15 +70,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredModel:
     """A model on the meta device, and where its weights are."""
 
     model: Any
     read: Read
     dtype: torch.dtype
     """Dtype of the weights that the run started from; float32 if it started from none."""
-    recipe: Any = None
-    """The Recipe of the run; None for an exported folder."""
 
     @torch.no_grad()
     def load(self, device: torch.device | None = None) -> nn.Module:
@@ -98,16 +90,17 @@ class Weights:
         return self.model.eval()  # type: ignore[no-any-return]
 
 
-def _recipe_of(checkpoint: Path) -> Recipe:
+def recipe_of(checkpoint: Path) -> Recipe:
+    """The recipe that a checkpoint was written with."""
     return recorded_recipe(str(read_state(checkpoint).get("recipe")), file=checkpoint / STATE)
 
 
-def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> Weights:
+def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> StoredModel:
     """The recipe's model, with its adapters, and the weights of a checkpoint of the run.
 
     trust_run: whether code that the recipe names may be run. Raises RecipeError if it may not.
     """
-    recipe, state = _recipe_of(checkpoint), read_state(checkpoint)
+    recipe, state = recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Read | None = None
@@ -137,26 +130,23 @@ def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> Weights:
             )
         return read_frozen(name)
 
-    return Weights(model, read, dtype, recipe)
+    return StoredModel(model, read, dtype)
 
 
 def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -> None:
-    """Writes `out`, atomically, from the model or adapter in a folder such as RUN_DIR/hf.
-
-    dtype: None: unchanged, or the base model's for a merged adapter. Raises RecipeError if the
-    weights cannot be read or do not fit the base model.
-    """
+    """Writes `out`, atomically, from the model or adapter in a folder such as RUN_DIR/hf. Without a
+    dtype the weights keep theirs, and a merged adapter has the base model's. Raises RecipeError if
+    the weights cannot be read or do not fit the base model."""
     from transformers import GenerationConfig
 
     wanted, adapter = _dtype(dtype), (source / ADAPTER_CONFIG).is_file()
     with appearing(out) as scratch:
         if adapter and merged:
-            weights = open_exported_weights(source)
-            chosen = wanted or weights.dtype
-            generation = source / "generation_config.json"
-            if generation.is_file():  # of the adapter: with the ends that training taught
-                weights.model.generation_config = GenerationConfig.from_pretrained(source)
-            write_weights(weights.model, scratch, weights.read, dtype=chosen, merged=True)
+            stored = open_exported_weights(source)
+            if (source / "generation_config.json").is_file():  # with the ends of training
+                stored.model.generation_config = GenerationConfig.from_pretrained(source)
+            chosen = wanted or stored.dtype
+            write_weights(stored.model, scratch, stored.read, dtype=chosen, merged=True)
         else:
             _cast(source, scratch, wanted, adapter=adapter)
         replaced = {INDEX, *((ADAPTER_CONFIG, LABELS) if merged else ())}
@@ -187,15 +177,13 @@ def _open_adapter(source: Path) -> StoredTensors:
     return open_files([source / ADAPTER], key="export")
 
 
-def open_exported_weights(source: Path) -> Weights:
-    """The model in an exported folder; an adapter is merged into its base model.
-
-    Raises RecipeError if the weights cannot be read or do not fit the model.
-    """
+def open_exported_weights(source: Path) -> StoredModel:
+    """The model in an exported folder; an adapter is merged into its base model. Raises RecipeError
+    if the weights cannot be read or do not fit the model."""
     if not (source / ADAPTER_CONFIG).is_file():
         config = json.loads((source / "config.json").read_text())
         model, checkpoint = _open_model(str(source), str(config.get("architectures")))
-        return Weights(model, checkpoint.reader(), checkpoint.stored.dtype())
+        return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype())
     settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
@@ -216,7 +204,7 @@ def open_exported_weights(source: Path) -> Weights:
         "read_adapter": stored.read,
     }
     read = merged_reader(model, settings, stored.tensors, **readers)
-    return Weights(model, read, checkpoint.stored.dtype())
+    return StoredModel(model, read, checkpoint.stored.dtype())
 
 
 def _open_model(

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
 FORMAT: Literal[2] = 2
-"""Version of the format."""
 ALIGNMENT = 4096
 """Bytes; of buffers, and of positions in a file, for direct I/O."""
 _NAME = re.compile(r"step_\d{8,}")
@@ -81,6 +80,8 @@ class NoneLeftError(TrainingError):
 
 
 class StoredFile(BaseModel):
+    """Size and checksum of a file."""
+
     bytes: int
     checksum: str
     """xxh3_128, in hexadecimal digits."""
@@ -98,6 +99,7 @@ class Marker(BaseModel):
 
 
 def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
     return f"step_{step:08d}"
 
 
@@ -107,6 +109,7 @@ def step_of(path: Path) -> int:
 
 
 def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -117,8 +120,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [folder / one.name for one in entries if _NAME.fullmatch(one.name) and one.is_dir()]
-    return sorted(found, key=step_of)
+    folders = (entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir())
+    return sorted((folder / entry.name for entry in folders), key=step_of)
 
 
 # Writing
@@ -136,11 +139,11 @@ def write_file(path: Path, data: bytes) -> StoredFile:
 def write_chunks(
     path: Path, chunks: Iterable[memoryview], *, size: int, advance: Callable[[float], None]
 ) -> StoredFile:
-    """Writes a new file and flushes it to the disk. Raises OSError.
+    """Writes a new file and flushes it to the disk. Calls `advance` with the bytes of each chunk.
+    Raises OSError.
 
     Bypasses the page cache if the file system can and the chunks' addresses and sizes are multiples
-    of ALIGNMENT: copying into it would cost CPU time that training needs. advance: called with the
-    number of bytes of each chunk.
+    of ALIGNMENT: copying into it would cost CPU time that training needs.
     """
     checksum, at = xxhash.xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
@@ -164,10 +167,8 @@ class DirectFile:
             fcntl.fcntl(file, fcntl.F_SETFL, self._flags | os.O_DIRECT)
 
     def move(self, call: Callable[..., int], memory: memoryview, at: int) -> None:
-        """Reads or writes all of `memory`, from byte `at` of the file on. Raises OSError.
-
-        call: a function such as os.pwrite, called as `call(descriptor, memory, at)`.
-        """
+        """Reads or writes all of `memory` from byte `at` of the file on, with a function such as
+        os.pwrite. Raises OSError."""
         while len(memory):
             try:
                 moved = call(self._file.fileno(), memory, at)
@@ -197,7 +198,7 @@ def _renamed(path: Path, purpose: str) -> Path:
 
 def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFile]) -> Path:
     """Turns a scratch folder into a checkpoint, which it returns: writes the marker, then renames
-    the folder. files: already flushed to the disk. Raises OSError."""
+    the folder. The files are flushed to the disk already. Raises OSError."""
     marker = Marker(step=step, ranks=ranks, time=time.time(), files=dict(files))
     write_file(scratch / MARKER, marker.model_dump_json(indent=1).encode())
     _sync_folder(scratch)
@@ -219,16 +220,16 @@ def _sync_folder(folder: Path) -> None:
 
 def read_marker(path: Path) -> Marker:
     """Reads commit.json. Raises DamagedCheckpointError if it is missing or wrong."""
-    problem, content = "", b""
+    content = b""
     try:
         if (path / MARKER).exists() and not (path / MARKER).is_file():
             raise DamagedCheckpointError(path, f"{MARKER} is not a regular file")
         content = (path / MARKER).read_bytes()
         marker = Marker.model_validate_json(content, strict=True)
+    except FileNotFoundError:
+        problem = f"there is no {MARKER}: it was not written to its end"
     except OSError as error:
         problem = _not_read(MARKER, error)
-        if isinstance(error, FileNotFoundError):
-            problem = f"there is no {MARKER}: it was not written to its end"
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -260,14 +261,13 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
         return error.problem
     for name, file in stored.items():
         try:
-            found = (path / name).stat()
+            status = (path / name).stat()
         except OSError as error:
             return _not_read(name, error)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
-        size = found.st_size
-        if size != file.bytes:
-            return f"{name} has {size:,} bytes instead of {file.bytes:,}"
+        if status.st_size != file.bytes:
+            return f"{name} has {status.st_size:,} bytes instead of {file.bytes:,}"
     if not deep:
         return None
     mine = sorted(stored, key=lambda name: -stored[name].bytes)[rank::ranks]
@@ -281,30 +281,30 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
 
 def worst(problems: Iterable[str | None]) -> str | None:
     """The first problem that shows damage, else the first; None: there is none."""
-    found = [problem for problem in problems if problem is not None]
-    damage = (problem for problem in found if not isinstance(problem, Unreadable))
-    return next(damage, found[0] if found else None)
+    known = [problem for problem in problems if problem is not None]
+    damage = (problem for problem in known if not isinstance(problem, Unreadable))
+    return next(damage, known[0] if known else None)
 
 
 def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> str | None:
-    found = xxhash.xxh3_128()
+    actual = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
             while chunk := stream.read(4 << 20):
-                found.update(chunk)
+                actual.update(chunk)
                 advance(len(chunk))
     except OSError as error:
         return _not_read(file.name, error)
-    same = found.hexdigest() == checksum
+    same = actual.hexdigest() == checksum
     return None if same else f"{file.name} has changed since it was written"
 
 
 def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
-    """The newest valid one of `list_checkpoints`; None if there are none. Logs each damaged one.
-    Raises NoneLeftError if all are damaged, and UnreadableError for one that cannot be read: an
-    older one would repeat steps whose result may be there."""
+    """The newest valid checkpoint of those, which are the oldest first; None if there are none.
+    Logs each damaged one. Raises NoneLeftError if all are damaged, and UnreadableError for one that
+    cannot be read: an older one would repeat steps whose result may be there."""
     problems = []
     for path in reversed(checkpoints):
         problem = check(path)
@@ -335,11 +335,8 @@ def discard(path: Path) -> None:
 
 def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
     """Removes the checkpoints after a step, newest first. Deletes only valid ones; others are
-    renamed, and stay until a user deletes them.
-
-    refused: up to this step they did not pass a full verification; of the others, marker and file
-    sizes are checked.
-    """
+    renamed, and stay until a user deletes them. Those up to the step `refused` did not pass a full
+    verification; of the others, marker and file sizes are checked."""
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) <= step:
             continue

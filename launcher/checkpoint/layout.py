@@ -26,6 +26,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
+    """What this rank writes."""
+
     header: bytes
     starts: dict[str, int]
     """First byte of each tensor, in order."""
@@ -36,7 +38,7 @@ class Layout:
 
 
 def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
-    """Plans the files. All ranks of `group` must call it. local: this rank's own tensors."""
+    """Plans the files; `local` are this rank's own tensors. All ranks of `group` must call it."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = {name: local_rows(tensors[name]) for name in _written_by(rank, size, tensors)}
     parts = {name: part for name, (part, _) in rows.items()}

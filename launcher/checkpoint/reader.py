@@ -20,7 +20,7 @@ from launcher.checkpoint import files
 from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.checkpoint.layout import LOCAL
 from launcher.console import task
-from launcher.distributed.process_group import gather
+from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tensors
 
@@ -30,38 +30,30 @@ def find_checkpoint(
 ) -> Path | None:
     """`files.newest_valid` up to a step, with the verification shared among the ranks. Raises
     UnreadableError on all ranks if the folder cannot be read."""
-    # Rank 0's list: other nodes may see a new checkpoint later
-    listed: list[Any] = [None]
+    listed: list[Path] | str = []
     if dist.get_rank(group) == 0:
         try:
-            listed = [files.list_checkpoints(folder)]
+            listed = files.list_checkpoints(folder)
         except OSError as error:
-            listed = [str(error)]
-    dist.broadcast_object_list(listed, group=group, group_src=0)
-    if isinstance(listed[0], str):
-        raise files.UnreadableError(folder, listed[0])
-    wanted = [path for path in listed[0] if at_most is None or files.step_of(path) <= at_most]
+            listed = str(error)
+    listed = from_rank_0(listed, group)  # other nodes may see a new checkpoint later
+    if isinstance(listed, str):
+        raise files.UnreadableError(folder, listed)
+    wanted = [path for path in listed if at_most is None or files.step_of(path) <= at_most]
     return files.newest_valid(wanted, partial(verify_together, group=group))
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
     """`files.verify`, shared among the ranks."""
-    ranks = dist.get_world_size(group)
-    return _first_problem(files.verify(path, rank=dist.get_rank(group), ranks=ranks), group)
-
-
-def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    return files.worst(gather(problem, group))
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return files.worst(gather(files.verify(path, rank=rank, ranks=ranks), group))
 
 
 @torch.no_grad()
 def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
-    """Reads a verified checkpoint into tensors, in place. Any strategy and number of ranks may have
-    written it.
-
-    tensors: of `model_and_optimizer`. Raises RecipeError if the checkpoint is of another model, and
-    DamagedCheckpointError if it cannot be read.
-    """
+    """Reads a verified checkpoint into the tensors of `model_and_optimizer`, in place. Any strategy
+    and number of ranks may have written it. Raises RecipeError if it is of another model, and
+    DamagedCheckpointError if it cannot be read."""
     stored = open_tensors(path)
     _compare(path, stored.tensors, tensors)
     problem = None
@@ -73,7 +65,7 @@ def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
     except Exception as error:  # the other ranks wait for this one
         problem = str(error) if isinstance(error, OSError) else repr(error)
     stored.close()
-    if problem := _first_problem(problem, group):
+    if problem := files.worst(gather(problem, group)):
         raise DamagedCheckpointError(path, problem)
 
 

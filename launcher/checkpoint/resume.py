@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -79,24 +79,17 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(name + ".") for name in names)
 
 
-def check_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
+def recipe_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, altering: bool = False
 ) -> list[str]:
-    """Returns the allowed changes of the recipe, one line each. Raises RecipeError if others exist.
-
-    allow: allows all changes.
-    """
-    allowed: list[str] = []
-    refused: list[str] = []
-    for key, old, new in _differences(before, now):
-        if _within(key, _UNREPORTED):
-            continue
-        alters = _within(key, _ALTERS_TRAINING) and not _within(key, _HARMLESS)
-        (refused if alters and not allow else allowed).append(_line(key, old, new))
-    if refused:
-        what = f"{checkpoint} is of another recipe, and these changes alter the training:"
-        raise _refusal(what, refused, "undo them")
-    return allowed
+    """The changes between two recipes, one line each. altering: only those that alter what the
+    model learns."""
+    return [
+        _line(key, old, new)
+        for key, old, new in _differences(before, now)
+        if not _within(key, _UNREPORTED)
+        and (not altering or (_within(key, _ALTERS_TRAINING) and not _within(key, _HARMLESS)))
+    ]
 
 
 def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
@@ -105,8 +98,8 @@ def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
-    for name, part in before.get("parts", {}).items():
-        yield from data_changes(part, now.get("parts", {}).get(name, {}))
+    for name, source in before.get("parts", {}).items():
+        yield from data_changes(source, now.get("parts", {}).get(name, {}))
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
@@ -124,45 +117,40 @@ def _line(key: str, old: Any, new: Any) -> str:
     return f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
 
 
-def check_data(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, allow: bool, checkpoint: Path
+def check_content(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    data: Mapping[str, Any],
+    weights: str | None,
+    stream: str | None,
+    allow: bool,
 ) -> list[str]:
-    """Changes in the training data, one line each. Raises RecipeError unless they are allowed."""
-    changes = list(data_changes(before, now))
-    if changes and not allow:
-        what = f"{checkpoint} is of other data; these changes alter the order of samples:"
-        raise _refusal(what, changes, "restore the data")
-    return changes
+    """Returns the changes of the data and of frozen weights since a checkpoint, one line each.
 
-
-def check_weights(
-    before: str | None, now: str | None, *, allow: bool, checkpoint: Path
-) -> list[str]:
-    """Like `check_data`, for digests of the weights in model.path; None: not known, or nothing is
-    frozen, so that the checkpoint holds all parameters."""
-    if before is None or now is None or before == now:
-        return []
-    changes = [_line("model.path, digest of the weights", before, now)]
-    if not allow:
-        what = f"{checkpoint} was trained with other frozen weights, which it does not hold:"
-        raise _refusal(what, changes, "restore the weights")
-    return changes
-
-
-def check_stream(
-    saved: Mapping[str, Any] | None, order: str | None, *, allow: bool, checkpoint: Path
-) -> None:
-    """Raises RecipeError if a stream would continue with samples in another order.
-
-    saved: the stream's state in the checkpoint. order: digest of the present order of samples;
-    None: no stream.
+    data: the fingerprint of the training data. weights: the digest of the weights in model.path;
+    None if nothing is frozen, so that the checkpoint holds all parameters. stream: the digest of
+    the order of a stream's samples; None without a stream. Raises RecipeError unless changes are
+    allowed.
     """
-    if order is not None and not allow and (saved is None or saved["order"] != order):
+    changes = list(data_changes(state["data"], data))
+    if changes and not allow:
+        what = f"{path} is of other data; these changes alter the order of samples:"
+        raise _refusal(what, changes, "restore the data")
+    before = state.get("weights")  # checkpoints of earlier versions have none
+    if None not in (before, weights) and before != weights:
+        changes.append(_line("model.path, digest of the weights", before, weights))
+        if not allow:
+            what = f"{path} was trained with other frozen weights, which it does not hold:"
+            raise _refusal(what, changes, "restore the weights")
+    saved = state["stream"]
+    if stream is not None and not allow and (saved is None or saved["order"] != stream):
         raise RecipeError(
-            f"{checkpoint} cannot be resumed with data.streaming: the files, or what decides the "
+            f"{path} cannot be resumed with data.streaming: the files, or what decides the "
             f"order of their samples, have changed. Restore them; {_OTHERWISE}, which first reads "
             "and tokenizes as many samples as were seen"
         )
+    return changes
 
 
 def saved_position(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> Position:
@@ -173,37 +161,102 @@ def saved_position(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> Posit
     return Position(step, samples, skipped, state["stream"])
 
 
-def finished_run(arguments: Sequence[str]) -> str | None:
-    """What to print if this command has nothing left to train; None: the run is not finished, does
-    not exist, or is to be continued.
+@dataclass(frozen=True)
+class Decision:
+    """What a start of a run does with the checkpoints that there are."""
 
-    Changes no file, so all ranks decide the same. The number of ranks does not matter. Raises
-    RecipeError for a change of the recipe that alters the training.
+    source: str
+    """`never`: it starts from scratch. `auto`: it resumes from the newest valid checkpoint of the
+    folder. Otherwise the path in checkpoint.resume."""
+    not_continued: str | None = None
+    """Why the run in the folder is not continued: then the folder must not hold one."""
+    finished: str | None = None
+    """What to print if nothing is left to train."""
+
+
+def decide(
+    recipe: Recipe, run: RunFolder, *, arguments: Sequence[str] = (), restarted: bool = False
+) -> Decision:
+    """Decides what a start does, by the recipe of the newest checkpoint that can be read. Changes
+    no file, and does not read the tensors: a damaged checkpoint is noticed when it is loaded.
+
+    restarted: by torchrun's agent or Slurm: the folder belongs to this run. Raises RecipeError if a
+    change of the recipe alters the training, or if the run is shorter than the checkpoint.
+    """
+    wanted, own = recipe.checkpoint.resume, run.path / "checkpoints"
+    try:
+        checkpoints = list_checkpoints(own)
+    except OSError as error:
+        raise RecipeError(f"run.dir: {own} cannot be read: {error.strerror}") from None
+    if wanted == "never" and not restarted:
+        return Decision("never", not_continued="checkpoint.resume is never")
+    not_continued = None
+    if wanted in ("auto", "never"):
+        if not checkpoints:
+            why = None if restarted else "there is no checkpoint to resume from"
+            return Decision("never", not_continued=why)
+        source = "auto"
+    elif run.was_started_from(wanted):
+        source = "auto" if checkpoints else wanted
+    else:
+        source = wanted
+        if Path(wanted).resolve().parent != own.resolve():
+            not_continued = f"it was not started from checkpoint.resume={wanted} "
+            not_continued += "(checkpoint.resume=auto continues it)"
+    candidates = reversed(checkpoints) if source == "auto" else [Path(source)]
+    recorded = next(filter(None, map(_read_recorded, candidates)), None)
+    if recorded is None:
+        return Decision(source, not_continued)
+    now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
+    altering = recipe_changes(recorded.recipe, now, altering=True)
+    if altering and not allow:
+        what = f"{recorded.path} is of another recipe, and these changes alter the training:"
+        raise _refusal(what, altering, "undo them")
+    if source == "auto" and wanted != "never":
+        if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
+            return Decision(source, finished=finished)
+    if recipe.run.max_steps is not None and recorded.step > recipe.run.max_steps:
+        raise RecipeError(
+            f"run.max_steps: the run has {recipe.run.max_steps} steps, but {recorded.path} is of "
+            f"step {recorded.step} already; give at least as many, or another run.dir"
+        )
+    return Decision(source, not_continued)
+
+
+def finished_run(arguments: Sequence[str]) -> str | None:
+    """What to print if this command has nothing left to train; None if it has.
+
+    Every process of a start decides the same. The number of ranks does not matter. Raises
+    RecipeError like `decide`.
     """
     try:
         recipe = load_recipe(arguments, ranks=None).recipe
     except RecipeError:  # reported with the rules that need the number of ranks
         return None
-    run = RunFolder(Path(recipe.run.dir))
-    status, wanted = run.read_status(), recipe.checkpoint.resume
-    try:
-        checkpoints = list_checkpoints(run.path / "checkpoints")
-    except OSError:  # `choose_resume` reports it
+    return decide(recipe, RunFolder(Path(recipe.run.dir)), arguments=arguments).finished
+
+
+def choose_resume(
+    recipe: Recipe, run: RunFolder, *, arguments: Sequence[str] = (), restarted: bool = False
+) -> str:
+    """The source of `decide`, for the process that writes to the folder. Raises RecipeError like
+    `decide`, or if another run's record would be lost."""
+    decision = decide(recipe, run, arguments=arguments, restarted=restarted)
+    if decision.not_continued is not None:
+        run.refuse_if_used(decision.not_continued)
+    return decision.source
+
+
+def _finished(
+    recipe: Recipe, run: RunFolder, arguments: Sequence[str], recorded: _Recorded, *, newest: Path
+) -> str | None:
+    """`Decision.finished` of a run whose newest checkpoint is `newest`."""
+    status = run.read_status()
+    step = status.get("step") or 0
+    if status.get("state") != "finished" or _has_more_to_do(recipe, recorded, run, arguments):
         return None
-    own = wanted == "auto" or (wanted != "never" and run.was_started_from(wanted))
-    if status.get("state") != "finished" or not checkpoints or not own:
-        return None
-    recorded = _recorded(checkpoints[-1])
-    before = recorded.get("recipe")
-    # Then an older one is resumed from
-    lost = verify(checkpoints[-1], deep=False) or recorded.get("step", 0) < (
-        status.get("step") or 0
-    )
-    if before is None or lost or _has_more_to_do(recipe, before, status, run, arguments):
-        return None
-    now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
-    check_changes(before, now, allow=allow, checkpoint=checkpoints[-1])
-    step = status.get("step", 0)
+    if recorded.path != newest or recorded.step < step or verify(newest, deep=False):
+        return None  # the last steps are lost: an older checkpoint is resumed from
     early = ", by evaluation.stop_after" if status.get("reason") == "early_stopping" else ""
     return (
         f"{run.path} is finished: {step} of {status.get('steps', step)} steps{early}. Nothing was "
@@ -213,11 +266,7 @@ def finished_run(arguments: Sequence[str]) -> str | None:
 
 
 def _has_more_to_do(
-    recipe: Recipe,
-    before: Mapping[str, Any],
-    status: Mapping[str, Any],
-    run: RunFolder,
-    arguments: Sequence[str],
+    recipe: Recipe, recorded: _Recorded, run: RunFolder, arguments: Sequence[str]
 ) -> bool:
     """Whether the recipe is longer than that of the finished run.
 
@@ -228,6 +277,7 @@ def _has_more_to_do(
     same = any(word.startswith("recipe=") and word in last for word in arguments)
     if same and not lengths.isdisjoint(last) and lengths.isdisjoint(given):
         return False
+    before, status = recorded.recipe, run.read_status()
     stop_after = before.get("evaluation", {}).get("stop_after")
     if status.get("reason") == "early_stopping" and recipe.evaluation.stop_after != stop_after:
         return True
@@ -236,54 +286,19 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
-def _recorded(checkpoint: Path) -> dict[str, Any]:
-    """`step` and `recipe` (as values) of a checkpoint; empty if it is damaged."""
+class _Recorded(NamedTuple):
+    """A checkpoint, its step, and the recipe that it was written with."""
+
+    path: Path
+    step: int
+    recipe: dict[str, Any]
+
+
+def _read_recorded(checkpoint: Path) -> _Recorded | None:
+    """None if the checkpoint is damaged."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])
-        return {"step": int(state.get("step", 0)), "recipe": dict(recipe)}
+        return _Recorded(checkpoint, int(state.get("step", 0)), dict(recipe))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
-        return {}  # reported when it is loaded
-
-
-def choose_resume(run: RunFolder, recipe: Recipe, recipe_yaml: str, *, restarted: bool) -> str:
-    """What this start resumes from: `never` (from scratch), `auto` (the newest checkpoint of the
-    folder) or the path in checkpoint.resume.
-
-    restarted: by torchrun's agent or Slurm: the folder belongs to this run. Raises RecipeError if
-    another run's record would be lost, or if a change of the recipe is refused.
-    """
-    wanted, own = recipe.checkpoint.resume, run.path / "checkpoints"
-    try:
-        checkpoints = list_checkpoints(own)
-    except OSError as error:
-        raise RecipeError(f"run.dir: {own} cannot be read: {error.strerror}") from None
-    resume = "auto" if restarted and wanted == "never" else wanted
-    if resume == "auto" and not checkpoints:
-        resume = "never"
-    if resume == "never":
-        if not restarted:
-            why = "there is no checkpoint to resume from"
-            run.refuse_if_used("checkpoint.resume is never" if wanted == "never" else why)
-        return "never"
-    if resume != "auto":
-        if run.was_started_from(resume):
-            resume = "auto" if checkpoints else resume
-        elif Path(resume).resolve().parent != own.resolve():
-            why = f"it was not started from checkpoint.resume={resume}"
-            run.refuse_if_used(f"{why} (checkpoint.resume=auto continues it)")
-    source = checkpoints[-1] if resume == "auto" else Path(resume)
-    if recorded := _recorded(source):
-        before, now = recorded["recipe"], yaml.safe_load(recipe_yaml)
-        check_changes(before, now, allow=recipe.checkpoint.allow_changes, checkpoint=source)
-        check_length(recorded["step"], recipe.run.max_steps, checkpoint=source)
-    return resume
-
-
-def check_length(step: int, steps: int | None, *, checkpoint: Path) -> None:
-    """Raises RecipeError if the run is shorter than the checkpoint. steps: None if not known."""
-    if steps is not None and step > steps:
-        raise RecipeError(
-            f"run.max_steps: the run has {steps} steps, but {checkpoint} is of step {step} "
-            "already; give at least as many, or another run.dir"
-        )
+        return None  # reported when it is loaded

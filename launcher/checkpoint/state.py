@@ -14,8 +14,7 @@ from launcher.models.safetensors_files import Tensors
 
 
 def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Tensors of model and optimizer, to be saved or to be loaded in place. Plain tensors are equal
-    on all ranks.
+    """Tensors of model and optimizer, to be saved or to be loaded in place.
 
     `model.NAME` is a parameter (a tied one once), `optimizer.NAME.KEY` its optimizer state (such as
     `exp_avg`), and `buffer.NAME` a persistent buffer, by clean names. Frozen parameters are not

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,9 @@ _Pieces = list[tuple[int, torch.Tensor]]
 
 
 def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. All ranks of the default group must call it.
-
-    The saving thread uses it while training uses its own group; over one group the two hang. Ranks
-    wait in it for the slowest disk; lost ranks are detected elsewhere.
-    """
+    """A gloo group of the same ranks, for the saving thread: over the group of training the two
+    would hang. Ranks wait in it for the slowest disk; lost ranks are detected elsewhere. All ranks
+    of the default group must call it."""
     members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(days=1)
     group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc=CHECKPOINT_GROUP)
     assert isinstance(group, dist.ProcessGroup)
@@ -62,7 +61,7 @@ class Save:
     step: int
     started: float
     best: bool = False
-    """Whether it is the best one, once it is saved."""
+    """Whether its evaluation is the best one."""
     staged: threading.Event = field(default_factory=threading.Event)
     """Set once training may change the tensors."""
     thread: threading.Thread | None = None
@@ -101,9 +100,9 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """group: of `checkpoint_group`. optimizer: its steps wait for copies. before_write: called
-        on rank 0 before the scratch folder is made and before it becomes a checkpoint; if it
-        raises, the save fails."""
+        """`group` is one of `checkpoint_group`; steps of the optimizer wait for copies. Rank 0
+        calls `before_write` before the scratch folder is made and before it becomes a checkpoint;
+        if it raises, the save fails."""
         self.folder = folder
         self.best_step: int | None = None
         """Step of the checkpoint to keep for its evaluation loss, which exists."""
@@ -131,8 +130,8 @@ class Checkpointer:
     ) -> None:
         """Waits for the previous save, then starts this one. All ranks must call it.
 
-        tensors: of `model_and_optimizer`. state: for state.json, used on rank 0. local: this rank's
-        own small tensors. best: keep it until a better one is saved.
+        tensors: those of `model_and_optimizer`. state: the content of state.json, on rank 0. local:
+        this rank's own small tensors. best: keeps it until a better one is saved.
         """
         started = time.perf_counter()
         self._wait()
@@ -151,10 +150,8 @@ class Checkpointer:
         }
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        arguments = (save, tensors, local, text)
-        save.thread = threading.Thread(
-            target=self._run, args=arguments, name=f"save step {step}", daemon=True
-        )
+        run = partial(self._run, save, tensors, local, text)
+        save.thread = threading.Thread(target=run, name=f"save step {step}", daemon=True)
         save.thread.start()
         save.blocked = time.perf_counter() - started
 
@@ -207,7 +204,7 @@ class Checkpointer:
         except _SaveError as problem:
             save.error = str(problem)
             # All ranks wait, because one of them may end the run after this save
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # a rank may be gone
                 self._on_all_ranks(lambda: self._remove(scratch))
         except Exception as problem:  # a rank was lost; training notices it too
             save.error = f"the ranks could not communicate: {self._reason(problem)}"
@@ -225,12 +222,12 @@ class Checkpointer:
         result, error = None, None
         try:
             result = action()
-        except Exception as problem:
+        except Exception as problem:  # the other ranks wait for the outcome
             error = self._reason(problem)
-        found = gather((result, error), self._group)
-        if failed := [error for _, error in found if error is not None]:
+        results, errors = zip(*gather((result, error), self._group), strict=True)
+        if failed := [error for error in errors if error is not None]:
             raise _SaveError(failed[0])
-        return [result for result, _ in found]
+        return list(results)
 
     def _on_rank_0(self, action: Callable[[], Path]) -> Any:
         """The result of an action of rank 0, if it may still write."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ from launcher.cli.app import flag, option
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.recipe.functions import TRUST_HELP
-from launcher.recipe.schema import Dtype, Recipe
+from launcher.recipe.schema import Dtype
 from launcher.reliability.run_directory import RunFolder
 
 
@@ -88,12 +88,7 @@ def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool, trust_run
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
 
         adapter = export_checkpoint(
-            checkpoint,
-            out,
-            dtype=dtype,
-            merged=merged,
-            trust_run=trust_run,
-            save_tokenizer=_save_tokenizer,
+            checkpoint, out, dtype=dtype, merged=merged, trust_run=trust_run
         )
     else:
         adapter = (weights / "adapter_config.json").is_file()
@@ -120,23 +115,11 @@ def _verify(run: Path, out: Path, *, trust_run: bool) -> int:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
 
-    differences = verify_export(checkpoint, out, trust_run=trust_run, load_tokenizer=_tokenizer)
+    differences = verify_export(checkpoint, out, trust_run=trust_run)
     for difference in differences:
         print(f"differs: {difference}")
     print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")
     return EXIT_NO if differences else EXIT_DONE
-
-
-def _tokenizer(recipe: Recipe) -> Any:
-    from launcher.data.setup import tokenizer_to_keep
-
-    return tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
-
-
-def _save_tokenizer(recipe: Recipe, folder: Path) -> None:
-    tokenizer = _tokenizer(recipe)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
 
 
 def _checkpoint(run: Path) -> Path | None:

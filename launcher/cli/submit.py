@@ -127,7 +127,7 @@ def main(arguments: Sequence[str], request: Request) -> int:
                 f"run.dir: {run.folder} has job {job} already ({state}); wait for it, "
                 f"end it (scancel {job}), or give another run.dir"
             )
-        choose_resume(RunFolder(run.folder), run.recipe, run.yaml, restarted=False)
+        choose_resume(run.recipe, RunFolder(run.folder))
     script = _make_script(request, runs)
     text = render(script)
     if request.dry_run:

@@ -19,9 +19,9 @@ from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
-from launcher.models import loss
 from launcher.models.attention import Masking
 from launcher.models.chunked_loss import IGNORED
+from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
 Row = dict[str, Integers]
@@ -122,7 +122,7 @@ class SequenceDataset(_Stored):
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-        return loss.summed_loss(model, tensors)
+        return summed_loss(model, tensors)
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
@@ -211,7 +211,8 @@ class ClassificationDataset(_Stored):
     packed: bool = False
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        return loss.summed_classification_loss(model, tensors)
+        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
+        return summed_classification_loss(model, tensors)
 
     def __getitem__(self, index: int) -> Row:
         """`input_ids` (tokens,) and `targets` (1,)."""

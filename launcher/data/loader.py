@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,26 @@ Tensors = dict[str, Any]
 """A micro-batch: tensors, and whatever else its loss takes."""
 
 
+class StepTotals(NamedTuple):
+    """What the ranks sum for a step."""
+
+    loss_tokens: int = 0
+    """Tokens with a target."""
+    tokens: int = 0
+    """Tokens without padding."""
+    stop_requests: int = 0
+    """Ranks that are asked to stop."""
+    save_requests: int = 0
+    """Ranks that are asked to save."""
+
+
 class StepStatistics:
-    """Integers summed over the ranks by one all-reduce, which overlaps with the step before.
+    """StepTotals over the ranks, by one all-reduce, which overlaps with the step before.
 
     On CUDA it has a stream of its own, so `read` does not wait for queued compute.
     """
 
-    def __init__(self, values: list[int], ranks: DataParallel) -> None:
+    def __init__(self, values: StepTotals, ranks: DataParallel) -> None:
         self._host = torch.tensor(values, dtype=torch.int64)
         self._device, self._work, self._event = self._host, None, None
         if ranks.device.type != "cuda":
@@ -56,12 +69,13 @@ class StepStatistics:
             self._device.record_stream(current)
         return self._device[0].float()
 
-    def read(self) -> list[int]:
+    def read(self) -> StepTotals:
+        """The sums over the ranks."""
         self._wait()
         # A query does not block, and the event is usually done
         if self._event is not None and not self._event.query():
             self._event.synchronize()
-        return [int(value) for value in self._host.tolist()]
+        return StepTotals(*self._host.tolist())
 
     def _wait(self) -> None:
         if self._work is not None:
@@ -82,7 +96,6 @@ class GlobalBatch:
     """1-based."""
     micro_batches: list[Tensors]
     statistics: StepStatistics
-    """Tokens with a target, tokens without padding, ranks asked to stop, ranks asked to save."""
     samples_seen: int
     """Over all ranks, including this step and batches that were skipped before it."""
     seconds_waited: float

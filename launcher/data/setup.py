@@ -15,7 +15,14 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
-from launcher.data.loader import GlobalBatch, StepStatistics, TrainingData, make_loader, to_device
+from launcher.data.loader import (
+    GlobalBatch,
+    StepStatistics,
+    StepTotals,
+    TrainingData,
+    make_loader,
+    to_device,
+)
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
@@ -87,13 +94,17 @@ class RunData:
             count = sampler.micro_batches(step)
             collated = [raise_error(next(loaded)) for _ in range(count)]
             waited = time.perf_counter() - started
-            tokens = [sum(one[name] for one in collated) for name in ("loss_tokens", "tokens")]
-            values = [*tokens, int(stop_requested()), int(save_requested())]
+            totals = StepTotals(
+                loss_tokens=sum(micro_batch["loss_tokens"] for micro_batch in collated),
+                tokens=sum(micro_batch["tokens"] for micro_batch in collated),
+                stop_requests=int(stop_requested()),
+                save_requests=int(save_requested()),
+            )
             positions = [one.get("positions", {}) for one in collated]
             yield GlobalBatch(
                 step=step + 1,
                 micro_batches=[to_device(one["tensors"], ranks.device) for one in collated],
-                statistics=StepStatistics(values, ranks),
+                statistics=StepStatistics(totals, ranks),
                 samples_seen=self.samples_after(step + 1),
                 seconds_waited=waited,
                 stream_positions={shard: at for of in positions for shard, at in of.items()},

@@ -48,8 +48,8 @@ from launcher.data.sources import Part, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.models import loss
 from launcher.models.chunked_loss import IGNORED
+from launcher.models.loss import summed_loss
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 
@@ -274,7 +274,7 @@ class StreamingDataset(IterableDataset[Collated]):
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        return loss.summed_loss(model, tensors)
+        return summed_loss(model, tensors)
 
     def starting(
         self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None

@@ -10,10 +10,10 @@ import torch
 
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences, make_row
-from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
+from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
-from launcher.models import loss
 from launcher.models.attention import Masking
+from launcher.models.loss import Loss, summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
 
@@ -22,17 +22,17 @@ class SyntheticData:
     """A micro-batch in host memory."""
 
     tensors: Tensors
-    loss: loss.Loss
+    loss: Loss
     tokens: int
     loss_tokens: int
 
     def batches(
         self, ranks: DataParallel, *, micro_batches: int, steps: int
     ) -> Iterator[GlobalBatch]:
-        values = [self.loss_tokens * micro_batches, self.tokens * micro_batches, 0, 0]
+        totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
-            yield GlobalBatch(step, moved, StepStatistics(values, ranks), step, 0.0)
+            yield GlobalBatch(step, moved, StepStatistics(totals, ranks), step, 0.0)
 
 
 def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
@@ -57,7 +57,7 @@ def synthetic_data(
     """
     length = data.sequence_length
     rows = rows_of(batch, sequence_length=length)
-    summed: loss.Loss = loss.summed_loss
+    summed: Loss = summed_loss
     drawn = np.random.default_rng(0)
     ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
     if data.builder is not None:
@@ -74,7 +74,7 @@ def synthetic_data(
             "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
         }
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
-        summed = loss.summed_classification_loss
+        summed = summed_classification_loss
     else:
         found = [make_row((part, part) for part in np.array_split(row, 1 + packed)) for row in ids]
         collated = collate_sequences(found, length=length, packed=packed, masking=masking)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ class DataParallel:
     size: int
     group: dist.ProcessGroup
     device: torch.device
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """A context that is entered while compute waits for the other ranks; a run passes a timer."""
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -48,6 +50,13 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def from_rank_0(value: Any, group: dist.ProcessGroup) -> Any:
+    """The value of the group's first rank. Every rank must call this."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
 def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:

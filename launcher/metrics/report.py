@@ -20,7 +20,7 @@ _CHARTS = (
     ("Gradient norm before clipping", "", ("grad_norm",)),
     ("Tokens per second, all ranks", "", ("tokens_per_second",)),
     ("Seconds per step", "", ("step_seconds",)),
-    ("FLOPs utilization (MFU)", "%", ("mfu", "hfu")),
+    ("FLOPs utilization (MFU)", "%", ("mfu",)),
     ("Peak memory of a rank", "bytes", ("peak_memory_bytes", "reserved_memory_bytes")),
 )
 """Title, unit, and keys of metrics.jsonl. eval_*: metrics of an evaluation that no other

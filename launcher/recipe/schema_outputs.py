@@ -99,8 +99,6 @@ class Logging(Section):
     """{project: NAME, mode: online | offline}."""
     tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
-    memory_plan: StrictBool = False
-    """Plan the memory when training starts (seconds of one core), and compare the measured peak."""
 
 
 class Profile(Section):

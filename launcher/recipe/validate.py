@@ -54,7 +54,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.cpu_offload.optimizer_path", "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
-    ("activation_checkpointing.budget logging.memory_plan", "model.builder data.builder", False),
+    ("activation_checkpointing.budget", "model.builder data.builder", False),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
     ("schedule.decay_steps", "schedule.kind", "wsd"),

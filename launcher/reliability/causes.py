@@ -84,13 +84,13 @@ class Account:
 
 
 class PostMortem(Protocol):
-    """Examines why memory ran out: in this process, or where the kernel killed another one.
-
-    step: the last finished step. process: its name, such as `rank 1 of 2`.
-    """
+    """Examines why memory ran out. Its methods return None if the run is not yet known; step is the
+    last finished one."""
 
     def examine(
         self, error: BaseException, *, step: int, phase: str, micro_batch: int
-    ) -> Account: ...
+    ) -> Account | None:
+        """Memory ran out in this process."""
 
-    def killed(self, process: str, step: int) -> Account: ...
+    def killed(self, process: str, step: int) -> Account | None:
+        """The kernel's out-of-memory killer ended another process, such as `rank 1 of 2`."""

@@ -107,12 +107,14 @@ class FailureWatch:
         run: RunFolder,
         console: TextIO,
         progress: Progress,
+        post_mortem: PostMortem,
     ) -> None:
         self.environment, self.run, self.console = environment, run, console
         self.progress, self.rank, self.ranks = progress, environment.rank, environment.world_size
-        self.post_mortem: PostMortem | None = None
-        self.on_end: Callable[[], None] = lambda: None
-        """Flushes and closes what the run writes, before a failure ends this process."""
+        self._post_mortem = post_mortem
+        self.on_end = contextlib.ExitStack()
+        """Callbacks that flush and close what the run writes, before a failure ends this
+        process."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
         """A thread of this rank reports; meanwhile no other thread may end the process."""
@@ -271,7 +273,7 @@ class FailureWatch:
             phase, number = self.progress.phase, self.progress.micro_batch
             return self._out_of_memory(
                 f"{name} ran out of memory in step {step}: {describe(error)}",
-                lambda post_mortem: post_mortem.examine(
+                lambda: self._post_mortem.examine(
                     error, step=step - 1, phase=phase, micro_batch=number
                 ),
             )
@@ -290,12 +292,11 @@ class FailureWatch:
                 return self._loss(silent)
         return "error", f"{name} failed in step {step}: {describe(error)}", None
 
-    def _out_of_memory(self, text: str, ask: Callable[[PostMortem], Account]) -> Cause:
-        """text: the message if there is no post-mortem yet, or if its examination fails."""
+    def _out_of_memory(self, text: str, examine: Callable[[], Account | None]) -> Cause:
+        """text: the message if nothing is known yet, or if the examination fails."""
         account = None
-        with contextlib.suppress(Exception):
-            if self.post_mortem is not None:
-                account = ask(self.post_mortem)
+        with contextlib.suppress(Exception):  # memory may run out again
+            account = examine()
         return "out_of_memory", account.message if account else text, account
 
     # Lost ranks
@@ -322,7 +323,7 @@ class FailureWatch:
     def _killed_by_kernel(self, name: str) -> Cause:
         step = self.progress.step
         text = f"{name} was ended in step {step + 1} by the kernel: host memory ran out"
-        return self._out_of_memory(text, lambda post_mortem: post_mortem.killed(name, step))
+        return self._out_of_memory(text, lambda: self._post_mortem.killed(name, step))
 
     def _names(self, ranks: list[int]) -> str:
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
@@ -362,7 +363,7 @@ class FailureWatch:
     def end(self, status: int) -> NoReturn:
         """Ends this process and releases the folder. Only the first thread that calls it does."""
         self._ending.acquire()
-        closing = threading.Thread(target=self.on_end, name="closing", daemon=True)
+        closing = threading.Thread(target=self.on_end.close, name="closing", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread can be started where memory ran out
             closing.start()
             closing.join(_CLOSE_SECONDS)

@@ -39,8 +39,6 @@ class RunFolder:
         self.export = path / "hf"
         self.ownership: Ownership | None = None
         """None: not taken, so any process may write."""
-        self.resume = "auto"
-        """Rank 0: what `choose_resume` returned."""
         self._status = path / "status.json"
         self._written = 0.0
         self._unwritten: str | None = None
@@ -77,15 +75,17 @@ class RunFolder:
             for key, value in mine.items()
         )
 
-    def note_start(self, environment: Environment, overrides: Sequence[str] = ()) -> None:
-        """overrides: the arguments of this start."""
+    def note_start(
+        self, environment: Environment, overrides: Sequence[str] = (), *, from_scratch: bool = False
+    ) -> None:
+        """Notes the event `started`. overrides: the arguments of this start."""
         self.note(
             "started",
             overrides=list(overrides),
             ranks=environment.world_size,
             job_restart_count=environment.job_restart_count,
             restart_count=environment.restart_count,
-            from_scratch=self.resume == "never",
+            from_scratch=from_scratch,
             **_identity(environment),
         )
 
@@ -114,6 +114,10 @@ class RunFolder:
 
     def _starts(self) -> list[dict[str, Any]]:
         return [event for event in self.read_events() if event["event"] == "started"]
+
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl; 0 if there is none."""
+        return int(last_line(self.metrics).get("step") or 0)
 
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""

@@ -161,7 +161,7 @@ def report_stop_at_start(run: RunFolder | None, source: str) -> None:
     print(text, file=sys.stderr, flush=True)
     if run is not None:
         with contextlib.suppress(OSError, TrainingError):
-            step = run.read_status().get("step") or 0 if run.resume != "never" else 0
+            step = run.last_step()
             run.write_status("stopped", step=step, reason=source)
             run.note("stopped", step=step, reason=source)
             run.release()

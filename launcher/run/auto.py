@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel, gather
+from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
@@ -24,7 +24,6 @@ from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import replace_text
 from launcher.reliability.run_directory import RunFolder
-from launcher.run.separate_process import run_in_process
 
 logger = logging.getLogger(__name__)
 
@@ -79,27 +78,28 @@ def resolve_auto(
     """
     if not open_keys(recipe):
         return recipe
-    answer: list[Any] = [None]
+    answer: tuple[Recipe, Sequence[str], str] | Exception | None = None
     if ranks.rank == 0:
         logger.info("auto: looking for the fastest configuration that fits ...")
         failed = failed_micro_batches(run.read_events(), machine=machine, recipe=recipe)
         try:
-            answer[0] = run_in_process(SECONDS, _choose, recipe, machine, min(failed, default=None))
+            answer = run_in_process(SECONDS, _choose, recipe, machine, min(failed, default=None))
         except RecipeError as error:
-            answer[0] = error
+            answer = error
         except TrainingError as error:
             text = f"auto: the plan failed; set {' and '.join(open_keys(recipe))}. {error}"
-            answer[0] = TrainingError(text, reason="plan_failed")
-    dist.broadcast_object_list(answer, group=ranks.group, group_src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    chosen, overrides, why = answer[0]
+            answer = TrainingError(text, reason="plan_failed")
+    answer = from_rank_0(answer, ranks.group)
+    if isinstance(answer, Exception):
+        raise answer
+    assert answer is not None
+    chosen, overrides, why = answer
     if ranks.rank == 0:
         run.check()
         replace_text(run.path / "recipe.yaml", to_yaml(chosen))
     lines = "".join(f"\n      {override}" for override in overrides)
     logger.info(f"auto: {why}{lines}")
-    return chosen  # type: ignore[no-any-return]
+    return chosen
 
 
 def _choose(

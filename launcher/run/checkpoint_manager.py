@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,15 @@ from launcher.checkpoint.reader import (
 )
 from launcher.checkpoint.resume import (
     Resumed,
-    check_changes,
-    check_data,
-    check_stream,
-    check_weights,
+    check_content,
+    recipe_changes,
     saved_position,
 )
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
 from launcher.console import bytes_as_text
 from launcher.data.batching import Position
+from launcher.distributed.process_group import from_rank_0
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.safetensors_files import open_folder
@@ -77,16 +76,14 @@ class CheckpointManager:
     def _frozen_weights(self) -> str | None:
         """Digest of the weights in model.path if some of them are frozen: a resume reads these
         again."""
-        section = self._training.recipe.model
-        found: list[str | None] = [None]
+        section, digest = self._training.recipe.model, None
         frozen = not all(parameter.requires_grad for parameter in self._module.parameters())
         if not frozen or not is_pretrained(section):
             return None
         folder = checkpoint_folder(section)
         if self._ranks.rank == 0 and folder is not None:
-            found = [open_folder(folder).digest()]
-        dist.broadcast_object_list(found, group=self._group, group_src=0)
-        return found[0]
+            digest = open_folder(folder).digest()
+        return cast("str | None", from_rank_0(digest, self._group))
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
         """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
@@ -98,13 +95,17 @@ class CheckpointManager:
         path = self._find(resume, at_most=at_most)
         if path is None:
             return None
-        state, allow = read_state(path), self._settings.allow_changes
-        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
-        changes = check_changes(before, now, allow=allow, checkpoint=path)
-        changes += check_data(state["data"], self._data.fingerprint, allow=allow, checkpoint=path)
-        weights = state.get("weights")  # None in checkpoints of earlier versions
-        changes += check_weights(weights, self._weights, allow=allow, checkpoint=path)
-        check_stream(state["stream"], self._data.stream_order, allow=allow, checkpoint=path)
+        state = read_state(path)
+        before = yaml.safe_load(state["recipe"])
+        changes = recipe_changes(before, yaml.safe_load(self._recipe_yaml))
+        changes += check_content(
+            path,
+            state,
+            data=self._data.fingerprint,
+            weights=self._weights,
+            stream=self._data.stream_order,
+            allow=self._settings.allow_changes,
+        )
         if self._ranks.device.type == "cuda":
             # A step may still copy offloaded optimizer state to the host
             torch.cuda.synchronize(self._ranks.device)

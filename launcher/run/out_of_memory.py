@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
+from launcher.distributed.separate_process import run_in_process
 from launcher.models.initialization import clean_name
 from launcher.planner.formatting import NAMES, aligned, micro_batches
 from launcher.planner.machine import Machine
@@ -30,8 +31,6 @@ from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import Account
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.auto import recorded_settings
-from launcher.run.separate_process import run_in_process
-from launcher.training.setup import Training
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXCESS = 0.05
@@ -88,13 +87,19 @@ def gpu_memory() -> DeviceMemory:
 
 
 def take_inventory(
-    training: Training, gpu: DeviceMemory | None, *, buckets: bool, requested: int
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gpu: DeviceMemory | None,
+    *,
+    buckets: bool,
+    requested: int,
 ) -> dict[str, int]:
     """Bytes that this rank holds and requested, by the keys of `_NAMES`.
 
     gpu: None on CPUs. buckets: DDP keeps memory for all gradients, even where there are none.
     """
-    rows, everywhere = _states(training, "cpu" if gpu is None else "cuda", buckets)
+    device = "cpu" if gpu is None else "cuda"
+    rows, everywhere = _states(module, optimizer, device, buckets)
     if gpu is None:
         rest = host_memory.resident() - everywhere
         return rows | {"process": max(0, rest) + requested}
@@ -105,10 +110,11 @@ def take_inventory(
     }
 
 
-def _states(training: Training, device: str, buckets: bool) -> tuple[dict[str, int], int]:
+def _states(
+    module: nn.Module, optimizer: torch.optim.Optimizer, device: str, buckets: bool
+) -> tuple[dict[str, int], int]:
     """Bytes of each of `STATES` on the device, and of all of them together on any device. Shared
     storages count once."""
-    module, optimizer = training.wrapped.module, training.optimizer
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in trained)
     # While FSDP's weights are unsharded, plain tensors take the place of the shards
@@ -145,34 +151,39 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
     return where, shape
 
 
-class PostMortem:
-    """Examines this rank after memory ran out. `training` is None until it is set up."""
+class MemoryPostMortem:
+    """Examines this rank after memory ran out. The run tells it what is known by then."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        machine: Machine,
-        *,
-        environment: Environment,
-        run: RunFolder,
-        restarts_smaller: bool,
-    ) -> None:
-        self._recipe, self._machine, self._run = recipe, machine, run
-        self._environment, self._restarts_smaller = environment, restarts_smaller
-        self.training: Training | None = None
+    def __init__(self, recipe: Recipe, environment: Environment, run: RunFolder) -> None:
+        """recipe: as written, perhaps with `auto`."""
+        self._recipe, self._environment, self._run = recipe, environment, run
+        self._restarts_smaller = recipe.batch.micro_batch_size == "auto"
+        self._machine: Machine | None = None
+        self._trained: tuple[nn.Module, torch.optim.Optimizer] | None = None
 
-    def examine(self, error: BaseException, *, step: int, phase: str, micro_batch: int) -> Account:
-        """Counts the memory held and saves a snapshot of the allocator. step: the last finished
-        one."""
-        training, requested = self.training, requested_bytes(error)
+    def resolved(self, recipe: Recipe, machine: Machine) -> None:
+        """The machine is known, and `auto` has been replaced."""
+        self._recipe, self._machine = recipe, machine
+
+    def built(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Model and optimizer exist."""
+        self._trained = module, optimizer
+
+    def examine(
+        self, error: BaseException, *, step: int, phase: str, micro_batch: int
+    ) -> Account | None:
+        """Counts the memory held and saves a snapshot of the allocator."""
+        if self._machine is None:
+            return None
+        requested = requested_bytes(error)
         rank, ranks = self._environment.rank, self._environment.world_size
         on_gpu = self._machine.device == "cuda"
         module, shape, gpu, rows = "", "", None, dict[str, int]()
-        if training is not None:
-            module, shape = failing_module(error.__traceback__, training.wrapped.module)
+        if self._trained is not None:
+            module, shape = failing_module(error.__traceback__, self._trained[0])
             gpu = gpu_memory() if on_gpu else None
             buckets = self._recipe.strategy.kind == "ddp" and self._machine.ranks > 1
-            rows = take_inventory(training, gpu, buckets=buckets, requested=requested or 0)
+            rows = take_inventory(*self._trained, gpu, buckets=buckets, requested=requested or 0)
         on_host = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
         text = f"rank {rank} of {ranks} ran out of {'GPU ' if on_gpu and not on_host else ''}memory"
         text += f" in step {step + 1}: in {_PHASES.get(phase, phase)}"
@@ -195,23 +206,30 @@ class PostMortem:
                 text += f"\nallocator snapshot, for pytorch.org/memory_viz: {file}"
         helps = phase in ("forward", "backward", "optimizer", "data", "evaluation")
         measured = None if gpu is None else gpu.allocated + (requested or 0)
-        return self._account(text, helps, phase=phase, rows=rows, measured=measured)
+        return self._account(self._machine, text, helps, phase=phase, rows=rows, measured=measured)
 
-    def killed(self, process: str, step: int) -> Account:
-        """The kernel's out-of-memory killer ended another process, such as `rank 1 of 2`. step: the
-        last finished one."""
+    def killed(self, process: str, step: int) -> Account | None:
+        if self._machine is None:
+            return None
         left = host_memory.available()
         text = f"{process} was ended in step {step + 1} by the kernel: host memory ran out"
         if left is not None:
             text += f"; {bytes_as_text(left)} are left on this node now"
-        return self._account(text, self._machine.device == "cpu", phase="", rows={}, measured=None)
+        return self._account(self._machine, text, self._machine.device == "cpu")
 
     def _account(
-        self, message: str, helps: bool, *, phase: str, rows: dict[str, int], measured: int | None
+        self,
+        machine: Machine,
+        message: str,
+        helps: bool,
+        *,
+        phase: str = "",
+        rows: dict[str, int] | None = None,
+        measured: int | None = None,
     ) -> Account:
         """helps: whether a smaller micro-batch would help. measured: bytes of tensors on the
         GPU."""
-        recipe, machine = self._recipe, self._machine
+        recipe, rows = self._recipe, rows or {}
         smaller = helps and self._restarts_smaller and recipe.batch.micro_batch_size != 1
         restarts_now = smaller and self._environment.restarts_left > 0
 

@@ -18,7 +18,6 @@ from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.training.loop import Step
-from launcher.training.setup import Flops
 
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
 """The phases of a step. All other time, such as that of a checkpoint, belongs to no step."""
@@ -145,8 +144,8 @@ class StepRecorder:
     calls. Neither `add` nor `launch` waits for the device; `collect` does.
     """
 
-    def __init__(self, ranks: DataParallel, flops: Flops) -> None:
-        self._ranks, self._flops = ranks, flops
+    def __init__(self, ranks: DataParallel) -> None:
+        self._ranks = ranks
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
@@ -188,11 +187,11 @@ class StepRecorder:
             self.phase("logging")
 
     def add(self, step: Step) -> None:
-        _, tokens, *_ = step.batch.statistics.read()
+        """Counts a step that has been trained."""
         self.phase("logging")
         interval = self._interval
         interval.steps += 1
-        interval.tokens += tokens
+        interval.tokens += step.batch.statistics.read().tokens
         interval.waited += step.batch.seconds_waited
         interval.skipped.append(step.skipped)
         interval.timed_steps += self._timed
@@ -263,21 +262,18 @@ class StepRecorder:
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
         rate = interval.tokens / steps / seconds
-        loss_tokens, tokens, *_ = step.batch.statistics.read()
-        flops, recomputed = self._flops.model, self._flops.recomputed
-        peak = self._flops.peak and self._flops.peak * self._ranks.size
+        totals = step.batch.statistics.read()
         phases = {f"{name}_seconds": interval.seconds[name] / steps for name in PHASES[1:]}
         return {
             "step": step.number,
             "loss": finite(gathered["loss"].sum().item()),
             "grad_norm": None,
             "learning_rate": step.learning_rate,
-            "tokens": tokens,
-            "loss_tokens": loss_tokens,
+            "tokens": totals.tokens,
+            "loss_tokens": totals.loss_tokens,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            "mfu": rate * flops / peak if peak else None,
-            "hfu": rate * (flops + recomputed) / peak if peak and recomputed is not None else None,
+            "mfu": None,
             "peak_memory_bytes": int(gathered["peak"].nan_to_num().max()),  # NaN: on null GPUs
             "reserved_memory_bytes": finite(gathered["reserved"].max().item()),
             "data_seconds": float(gathered["waited"].max()) / steps,

@@ -25,7 +25,6 @@ from launcher.metrics.slow_ranks import SlowRanks
 from launcher.metrics.verdict import Measured, step_shares, verdict
 from launcher.reliability.json_files import Lines, replace_text
 from launcher.reliability.run_directory import RunFolder
-from launcher.run.comparison import PATIENCE, Forecast
 from launcher.run.recorder import PendingRecord, StepRecorder
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
@@ -45,13 +44,13 @@ class Reporter:
     """Logs steps and evaluations. Every rank has one for its numbers; rank 0 writes and prints."""
 
     def __init__(
-        self, training: Training, folder: RunFolder, *, first_step: int, forecast: Forecast | None
+        self, training: Training, folder: RunFolder, recorder: StepRecorder, *, first_step: int
     ) -> None:
-        """first_step: done before this start. forecast: compared with the measured memory."""
+        """first_step is the last step that was done before this start."""
         ranks, recipe = training.ranks, training.recipe
         self._device, self._main = ranks.device, ranks.rank == 0
         self._recipe, self._folder, self._steps = recipe, folder, training.data.steps
-        self._flops, self._forecast = training.flops, forecast
+        self._flops = training.flops
         self._first_step = self._last_step = first_step
         self._started = time.monotonic()
         self._losses: list[float] = []
@@ -71,9 +70,8 @@ class Reporter:
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
         self._slow = SlowRanks(self._hosts)
-        # Last, because it starts the first step's clock
-        self._recorder = StepRecorder(ranks, training.flops)
-        self.phase, self.waiting = self._recorder.phase, self._recorder.waiting
+        self._recorder, self.phase = recorder, recorder.phase
+        recorder.restart(skipped=0, skipped_in_a_row=0)
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
         """Writes the rows of the data that could not be used."""
@@ -115,7 +113,7 @@ class Reporter:
             yield
 
     def _log(self, pending: PendingRecord) -> None:
-        step, record = pending.step.number, self._recorder.collect(pending)
+        step, record = pending.step.number, self._collect(pending)
         self._peak = record["peak_memory_bytes"]
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
@@ -127,14 +125,19 @@ class Reporter:
             self._progress.step(record, note=self._slow.note)
             if step >= self._first_step + VERDICT_STEPS and not self._judged:
                 self._judge()
-            if step > self._first_step + 1:  # the second one is the first that is like all others
-                self._compare_memory()
             self._folder.note_step(step, **self._status)
         try:
             self._check(record)
         except DivergedError:
             self._pending = None  # the following step is not logged
             raise
+
+    def _collect(self, pending: PendingRecord) -> dict[str, Any]:
+        record, flops = self._recorder.collect(pending), self._flops
+        if flops.peak:
+            rate = record["tokens_per_second"] * flops.model
+            record["mfu"] = rate / (flops.peak * len(self._hosts))
+        return record
 
     def _judge(self) -> None:
         """Logs what limits the speed, and records it in events.jsonl."""
@@ -159,14 +162,6 @@ class Reporter:
         logger.info(f"{text}\n  {rate:,.0f} tokens/s, {peak}; {parts}")
         rounded = {name: round(share, 4) for name, share in shares.items()}
         self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
-
-    def _compare_memory(self, *, seconds: float = 0) -> None:
-        """Compares planned and measured memory in the log, once. seconds: to wait for the plan."""
-        if self._forecast is not None and (
-            text := self._forecast.compare(self._peak, seconds=seconds)
-        ):
-            logger.info(text)
-            self._forecast = None
 
     def _check(self, record: dict[str, Any]) -> None:
         """Raises DivergedError. Every rank has the same record and makes the same decision."""
@@ -303,7 +298,7 @@ class Reporter:
             while pending is not None and not pending.ready() and time.monotonic() < deadline:
                 time.sleep(0.02)
             if self._main and pending is not None and pending.ready():
-                self._write(self._recorder.collect(pending))
+                self._write(self._collect(pending))
         self._close("failed")
 
     def end(
@@ -318,8 +313,6 @@ class Reporter:
         step of the newest checkpoint."""
         if not self._main:
             return
-        if state == "finished" and self._last_step > self._first_step + 1:
-            self._compare_memory(seconds=PATIENCE)
         self._judge()
         self._close(state)
         step, folder = self._last_step, self._folder

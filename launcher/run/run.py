@@ -1,4 +1,4 @@
-"""The whole run, from a checked recipe to a trained model. `Run` reads from top to bottom."""
+"""The whole run, from a checked recipe to a trained model. `TrainingRun` reads from top to bottom."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch.distributed as dist
 
 from launcher.checkpoint.resume import Resumed
 from launcher.console import configure_logging, task
 from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, from_rank_0
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.recipe.load import LoadedRecipe
-from launcher.recipe.schema import Recipe
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
@@ -27,16 +23,16 @@ from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.auto import detect_machine, resolve_auto
 from launcher.run.checkpoint_manager import CheckpointManager
-from launcher.run.comparison import Forecast
-from launcher.run.out_of_memory import PostMortem
+from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
+from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.strategies.wrap import graph_breaks
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.setup import Hooks, Training, assemble
+from launcher.training.setup import Hooks, assemble
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +52,24 @@ class Rank:
     directory: RunFolder
     stop: StopRequest
     failures: FailureWatch
+    post_mortem: MemoryPostMortem
     watch: Watch
     progress: Progress
 
 
-def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder, stop: StopRequest) -> int:
-    """Joins the other ranks and trains with them. Returns the exit status. A failure of any rank
-    ends this process (`FailureWatch`). Raises TrainingError if the ranks do not meet."""
+def train(
+    loaded: LoadedRecipe,
+    environment: Environment,
+    run: RunFolder,
+    stop: StopRequest,
+    *,
+    resume: str | None,
+) -> int:
+    """Joins the other ranks and trains with them. Returns the exit status.
+
+    resume: on rank 0, what `choose_resume` returned. A failure of any rank ends this process
+    (`FailureWatch`). Raises TrainingError if the ranks do not meet.
+    """
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
         deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
@@ -70,75 +77,79 @@ def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder, stop: 
     group = process_group.process_group(
         environment, device=settings.device, init_timeout=settings.init_timeout
     )
+    post_mortem = MemoryPostMortem(loaded.recipe, environment, run)
     with (
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
         FailureWatch(
-            store, environment=environment, run=run, console=console, progress=progress
+            store,
+            environment=environment,
+            run=run,
+            console=console,
+            progress=progress,
+            post_mortem=post_mortem,
         ) as failures,
         Watch(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
     ):
         configure_logging()
-        rank = Rank(environment, ranks, run, stop, failures, watch, progress)
-        finished = Run(loaded, rank).execute()
+        rank = Rank(environment, ranks, run, stop, failures, post_mortem, watch, progress)
+        finished = TrainingRun(loaded, rank, resume=resume).execute()
     # torchrun's agent restarts on any other status than 0; status.json has the outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
 
-class Run:
+class TrainingRun:
     """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
 
-    def __init__(self, loaded: LoadedRecipe, rank: Rank) -> None:
+    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, resume: str | None) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         directory, environment = rank.directory, rank.environment
+        # Rank 0 decides: another node may see the folder a little later
+        decided = (resume, directory.first_day()) if environment.main else None
+        resume, first_day = from_rank_0(decided, rank.ranks.group)
         machine = detect_machine(rank.ranks, environment)
         recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
-        self._recipe = recipe = _fix_date(recipe, rank)
-        post_mortem = PostMortem(
-            recipe,
-            machine,
-            environment=environment,
-            run=directory,
-            restarts_smaller=loaded.recipe.batch.micro_batch_size == "auto",
-        )
-        rank.failures.post_mortem = post_mortem
+        if recipe.data.date is None and recipe.data.builder is None:
+            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
+        self._recipe = recipe
+        rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
-        compares = recipe.logging.memory_plan and environment.main
-        forecast = Forecast(recipe, machine) if compares else None
         skipped_rows = directory.path / "skipped_rows.jsonl"
+        recorder = StepRecorder(rank.ranks)
         self._training = training = assemble(
             recipe,
-            ranks=rank.ranks,
+            ranks=replace(rank.ranks, waiting=recorder.waiting),
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
         process_group.set_timeout(recipe.run.init_timeout)
-        post_mortem.training = training
+        rank.post_mortem.built(training.wrapped.module, training.optimizer)
         self._graph_breaks = 0
         self._targets, self._warned_of_targets = 0, False
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
-        self._checkpoints, resumed = self._open_checkpoints()
-        self._evaluation_due = recipe.evaluation.at_start
-        position = Position()
+        self._checkpoints: CheckpointManager | None = None
+        self._evaluation_due, position, resumed = recipe.evaluation.at_start, Position(), None
+        if recipe.checkpoint.every_steps is not None or resume != "never":
+            self._checkpoints = CheckpointManager(directory, training)
+            resumed = self._checkpoints.restore(resume)
         if resumed is not None:
             self._evaluation_due, position = resumed.evaluation_due, resumed.position
-        training = self._move_to(position)
-        first_step = self._saved_after = self._progress.step = self._position.step
+        self._move_to(position)
+        first_step = self._saved_after = self._progress.step = position.step
         self._profiler = make_profiler(
             recipe.profile, directory.path, ranks=rank.ranks, done=first_step
         )
-        self._reporter = Reporter(training, directory, first_step=first_step, forecast=forecast)
-        training.wrapped.waiting = self._reporter.waiting
-        rank.failures.on_end = self._reporter.abort
+        self._reporter = Reporter(self._training, directory, recorder, first_step=first_step)
+        rank.failures.on_end.callback(self._reporter.abort)
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
-        for line in summarize(training):
+        for line in summarize(self._training):
             logger.info(line)
         if environment.main:
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
-            self._resume(resumed, self._position)
+            self._resume(resumed)
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
@@ -150,33 +161,17 @@ class Run:
             key = ("strategy", "mixed_precision", "param_dtype")
             raise loaded.refuse(key, str(error)) from None
 
-    def _open_checkpoints(self) -> tuple[CheckpointManager | None, Resumed | None]:
-        """The manager of the run's checkpoints, and the checkpoint that it loaded."""
-        directory = self._rank.directory
-        # Rank 0 decides: another node may see the folder a little later
-        decided: list[Any] = [directory.resume]
-        dist.broadcast_object_list(decided, group=self._ranks.group, group_src=0)
-        resume: str = decided[0]
-        if self._recipe.checkpoint.every_steps is None and resume == "never":
-            return None, None
-        manager = CheckpointManager(directory, self._training)
-        return manager, manager.restore(resume)
-
-    def _move_to(self, position: Position) -> Training:
+    def _move_to(self, position: Position) -> None:
         """Continues at a position of the data, which may change the number of steps."""
         data = self._training.data.starting(position)
         self._position, self._steps = position, data.steps
         self._training = replace(self._training, data=data)
-        return self._training
 
-    def _resume(
-        self, resumed: Resumed, position: Position, diverged: DivergedError | None = None
-    ) -> None:
-        """Continues from a checkpoint that was loaded. position: after skipped batches."""
-        data = self._move_to(position).data
+    def _resume(self, resumed: Resumed, diverged: DivergedError | None = None) -> None:
+        """Continues from a checkpoint that was loaded."""
         self._saved_after = resumed.position.step
         self._early_stopping.restore(resumed.observed)
-        self._reporter.resumed(resumed, data, diverged=diverged)
+        self._reporter.resumed(resumed, self._training.data, diverged=diverged)
 
     def execute(self) -> bool:
         """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
@@ -219,10 +214,9 @@ class Run:
             self._record(step)
             self._check_targets(step)
             scores = self._evaluate_if_due(step.number)
-            *_, stop_requested, save_requested = step.batch.statistics.read()
-            early = self._early_stopping.over
-            stopping = bool(stop_requested) or scores is None or early
-            self._save_if_due(step, scores, stopping=stopping, requested=bool(save_requested))
+            totals, early = step.batch.statistics.read(), self._early_stopping.over
+            stopping = totals.stop_requests > 0 or scores is None or early
+            self._save_if_due(step, scores, stopping=stopping, requested=totals.save_requests > 0)
             interrupted = scores is None and self._checkpoints is not None
             if interrupted or (stopping and step.number < self._steps):
                 self._reporter.flush()
@@ -257,7 +251,7 @@ class Run:
 
     def _check_targets(self, step: Step) -> None:
         """Warns of a step without a target. Raises RecipeError if no step of the run had one."""
-        targets, *_ = step.batch.statistics.read()
+        targets = step.batch.statistics.read().loss_tokens
         before, self._targets = self._targets, self._targets + targets
         if targets:
             return
@@ -342,8 +336,8 @@ class Run:
             raise error
         skipped = self._position.skipped_batches + error.last_step - resumed.position.step
         samples = self._training.data.samples_after(error.last_step)
-        position = replace(resumed.position, samples=samples, skipped_batches=skipped)
-        self._resume(resumed, position, error)
+        self._move_to(replace(resumed.position, samples=samples, skipped_batches=skipped))
+        self._resume(resumed, error)
 
     def _finish_checkpoints(self, finished: bool) -> None:
         checkpoints = self._checkpoints
@@ -377,12 +371,3 @@ class Run:
             run = self._rank.directory.path
             text += f"; they are in the checkpoint of step {saved}: launcher export {run} OUT"
         return text
-
-
-def _fix_date(recipe: Recipe, rank: Rank) -> Recipe:
-    """The recipe with the day of the run's first start as data.date; every rank must call this."""
-    if recipe.data.date is not None or recipe.data.builder is not None:
-        return recipe
-    day = [rank.directory.first_day() if rank.ranks.rank == 0 else ""]
-    dist.broadcast_object_list(day, group=rank.ranks.group, group_src=0)
-    return replace(recipe, data=replace(recipe.data, date=day[0]))

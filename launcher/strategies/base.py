@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 
 InitFn = Callable[[nn.Module, torch.device, torch.device], None]
@@ -28,11 +29,8 @@ class WrappedModel(ABC):
 
     cpu_offload: schema.CpuOffload | None = None
 
-    def __init__(self, model: nn.Module, *, module: nn.Module) -> None:
-        self.model, self.module = model, module
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context entered while compute waits for communication between ranks; a run sets a
-        timer."""
+    def __init__(self, model: nn.Module, *, module: nn.Module, ranks: DataParallel) -> None:
+        self.model, self.module, self.waiting = model, module, ranks.waiting
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
     @abstractmethod

@@ -48,7 +48,7 @@ class Ddp(WrappedModel):
         # By default DDP waits for timing events in every 100th iteration. In its first ten
         # iterations it always does
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
-        super().__init__(self._ddp, module=model)
+        super().__init__(self._ddp, module=model, ranks=ranks)
         if strategy.shard_optimizer:
             self.optimizer_mesh = DeviceMesh.from_group(
                 ranks.group, ranks.device.type, mesh_dim_names=("shard",)

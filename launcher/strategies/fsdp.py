@@ -72,7 +72,7 @@ class Fsdp(WrappedModel):
             fully_shard(list(last), reshard_after_forward=False, **policies)
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
         init_fn(model, place, ranks.device)
-        super().__init__(model, module=model)
+        super().__init__(model, module=model, ranks=ranks)
         assert isinstance(model, FSDPModule)
         self._root: FSDPModule = model
         if ranks.size > 1:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import ClassificationDataset, MapData
-from launcher.data.loader import StepStatistics, make_loader, to_device
+from launcher.data.loader import StepStatistics, StepTotals, make_loader, to_device
 from launcher.data.setup import raise_error
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -112,9 +112,9 @@ class Evaluator:
                     # Read the requests of the previous micro-batch, so that nothing waits. All
                     # ranks stop at the same micro-batch
                     going = proceed()
-                    if stop_requests is not None and stop_requests.read()[0] > 0:
+                    if stop_requests is not None and stop_requests.read().stop_requests > 0:
                         return {}
-                    stop_requests = StepStatistics([int(not going)], ranks)
+                    stop_requests = StepStatistics(StepTotals(stop_requests=int(not going)), ranks)
                     micro_batch = to_device(collated["tensors"], device)
                     loss, found = _measure(dataset, wrapped, micro_batch)
                     total[0] += loss

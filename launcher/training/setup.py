@@ -59,16 +59,10 @@ class Flops:
 
     model: float
     """Forward and backward: `flops_per_token`."""
-    recomputed: float | None = 0.0
-    """In addition, where activations are recomputed; None: not known."""
+    recomputed_share: float = 0.0
+    """Share of all operations that recompute activations; 0 if it is not known."""
     peak: float | None = None
     """A device's per second; None: not known."""
-
-    @property
-    def recomputed_share(self) -> float:
-        """Of all operations; 0 if it is not known."""
-        again = self.recomputed or 0.0
-        return again / (self.model + again) if again else 0.0
 
 
 @dataclass(frozen=True)
@@ -329,21 +323,17 @@ def _count_flops(
 ) -> Flops:
     """Checkpointed blocks are recomputed, and with a chunked loss the logits, too."""
     model, tokens = prepared.model, recipe.data.sequence_length
+    flops = flops_per_token(model, sequence_length=tokens)
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
-    checkpointing = recipe.activation_checkpointing
-    if checkpointing is not None and checkpointing.mode == "selective":
-        # Half of the matrix products
-        recomputed = recomputed_flops(model, blocks, tokens=0) / 2
-    else:
+    checkpointing, recomputed = recipe.activation_checkpointing, 0.0
+    if checkpointing is None or checkpointing.mode == "full":
         recomputed = recomputed_flops(model, blocks, tokens=tokens)
-    if prepared.chunked_loss:
+    elif checkpointing.budget is None:  # half of the matrix products
+        recomputed = recomputed_flops(model, blocks, tokens=0) / 2
+    if prepared.chunked_loss and (checkpointing is None or checkpointing.budget is None):
         recomputed += 2.0 * embeddings(model)[1].weight.numel()
-    known = checkpointing is None or checkpointing.budget is None
-    return Flops(
-        flops_per_token(model, sequence_length=tokens),
-        recomputed if known else None,
-        peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-    )
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Flops(flops, recomputed / (flops + recomputed) if recomputed else 0.0, peak)
 
 
 def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:

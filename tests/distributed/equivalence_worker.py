@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import plain_loop
 
+from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import StepStatistics
 from launcher.distributed.process_group import DataParallel
-from launcher.models import chunked_loss, loss
+from launcher.models import chunked_loss
 from launcher.models.initialization import clean_name, random_weights
 from launcher.optimizers import offload as optimizer_offload
 from launcher.recipe.load import load_recipe
@@ -222,13 +223,13 @@ def evaluation_of(plain, rows):
 
 def mean_of_means(training):
     """Injects a common mistake: averages the mean losses of the micro-batches."""
-    original = loss.summed_loss
+    original = SequenceDataset.loss
 
-    def mean(model, micro_batch):
+    def mean(self, model, micro_batch):
         valid = (micro_batch["targets"] != -100).sum()
-        return original(model, micro_batch) / valid
+        return original(self, model, micro_batch) / valid
 
-    loss.summed_loss = mean
+    SequenceDataset.loss = mean
     StepStatistics.loss_tokens = lambda self: torch.tensor(
         16.0
     )  # 8 micro-batches of one row on each of two ranks
@@ -370,7 +371,7 @@ def main(folder):
             accumulation=4,
             mutate=skip_one_sync,
         )
-    originals = loss.summed_loss, StepStatistics.loss_tokens
+    originals = SequenceDataset.loss, StepStatistics.loss_tokens
     for strategy, overrides in STRATEGIES.items():
         train(
             f"mutation: mean of means {strategy}",
@@ -379,7 +380,7 @@ def main(folder):
             accumulation=8,
             mutate=mean_of_means,
         )
-        loss.summed_loss, StepStatistics.loss_tokens = originals
+        SequenceDataset.loss, StepStatistics.loss_tokens = originals
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()

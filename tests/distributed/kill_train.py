@@ -111,25 +111,25 @@ def slow_steps(seconds):
 
 
 def inject_nan_loss(at):
-    from launcher.models import loss
+    from launcher.data.dataset import SequenceDataset
 
-    original, calls = loss.summed_loss, [0]
+    original, calls = SequenceDataset.loss, [0]
 
-    def summed_loss(model, micro_batch):
+    def loss(self, model, micro_batch):
         calls[0] += model.training
-        return original(model, micro_batch) * (
+        return original(self, model, micro_batch) * (
             float("nan") if calls[0] == at and model.training else 1.0
         )
 
-    loss.summed_loss = summed_loss
+    SequenceDataset.loss = loss
 
 
 def record_phases(file):
-    from launcher.models import loss
+    from launcher.data.dataset import SequenceDataset
     from launcher.run import checkpoint_manager as manager
     from launcher.run import run
 
-    restore, summed_loss, instances = manager.CheckpointManager.restore, loss.summed_loss, []
+    restore, loss, instances = manager.CheckpointManager.restore, SequenceDataset.loss, []
 
     class RecordedProgress(run.Progress):
         def __init__(self):
@@ -144,11 +144,11 @@ def record_phases(file):
         record("load")
         return restore(self, *args, **more)
 
-    def loss_and_record(model, micro_batch):
+    def loss_and_record(self, model, micro_batch):
         record("forward")
-        return summed_loss(model, micro_batch)
+        return loss(self, model, micro_batch)
 
-    manager.CheckpointManager.restore, loss.summed_loss, run.Progress = (
+    manager.CheckpointManager.restore, SequenceDataset.loss, run.Progress = (
         restore_and_record,
         loss_and_record,
         RecordedProgress,
@@ -159,8 +159,8 @@ def slow_forward(rank, first, last, seconds):
     import torch
     import torch.distributed as dist
 
+    from launcher.data.dataset import SequenceDataset
     from launcher.metrics import slow_ranks
-    from launcher.models import loss
     from launcher.run import recorder
 
     now, calls = torch.zeros(1, dtype=torch.float64), [0]
@@ -168,13 +168,13 @@ def slow_forward(rank, first, last, seconds):
         perf_counter=now.item, monotonic=now.item, process_time=time.process_time, time=time.time
     )
     recorder.time = slow_ranks.time = clock
-    original, waiting = loss.summed_loss, recorder.StepRecorder.waiting
+    original, waiting = SequenceDataset.loss, recorder.StepRecorder.waiting
 
-    def summed_loss(model, micro_batch):
+    def loss(self, model, micro_batch):
         calls[0] += model.training
         slow = first <= calls[0] <= last and os.environ["RANK"] == str(rank)
         now.add_(seconds * (1 + 2 * slow))
-        return original(model, micro_batch)
+        return original(self, model, micro_batch)
 
     @contextlib.contextmanager
     def waiting_together(self):
@@ -182,7 +182,7 @@ def slow_forward(rank, first, last, seconds):
             yield
             dist.all_reduce(now, op=dist.ReduceOp.MAX)
 
-    loss.summed_loss, recorder.StepRecorder.waiting = summed_loss, waiting_together
+    SequenceDataset.loss, recorder.StepRecorder.waiting = loss, waiting_together
 
 
 def start():

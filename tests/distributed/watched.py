@@ -84,7 +84,12 @@ def main():
         group as (ranks, store),
         rank_log(run.log, ranks.rank) as console,
         FailureWatch(
-            store, environment=environment, run=run, console=console, progress=progress
+            store,
+            environment=environment,
+            run=run,
+            console=console,
+            progress=progress,
+            post_mortem=None,
         ) as failures,
         Watch(failures, stop=stop, hang_timeout=float(hang_timeout)) as watch,
     ):

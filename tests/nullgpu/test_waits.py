@@ -31,7 +31,7 @@ RECIPE = {
     "data": {"tokenizer": "bytes", "sequence_length": 512, "workers": 0},
     "batch": {"micro_batch_size": 2},
     "strategy": {"kind": "fsdp", "mixed_precision": {"param_dtype": "bfloat16"}},
-    "logging": {"memory_plan": False, "every_steps": 5},
+    "logging": {"every_steps": 5},
     "checkpoint": {"every_steps": None},
 }
 PADDED = ["data.packing=false", "data.train=[padded.jsonl]"]

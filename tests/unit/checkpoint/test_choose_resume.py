@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ import yaml
 
 from launcher.checkpoint.files import commit, scratch_folder, write_file
 from launcher.checkpoint.resume import (
-    check_changes,
-    check_data,
-    check_stream,
-    check_weights,
+    check_content,
     choose_resume,
     data_changes,
+    decide,
     finished_run,
+    recipe_changes,
 )
 from launcher.data.setup import open_run_data
 from launcher.data.token_store import ModelInputs
@@ -36,8 +34,8 @@ def recipe(*overrides):
     return yaml.safe_load(to_yaml(load_recipe(["recipe=fsdp", *overrides], ranks=None).recipe))
 
 
-def changes(*overrides, allow=False):
-    return check_changes(recipe(), recipe(*overrides), allow=allow, checkpoint=CHECKPOINT_PATH)
+def changes(*overrides, altering=False):
+    return recipe_changes(recipe(), recipe(*overrides), altering=altering)
 
 
 def test_allowed_changes_are_listed():
@@ -49,6 +47,7 @@ def test_allowed_changes_are_listed():
     ]
     shown = changes(*overrides)
     assert all(" -> " in line for line in shown)
+    assert changes(*overrides, altering=True) == []
     sections = {line.split(".")[0].split(":")[0] for line in shown}
     assert sections >= {"run", "strategy", "batch", "logging", "optimizer", "schedule", "data"}
     assert changes("run.dir=elsewhere", "checkpoint.resume=never") == []
@@ -64,15 +63,19 @@ def test_allowed_changes_are_listed():
         ("lora={rank: 4}", 'lora: null -> {"rank": 4'),
     ],
 )
-def test_changes_that_alter_the_training_are_refused(change, line):
+def test_changes_that_alter_the_training_are_refused(tmp_path, change, line):
+    path, run = checkpoint(tmp_path, 5), RunFolder(tmp_path)
+    overrides = ["recipe=fsdp", f"run.dir={tmp_path}", "run.max_steps=7", change]
     with pytest.raises(RecipeError) as raised:
-        changes(change, "run.max_steps=7")
+        decide(load_recipe(overrides, ranks=None).recipe, run)
     first, *middle, last = raised.value.problems
-    assert first.startswith(f"{CHECKPOINT_PATH} is of another recipe")
+    assert first.startswith(f"{path} is of another recipe")
     assert len(middle) == 1
     assert middle[0].startswith(f"  {line}"), "the number of steps may change and is not listed"
     assert "checkpoint.allow_changes=true" in last
-    assert any(line in shown for shown in changes(change, allow=True))
+    allowed = load_recipe([*overrides, "checkpoint.allow_changes=true"], ranks=None).recipe
+    assert decide(allowed, run).source == "auto"
+    assert any(line in shown for shown in changes(change))
 
 
 # Changed data
@@ -115,21 +118,27 @@ def fingerprint(tmp_path):
     return found
 
 
+def check(before, now, *, allow=False):
+    """before: of the data. now: the fingerprint."""
+    state = {"data": before, "stream": None}
+    return check_content(CHECKPOINT_PATH, state, data=now, weights=None, stream=None, allow=allow)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_appended_rows_are_detected_and_the_file_is_named(fingerprint, streaming):
     before = fingerprint(streaming=streaming)
     same = fingerprint(streaming=streaming)
-    assert check_data(before, same, allow=False, checkpoint=CHECKPOINT_PATH) == []
+    assert check(before, same) == []
     fingerprint.b.write_text(fingerprint.b.read_text() + ROW)
     now = fingerprint(streaming=streaming)
     with pytest.raises(RecipeError) as raised:
-        check_data(before, now, allow=False, checkpoint=CHECKPOINT_PATH)
+        check(before, now)
     first, *lines, last = raised.value.problems
     assert first.startswith(f"{CHECKPOINT_PATH} is of other data")
     counts = [] if streaming else ["  documents: 8 -> 9", "  tokens: 24 -> 26"]
     assert lines == [f"  {fingerprint.b}: 60 -> 74", *counts]
     assert "checkpoint.allow_changes=true" in last
-    assert len(check_data(before, now, allow=True, checkpoint=CHECKPOINT_PATH)) == len(lines)
+    assert len(check(before, now, allow=True)) == len(lines)
 
 
 def test_added_removed_and_edited_files_are_named(fingerprint):
@@ -149,7 +158,10 @@ def test_added_removed_and_edited_files_are_named(fingerprint):
 
 
 def test_changed_frozen_weights_are_refused_like_changed_data():
-    check = partial(check_weights, checkpoint=CHECKPOINT_PATH)
+    def check(before, now, *, allow):
+        state = {"data": {}, "stream": None, "weights": before}
+        return check_content(CHECKPOINT_PATH, state, data={}, weights=now, stream=None, allow=allow)
+
     assert check("a", "a", allow=False) == check(None, "b", allow=False) == []
     with pytest.raises(RecipeError) as raised:
         check("a", "b", allow=False)
@@ -177,12 +189,17 @@ def test_changes_of_streamed_data_are_detected():
     assert lines == ['tokenizer: "x" -> "y"', 'chat_template: null -> "z"']
     assert list(data_changes({"samples": 1000}, {"samples": 1100})) == ["samples: 1000 -> 1100"]
     saved = {"version": 2, "order": "a", "samples": 8, "places": [[0, 0, 0, 0]]}
-    check_stream(saved, "a", allow=False, checkpoint=CHECKPOINT_PATH)
-    check_stream(None, None, allow=False, checkpoint=CHECKPOINT_PATH)
+
+    def check(saved, order, *, allow=False):
+        state = {"data": {}, "stream": saved}
+        content = {"data": {}, "weights": None, "stream": order}
+        return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
+
+    assert check(saved, "a") == check(None, None) == []
     text = rf"^{CHECKPOINT_PATH} cannot be resumed with data\.streaming: the files, or .*allow_changes=true"
     with pytest.raises(RecipeError, match=text):
-        check_stream(saved, "b", allow=False, checkpoint=CHECKPOINT_PATH)
-    check_stream(None, "b", allow=True, checkpoint=CHECKPOINT_PATH)
+        check(saved, "b")
+    check(None, "b", allow=True)
 
 
 def test_metrics_after_the_checkpoint_are_removed(tmp_path):
@@ -226,9 +243,8 @@ def test_restart_is_recognized_only_in_its_own_folder(tmp_path, first, second, s
 
 def choose(folder, resume="auto", *, restarted=False):
     words = ["recipe=fsdp", f"run.dir={folder}", f"checkpoint.resume={resume}"]
-    loaded = load_recipe(words, ranks=None)
-    text = to_yaml(loaded.recipe)
-    return choose_resume(RunFolder(folder), loaded.recipe, text, restarted=restarted)
+    recipe = load_recipe(words, ranks=None).recipe
+    return choose_resume(recipe, RunFolder(folder), restarted=restarted)
 
 
 def test_the_day_of_the_first_start_is_that_of_the_last_start_from_scratch(tmp_path):
@@ -272,6 +288,15 @@ def checkpoint(folder, step):
     path.mkdir(parents=True)
     (path / "state.json").write_text(json.dumps({"recipe": yaml.safe_dump(recipe())}))
     return path
+
+
+def test_changes_are_those_since_the_newest_checkpoint_that_can_be_read(tmp_path):
+    damaged = [checkpoint(tmp_path, step) for step in (4, 8)][1]
+    (damaged / "state.json").write_text("{")
+    assert choose(tmp_path) == "auto"
+    words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.seed=7"]
+    with pytest.raises(RecipeError, match="step_00000004 is of another recipe"):
+        choose_resume(load_recipe(words, ranks=None).recipe, RunFolder(tmp_path))
 
 
 def test_own_checkpoint_is_preferred_to_the_resume_path(tmp_path):
@@ -337,18 +362,18 @@ def test_finished_run_is_continued_only_with_more_steps(finished):
 
 def test_shorter_run_than_its_checkpoint_is_refused(finished):
     run, (recipe, _, folder) = finished
-    loaded = load_recipe([recipe, folder, "run.max_steps=5"], ranks=1)
+    run.write_status("stopped", step=8, steps=8)
+    shorter = load_recipe([recipe, folder, "run.max_steps=5"], ranks=1).recipe
     text = r"run.max_steps: the run has 5 steps, but .*step_00000008 is of step 8 already"
     with pytest.raises(RecipeError, match=text):
-        choose_resume(run, loaded.recipe, to_yaml(loaded.recipe), restarted=False)
+        choose_resume(shorter, run)
 
 
 def test_checkpoints_that_cannot_be_listed_are_reported(finished):
     run, arguments = finished
     shutil.rmtree(run.path / "checkpoints")
     (run.path / "checkpoints").symlink_to("checkpoints")
-    assert finished_run(arguments) is None
-    with pytest.raises(
-        RecipeError, match="checkpoints cannot be read: Too many levels of symbolic"
-    ):
-        choose(run.path)
+    text = "checkpoints cannot be read: Too many levels of symbolic"
+    for choose_or_finish in (lambda: finished_run(arguments), lambda: choose(run.path)):
+        with pytest.raises(RecipeError, match=text):
+            choose_or_finish()

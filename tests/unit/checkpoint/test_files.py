@@ -245,7 +245,7 @@ def test_folder_that_cannot_be_listed_is_not_taken_for_empty(tmp_path, monkeypat
         list_checkpoints(tmp_path)
     run = RunFolder(tmp_path)
     with pytest.raises(RecipeError, match="checkpoints cannot be read: Stale file handle"):
-        choose_resume(run, recipe, "", restarted=True)
+        choose_resume(recipe, run, restarted=True)
 
 
 def test_insufficient_disk_space_is_refused(tmp_path):

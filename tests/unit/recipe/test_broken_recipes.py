@@ -149,7 +149,6 @@ model={config: null, path: owner/name:train} -> model.path: no such folder with 
 model.trust_remote_code=true -> @: needs model.path
 strategy.mixed_precision=null & model.attention=flash_attention_2 -> @: flash_attention_2 computes in 16 bits only; use sdpa, or ... ...
 data.train=null & data.builder=mine -> @: must be `package.module:function`; got 'mine'
-data.train=null & data.builder=a.b:c & logging.memory_plan=true -> @: not available with data.builder
 data.train=null & data.builder=a.b:c & data.text_column=body -> @: not available with data.builder
 data.train=null & data.builder=a.b:c & model.num_labels=3 -> @: needs model.task: sequence_classification
 data.arguments={x: 1} -> @: needs data.builder

@@ -76,6 +76,7 @@ class Rank0:
             run=self.run,
             console=io.StringIO(),
             progress=progress,
+            post_mortem=None,
         )
         self.watch = Watch(self.failures, stop=StopRequest(), hang_timeout=hang_timeout)
         self.watch.__enter__()
@@ -192,6 +193,7 @@ def test_one_rank_reports_without_the_store(start):
         run=RunFolder(rank.run.path),
         console=io.StringIO(),
         progress=Progress(),
+        post_mortem=None,
     )
     assert rank.failures.claim(ask_store=False)
     late = threading.Thread(target=lambda: claims.append(other.claim(ask_store=False)))

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
+from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner.plan import make_plan
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -15,8 +17,6 @@ from launcher.recipe.schema import (
 )
 from launcher.recipe.validate import open_keys
 from launcher.run import auto as detect
-from launcher.run import separate_process
-from launcher.run.comparison import predict_peak
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
     GIB,
@@ -100,6 +100,6 @@ def test_separate_process_receives_recipe_and_machine():
     """The model path does not exist, so the process returns a RecipeError that names it."""
     missing = dataclasses.replace(RECIPE, model=Model(path="/no/such/folder"))
     with pytest.raises(RecipeError, match="/no/such/folder"):
-        separate_process.run_in_process(300, predict_peak, missing, machine())
+        run_in_process(300, make_plan, missing, machine())
     with pytest.raises(TrainingError, match=r"planning took more than 0\.01 s"):
-        separate_process.run_in_process(0.01, predict_peak, RECIPE, machine())
+        run_in_process(0.01, make_plan, RECIPE, machine())

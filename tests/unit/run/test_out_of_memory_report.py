@@ -21,11 +21,12 @@ from launcher.reliability.run_directory import RunFolder
 from launcher.run import out_of_memory
 from launcher.run.out_of_memory import (
     DeviceMemory,
-    PostMortem,
+    MemoryPostMortem,
     requested_bytes,
     take_inventory,
 )
 from tests.unit.planner.example_plans import (
+    AUTO_RECIPE,
     GIB,
     RECIPE,
     configuration,
@@ -94,13 +95,12 @@ def trained():
 def test_each_storage_is_counted_once():
     model, optimizer = trained()
     model.register_parameter("tied", model[0].weight)
-    training = SimpleNamespace(wrapped=SimpleNamespace(module=model), optimizer=optimizer)
-    found = take_inventory(training, None, buckets=False, requested=2**40)
+    found = take_inventory(model, optimizer, None, buckets=False, requested=2**40)
     assert found["parameters"] == 4 * (8 * 8 + 8 * 32)
     assert found["gradients"] == 4 * 8 * 8
     assert 0 <= found["optimizer"] - 2 * found["gradients"] <= 64, "two moments and a step count"
     assert 2**24 < found["process"] - 2**40 < 2**40
-    found = take_inventory(training, None, buckets=True, requested=0)
+    found = take_inventory(model, optimizer, None, buckets=True, requested=0)
     assert found["gradients"] == found["parameters"]
 
 
@@ -118,17 +118,14 @@ def environment(**changes):
 def examine_failure(
     tmp_path, *, restarts_smaller=False, restarts_left=0, phase="forward", on=None, recipe=RECIPE
 ):
-    post_mortem = PostMortem(
-        recipe,
-        on or machine(),
-        environment=environment(rank=1, restarts_left=restarts_left),
-        run=RunFolder(tmp_path),
-        restarts_smaller=restarts_smaller,
+    post_mortem = MemoryPostMortem(
+        AUTO_RECIPE if restarts_smaller else recipe,
+        environment(rank=1, restarts_left=restarts_left),
+        RunFolder(tmp_path),
     )
+    post_mortem.resolved(recipe, on or machine())
     model, optimizer = trained()
-    post_mortem.training = SimpleNamespace(
-        wrapped=SimpleNamespace(module=model), optimizer=optimizer
-    )
+    post_mortem.built(model, optimizer)
     micro_batch = {"input_ids": torch.ones(4, 8)}
     with pytest.raises(torch.OutOfMemoryError) as caught:
         model(micro_batch["input_ids"])
@@ -261,13 +258,9 @@ def test_restart_with_smaller_micro_batch_skips_the_plan(tmp_path, monkeypatch):
 
 
 def test_process_killed_by_the_kernel(tmp_path, monkeypatch):
-    post_mortem = PostMortem(
-        RECIPE,
-        machine(host_memory=512 * GIB),
-        environment=environment(),
-        run=RunFolder(tmp_path),
-        restarts_smaller=True,
-    )
+    post_mortem = MemoryPostMortem(AUTO_RECIPE, environment(), RunFolder(tmp_path))
+    assert post_mortem.killed("rank 3 of 8", 6) is None, "the machine is not known yet"
+    post_mortem.resolved(RECIPE, machine(host_memory=512 * GIB))
     account = post_mortem.killed("rank 3 of 8", 6)
     killed = "rank 3 of 8 was ended in step 7 by the kernel: host memory ran out"
     assert account.message.startswith(killed)
@@ -319,7 +312,7 @@ def test_suggestions_fit_and_change_the_recipe(monkeypatch):
 
 
 class StubPostMortem:
-    """A stub of PostMortem."""
+    """A stub of MemoryPostMortem."""
 
     message, noted, restarts_now = "what was found", {"micro_batch_size": 4}, False
 
@@ -345,8 +338,14 @@ def test_oom_killer_is_reported_if_its_counter_rose(tmp_path, monkeypatch, error
     run.log.mkdir()
     console = io.StringIO()
     monkeypatch.setattr(host_memory, "killed", lambda: {"memory.events": 3})
-    watch = FailureWatch(store, environment=two, run=run, console=console, progress=Progress())
-    watch.post_mortem = StubPostMortem()
+    watch = FailureWatch(
+        store,
+        environment=two,
+        run=run,
+        console=console,
+        progress=Progress(),
+        post_mortem=StubPostMortem(),
+    )
     monkeypatch.setattr(host_memory, "killed_since", lambda before: before == {"memory.events": 3})
     assert watch.report_exception(RuntimeError(error)) == 1
     status = run.read_status()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher.data.loader import GlobalBatch, StepStatistics
+from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.distributed.process_group import DataParallel
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
@@ -66,7 +66,7 @@ def test_step_ends_before_the_next_batch_is_fetched():
     def batches():
         for step in (1, 2):
             events.append("batch")
-            yield GlobalBatch(step, [{}], StepStatistics([1, 1, 0, 0], SINGLE_RANK), step, 0.0)
+            yield GlobalBatch(step, [{}], StepStatistics(StepTotals(1, 1), SINGLE_RANK), step, 0.0)
 
     wrapped = SimpleNamespace(
         model=model,

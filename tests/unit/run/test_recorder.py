@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launcher.data.loader import GlobalBatch, StepStatistics
+from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
@@ -30,7 +30,7 @@ SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):
     batch = GlobalBatch(
-        number, [], StepStatistics([tokens - 1, tokens, 0, 0], SINGLE_RANK), 8 * number, waited
+        number, [], StepStatistics(StepTotals(tokens - 1, tokens), SINGLE_RANK), 8 * number, waited
     )
     return Step(number, torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), 1e-3, batch)
 
@@ -44,7 +44,7 @@ def clock(monkeypatch):
 
 
 def test_rates_are_means_since_the_last_record(clock):
-    recorder = StepRecorder(SINGLE_RANK, Flops(3.0, recomputed=1.0, peak=600.0))
+    recorder = StepRecorder(SINGLE_RANK)
 
     def train(numbers_and_tokens):
         for number, tokens in numbers_and_tokens:
@@ -61,7 +61,6 @@ def test_rates_are_means_since_the_last_record(clock):
         "counts of the last step only"
     )
     expected = {"step_seconds": 2.0, "tokens_per_second": (10 + 30 + 60) / 6, "data_seconds": 0.5}
-    expected |= {"mfu": 100 / 6 * 3 / 600, "hfu": 100 / 6 * (3 + 1) / 600}
     assert {key: line[key] for key in expected} == pytest.approx(expected)
     line = recorder.collect(second)
     assert line["step_seconds"] == pytest.approx(2.0), "the excluded pause is not counted"
@@ -69,7 +68,7 @@ def test_rates_are_means_since_the_last_record(clock):
 
 
 def test_step_time_by_phase(clock):
-    recorder = StepRecorder(SINGLE_RANK, Flops(0.0))
+    recorder = StepRecorder(SINGLE_RANK)
     for number in (1, 2):
         for phase, seconds, waits in (
             ("data", 0.5, 0.0),
@@ -183,7 +182,7 @@ def test_step_shares():
 def test_peak_memory_is_since_the_last_record(monkeypatch):
     peaks, allocated = iter([500, 300]), [700]
     monkeypatch.setattr(host_memory, "take_peak", lambda: next(peaks))
-    on_cpu = StepRecorder(SINGLE_RANK, Flops(0.0))
+    on_cpu = StepRecorder(SINGLE_RANK)
     for number, expected in ((1, 500), (2, 300)):
         on_cpu.add(step(number))
         assert on_cpu.collect(on_cpu.launch(step(number)))["peak_memory_bytes"] == expected
@@ -201,9 +200,12 @@ def reporter(folder):
     run = RunFolder(folder / "run")
     run.create("")
     training = SimpleNamespace(
-        ranks=SINGLE_RANK, recipe=recipe, data=SimpleNamespace(steps=10), flops=Flops(0.0)
+        ranks=SINGLE_RANK,
+        recipe=recipe,
+        data=SimpleNamespace(steps=10),
+        flops=Flops(3.0, peak=600.0),
     )
-    return Reporter(training, run, first_step=0, forecast=None)
+    return Reporter(training, run, StepRecorder(SINGLE_RANK), first_step=0)
 
 
 def lines(folder):
@@ -224,6 +226,8 @@ def test_lines_are_written_one_step_late(reporter, folder):
     reporter.step(step(4))
     reporter.flush()
     assert lines(folder) == [1, 2, 3, 4]
+    for line in read_jsonl(folder / "run/metrics.jsonl"):
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 3 / 600)
     reporter.step(step(5))
     reporter.abort()
     assert lines(folder) == [1, 2, 3, 4, 5], "a failed run keeps its last line"

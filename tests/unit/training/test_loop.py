@@ -10,14 +10,14 @@ import torch
 from launcher.data.batching import Position
 from launcher.data.custom import CustomData, CustomDataset
 from launcher.data.dataset import SequenceDataset
-from launcher.data.loader import GlobalBatch, StepStatistics
+from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
-from launcher.run.run import Run
+from launcher.run.run import TrainingRun
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
@@ -39,7 +39,7 @@ def test_step_without_a_target_changes_nothing(name):
 
     def batches():
         for step, targets in enumerate([3, 0, 3], start=1):
-            statistics = StepStatistics([targets, 3, 0, 0], ALONE)
+            statistics = StepStatistics(StepTotals(targets, 3), ALONE)
             yield GlobalBatch(step, [{"weight": float(targets > 0)}], statistics, step, 0.0)
 
     def state():
@@ -128,7 +128,7 @@ def test_run_without_a_target_is_an_error(position, targets, caplog):
     raises = pytest.raises(RecipeError, match=message)
     with raises if len(targets) == 3 else nullcontext():
         for number, count in enumerate(targets, start=position + 1):
-            batch = SimpleNamespace(statistics=StepStatistics([count, 1, 0, 0], ALONE))
-            Run._check_targets(run, SimpleNamespace(number=number, batch=batch))
+            batch = SimpleNamespace(statistics=StepStatistics(StepTotals(count, 1), ALONE))
+            TrainingRun._check_targets(run, SimpleNamespace(number=number, batch=batch))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith(f"step {position + 1}: no token with loss in its batch: weights and")

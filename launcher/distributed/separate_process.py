@@ -1,7 +1,7 @@
-"""Plans in a separate process: a trace needs a fake process group, and a rank has a real one.
+"""Runs a function in another process: a plan needs a fake process group, a rank has a real one.
 
-`run_in_process` starts `python -m launcher.run.separate_process`, which reads a pickled task
-from standard input and writes the pickled answer to standard output.
+`run_in_process` starts `python -m launcher.distributed.separate_process`, which reads a pickled
+task from standard input and writes the pickled answer to standard output.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from launcher.distributed.environment import alone
 from launcher.distributed.spawn import end_with_parent
@@ -20,7 +20,9 @@ from launcher.errors import RecipeError, TrainingError
 Answer = TypeVar("Answer")
 
 
-def run_in_process(seconds: float, task: Callable[..., Answer], *arguments: Any) -> Answer:
+def run_in_process(
+    seconds: float | None, task: Callable[..., Answer], *arguments: object
+) -> Answer:
     """Runs a module-level function in a new process and returns its result.
 
     The process is killed when this one ends. Raises RecipeError if the function does, TrainingError
@@ -29,7 +31,7 @@ def run_in_process(seconds: float, task: Callable[..., Answer], *arguments: Any)
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "launcher.run.separate_process", str(os.getpid())],
+            [sys.executable, "-P", "-m", "launcher.distributed.separate_process", str(os.getpid())],
             input=pickle.dumps((task, arguments)),
             capture_output=True,
             env=alone() | {"PYTHONPATH": paths},
