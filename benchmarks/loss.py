@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from launcher.models.chunked_loss import Transform, chunk_width, linear_cross_entropy
-from launcher.planner.measure import CpuMeter
+from launcher.planner.measurement import CpuMeter
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

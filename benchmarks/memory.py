@@ -28,7 +28,7 @@ from launcher.cli.plan import detect_gpus
 from launcher.console import bytes_as_text
 from launcher.errors import EXIT_DONE, EXIT_NO
 from launcher.planner.machine import known_machine
-from launcher.planner.measure import measure
+from launcher.planner.measurement import measure_recipes
 from launcher.planner.memory import OVER, UNDER, peak_holds
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
@@ -126,7 +126,7 @@ def main() -> int:
                             f"skipped: {size}, {strategy}, {rows}: {bytes_as_text(plan.needed)} by plan",
                             file=sys.stderr,
                         )
-        measured = measure(
+        measured = measure_recipes(
             [arguments for *_, arguments, _ in plans], ranks=options.ranks, timeout=options.limit
         )
     good = True

@@ -134,7 +134,7 @@ def _report(
     # These modules import torch; errors in the command line are reported before
     from rich.console import Console
 
-    from launcher.planner import measure, measured, plan, search
+    from launcher.planner import fastest, measurement, plan, search
 
     recipe = load_recipe(overrides, ranks=machine.ranks, files=False).recipe
     progress = Console(stderr=True, quiet=quiet).status
@@ -151,11 +151,11 @@ def _report(
             result = search.search_configurations(recipe, machine)
     if measure_fastest:
         with progress("measuring the configurations that should be fastest"):
-            trials = measured.measure_fastest(overrides, recipe, machine)
+            trials = fastest.measure_fastest(overrides, recipe, machine)
     if verify:
         gpus = machine.device == "cuda"
         with progress("training three steps"):
-            (verified,) = measure.measure([overrides], ranks=machine.ranks, gpus=gpus)
+            (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
     return as_json(recipe, planned, result, verified) | {"measured": trials}
 
 

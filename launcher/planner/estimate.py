@@ -27,7 +27,7 @@ BACKWARD_WIDEST, HEAD_WIDEST = 3, 5
 of the last norm (in float32). Fitted to traces of Llama models."""
 
 
-def step_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> StepMemory:
+def estimate_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> StepMemory:
     """Memory of one optimizer step on rank 0 of `ranks`, in its last micro-batch.
 
     recipe: the profiled one, or one that differs in strategy, checkpointing and batch only.

@@ -15,7 +15,7 @@ from launcher.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
-    from launcher.planner.measure import Measured
+    from launcher.planner.measurement import Measurement
     from launcher.planner.search import SearchResult
 
 NAMES = {
@@ -101,7 +101,7 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
 
 
 def as_json(
-    recipe: Recipe, plan: Plan, result: SearchResult | None, measured: Measured | None = None
+    recipe: Recipe, plan: Plan, result: SearchResult | None, measured: Measurement | None = None
 ) -> dict[str, Any]:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
@@ -138,7 +138,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
     return asdict(moment) | {"total": moment.total}
 
 
-def _verified(plan: Plan, measured: Measured) -> dict[str, Any]:
+def _verified(plan: Plan, measured: Measurement) -> dict[str, Any]:
     *rows, peak = compare(plan.step, measured)
     if measured.context is not None and measured.reserved is not None:
         rows.append((NAMES["context"], plan.context, measured.context))
@@ -378,7 +378,7 @@ def _comparison(verified: dict[str, Any]) -> Iterator[str]:
 
 
 def measured_text(found: dict[str, Any]) -> Iterator[str]:
-    """found: as `measured.measure_fastest` returns it."""
+    """found: as `fastest.measure_fastest` returns it."""
     rows, best, cells = found["rows"], found["best"], []
     for n, row in enumerate(rows):
         peak, speed, measured = "-", "-", row["measured"]

@@ -168,7 +168,7 @@ class Plan:
 
 
 def compare(planned: StepMemory, measured: Any) -> list[tuple[str, int, int]]:
-    """Rows of (what, planned bytes, measured bytes), the peak last. measured: a `Measured`."""
+    """Rows of (what, planned bytes, measured bytes), the peak last. measured: a `Measurement`."""
     held, optimizer = planned.held, planned.phases["optimizer"].components
     return [
         ("parameters", held.parameters, measured.parameters),

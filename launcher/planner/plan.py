@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.data.synthetic import rows_of
-from launcher.planner.estimate import step_memory
+from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
@@ -57,7 +57,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
 
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
     """The plan by the analytic estimate. recipe: one that the profile covers."""
-    return _plan(profile, recipe, machine, step_memory(profile, recipe, ranks=machine.ranks))
+    return _plan(profile, recipe, machine, estimate_memory(profile, recipe, ranks=machine.ranks))
 
 
 def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMemory) -> Plan:

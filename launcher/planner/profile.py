@@ -30,7 +30,7 @@ class Weight:
     shape: tuple[int, ...]
     trained: bool
     size: int
-    """Bytes of an element as the model holds it (with adapters see `Weights.adapted`)."""
+    """Bytes of an element as the model holds it (with adapters see `WeightGroup.adapted`)."""
 
     @property
     def count(self) -> int:
@@ -38,7 +38,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightGroup:
     """A group of parameters that is sharded and all-gathered together: a block, or the root.
 
     Tied parameters count once. Counts are numbers of elements.
@@ -89,11 +89,11 @@ class ModelProfile:
     device: Device
     block_classes: tuple[int, ...]
     """For each block, its index in `classes`."""
-    classes: tuple[Weights, ...]
+    classes: tuple[WeightGroup, ...]
     """Blocks with equal shapes are one class."""
-    embedding: Weights
+    embedding: WeightGroup
     """The input embedding if it is a unit of FSDP, which reduces it last; otherwise empty."""
-    root: Weights
+    root: WeightGroup
     """All other weights outside of the blocks. If `embedding` is empty, FSDP reduces them last."""
     buffers: int
     """Bytes of the buffers."""
@@ -111,7 +111,7 @@ class ModelProfile:
     run on fake tensors; the estimate then uses the shapes of the weights instead."""
 
     @cached_property
-    def groups(self) -> list[Weights]:
+    def groups(self) -> list[WeightGroup]:
         """The weights of each block, then of the embedding and of the root."""
         return [*(self.classes[kind] for kind in self.block_classes), self.embedding, self.root]
 
@@ -150,9 +150,9 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     recipe = dataclasses.replace(recipe, model=random)
     prepared = prepare_model(recipe, device=torch.device(device))
 
-    def group(parameters: Iterable[nn.Parameter]) -> Weights:
+    def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
         weights = (Weight(tuple(p.shape), p.requires_grad, p.element_size()) for p in parameters)
-        return Weights(tuple(weights), recipe.lora is not None)
+        return WeightGroup(tuple(weights), recipe.lora is not None)
 
     model: Any = prepared.model
     config = getattr(model, "config", None)

@@ -20,7 +20,7 @@ from launcher.planner.candidates import (
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
-from launcher.planner.speed import step_seconds
+from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
 
 EQUAL_SPEED = 0.02
@@ -160,7 +160,7 @@ class _Search:
         return Configuration(
             recipe=recipe,
             plan=estimated_plan(self._profile, recipe, self._machine),
-            seconds=step_seconds(self._profile, recipe, self._machine),
+            seconds=estimate_time(self._profile, recipe, self._machine),
             overrides=overrides_between(self._written, recipe),
         )
 

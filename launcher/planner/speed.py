@@ -76,7 +76,7 @@ def tokens_per_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * recipe.data.sequence_length
 
 
-def step_seconds(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
+def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
     work = Work(profile, recipe, ranks=machine.ranks)
     forward, backward, again = (work.micro_batches * t for t in _compute(work, machine))
     network_forward, network_backward = _network(work, machine)

@@ -11,7 +11,7 @@ from launcher.data.batching import accumulation_steps
 from launcher.data.synthetic import rows_of
 from launcher.models.chunked_loss import chunk_width
 from launcher.optimizers.offload import BUCKET
-from launcher.planner.profile import ModelProfile, Weights
+from launcher.planner.profile import ModelProfile, WeightGroup
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import share_of_budget
@@ -120,7 +120,7 @@ class Work:
         self.blocks = [classes[kind] for kind in profile.block_classes]
         self.root = self._root()
 
-    def _block(self, kind: int, weights: Weights) -> Pass:
+    def _block(self, kind: int, weights: WeightGroup) -> Pass:
         """The forward pass of a block of this class."""
         profile, size, tokens = self.profile, self.size, self.tokens
         matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
@@ -166,5 +166,5 @@ class Work:
         )
 
 
-def _share_trained(weights: Weights) -> float:
+def _share_trained(weights: WeightGroup) -> float:
     return weights.trained / weights.count if weights.count else 1.0

@@ -15,9 +15,9 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
-from launcher.planner.measured import measured_choice
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe

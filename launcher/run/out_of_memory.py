@@ -23,7 +23,7 @@ from launcher.distributed.separate_process import run_in_process
 from launcher.models.initialization import clean_name
 from launcher.planner.formatting import NAMES, aligned, micro_batches
 from launcher.planner.machine import Machine
-from launcher.planner.measure import storages
+from launcher.planner.measurement import storages
 from launcher.planner.memory import Plan
 from launcher.planner.plan import make_plan
 from launcher.planner.search import search_configurations

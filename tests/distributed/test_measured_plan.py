@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from launcher.planner import measured, search
+from launcher.planner import fastest, search
 from launcher.planner.machine import known_machine
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Batch, Strategy
@@ -25,8 +25,8 @@ def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
     machine = known_machine("cpu", nodes=1, gpus_per_node=2, memory=2**33)
     (written,) = search.fastest_of_each_kind(recipe, machine, most=1)
     broken = dataclasses.replace(written, overrides=("model.attention=unknown",))
-    monkeypatch.setattr(measured, "fastest_of_each_kind", lambda *_, **__: [broken, written])
-    found = measured.measure_fastest(arguments, recipe, machine)
+    monkeypatch.setattr(fastest, "fastest_of_each_kind", lambda *_, **__: [broken, written])
+    found = fastest.measure_fastest(arguments, recipe, machine)
     failed, good = found["rows"]
     assert failed["measured"] is None
     assert "unknown" in failed["problem"]
@@ -40,6 +40,6 @@ def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
         strategy=Strategy(kind="auto", mixed_precision=None),
         batch=Batch(global_batch_size=16, micro_batch_size="auto"),
     )
-    chosen, _, why = measured.measured_choice(opened, machine)
+    chosen, _, why = fastest.measured_choice(opened, machine)
     assert chosen == written.recipe
     assert found["file"] in why

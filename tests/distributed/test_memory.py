@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.planner.measure import measure
+from launcher.planner.measurement import measure_recipes
 from launcher.planner.memory import compare
 from launcher.planner.trace import trace_step
 from launcher.planner.work import micro_batches_of
@@ -199,7 +199,7 @@ def compare_with_plan(folder, cases, *, timeout):
         for case in cases
     ]
     for case, own, measured in zip(
-        cases, arguments, measure(arguments, ranks=RANKS, timeout=timeout), strict=True
+        cases, arguments, measure_recipes(arguments, ranks=RANKS, timeout=timeout), strict=True
     ):
         loaded = load_recipe(own, ranks=RANKS).recipe
         assert micro_batches_of(loaded, ranks=RANKS) == case.accumulated

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.planner.measure import measure
+from launcher.planner.measurement import measure_recipes
 from launcher.planner.trace import trace_step
 from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
@@ -138,7 +138,7 @@ def compared(folder, cases, *, ranks, timeout):
         for name, accumulated, overrides in cases
     ]
     for case, own, measured in zip(
-        cases, arguments, measure(arguments, ranks=ranks, timeout=timeout), strict=True
+        cases, arguments, measure_recipes(arguments, ranks=ranks, timeout=timeout), strict=True
     ):
         recipe = load_recipe(own, ranks=ranks, files=False).recipe
         step = trace_step(

@@ -4,7 +4,7 @@ import dataclasses
 
 from launcher.planner.candidates import Configuration
 from launcher.planner.machine import Machine, Rates
-from launcher.planner.measure import Measured
+from launcher.planner.measurement import Measurement
 from launcher.planner.memory import COMPONENTS, Components, HostMemory, Moment, Plan, StepMemory
 from launcher.planner.search import SearchResult
 from launcher.planner.speed import StepTime
@@ -110,7 +110,7 @@ def measured_like(plan, scale=1.0, **changes):
         "step_peaks": [],
         "residue": 0,
     }
-    return Measured(**found | changes)
+    return Measurement(**found | changes)
 
 
 def configuration(overrides, plan, tokens_per_second, *, micro=4, **changes):

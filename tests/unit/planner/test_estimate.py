@@ -7,7 +7,7 @@ import torch
 
 from launcher.models.chunked_loss import chunk_width
 from launcher.planner import profile
-from launcher.planner.estimate import step_memory
+from launcher.planner.estimate import estimate_memory
 from launcher.planner.memory import CUBLAS_WORKSPACES
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import trace_step
@@ -50,7 +50,7 @@ def llama(load):
 @pytest.fixture(scope="module")
 def step(llama, load):
     """Return a function that estimates a step of the 8B model on 8 ranks."""
-    return lambda *overrides: step_memory(llama, load(*overrides), ranks=8)
+    return lambda *overrides: estimate_memory(llama, load(*overrides), ranks=8)
 
 
 def test_parameters_are_counted(llama):
@@ -61,7 +61,7 @@ def test_parameters_are_counted(llama):
 
 def test_states_take_16_bytes_per_parameter(llama, load, step):
     for ranks in (8, 64):
-        found = step_memory(llama, load(ranks=ranks), ranks=ranks)
+        found = estimate_memory(llama, load(ranks=ranks), ranks=ranks)
         end = found.phases["optimizer"].components
         states = end.parameters - llama.buffers + end.gradients + end.optimizer
         assert states == 16 * PARAMETERS // ranks
@@ -99,7 +99,7 @@ def test_chunked_logits_take_6_bytes_per_element(step):
 
 def test_full_logits_take_10_bytes_forward_12_backward(load):
     recipe = load("batch.micro_batch_size=2", "model.chunked_loss=false")
-    step = step_memory(profile_model(recipe, device="cuda"), recipe, ranks=8)
+    step = estimate_memory(profile_model(recipe, device="cuda"), recipe, ranks=8)
     elements = 2 * 4096 * 128256
     assert step.phases["forward"].components.logits == 10 * elements
     assert step.phases["backward"].components.logits == 12 * elements
@@ -172,7 +172,7 @@ def test_memory_saving_settings_lower_the_peak(step, less, more):
 
 def test_more_ranks_never_raise_the_peak(llama, load):
     recipe = load(FULL, "batch.global_batch_size=2048")
-    steps = (step_memory(llama, recipe, ranks=ranks) for ranks in (2, 4, 8, 16, 64, 512))
+    steps = (estimate_memory(llama, recipe, ranks=ranks) for ranks in (2, 4, 8, 16, 64, 512))
     peaks = [step.peak.total for step in steps]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -182,7 +182,7 @@ def test_lora_trains_only_the_adapters(load):
     profiled = profile_model(recipe, device="cuda")
     rank = 4 * (2 * 64 + 64 + 64 + 2 * (64 + 32) + 3 * (64 + 96))  # q, o; k, v; gate, up, down
     assert profiled.trained == 6 * rank
-    held = step_memory(profiled, recipe, ranks=1).held
+    held = estimate_memory(profiled, recipe, ranks=1).held
     frozen = profiled.parameters - profiled.trained
     assert held.parameters == 2 * frozen + 4 * profiled.trained + profiled.buffers
     assert held.optimizer == 8 * profiled.trained
@@ -199,7 +199,7 @@ def test_classifier_has_no_vocabulary_logits(load):
     recipe = load(*SMALL, "model.task=sequence_classification", "model.num_labels=3", "data.kind=classification",
                   "model.config.pad_token_id=0", "strategy.mixed_precision=null")  # fmt: skip
     profiled = profile_model(recipe, device="cpu")
-    assert step_memory(profiled, recipe, ranks=2).phases["backward"].components.logits == 0
+    assert estimate_memory(profiled, recipe, ranks=2).phases["backward"].components.logits == 0
 
 
 def test_model_without_blocks_is_one_group(load, monkeypatch):
@@ -211,7 +211,9 @@ def test_model_without_blocks_is_one_group(load, monkeypatch):
     whole = profile_model(recipe, device="cpu")
     assert whole.block_classes == ()
     assert whole.parameters == split.parameters
-    assert step_memory(whole, recipe, ranks=2).held == step_memory(split, recipe, ranks=2).held
+    assert (
+        estimate_memory(whole, recipe, ranks=2).held == estimate_memory(split, recipe, ranks=2).held
+    )
 
 
 def test_untraceable_model_is_estimated_from_shapes(load, step, monkeypatch):
@@ -223,7 +225,7 @@ def test_untraceable_model_is_estimated_from_shapes(load, step, monkeypatch):
     profiled = profile_model(load(), device="cuda")
     assert profiled.saved == {}
     for overrides in ([], [DDP], [FULL], [SELECTIVE]):
-        estimated = step_memory(profiled, load(*overrides), ranks=8).peak.total
+        estimated = estimate_memory(profiled, load(*overrides), ranks=8).peak.total
         assert estimated == pytest.approx(step(*overrides).peak.total, rel=0.1)
 
 
@@ -253,7 +255,7 @@ def test_estimate_agrees_with_the_trace(load, overrides):
              "data.sequence_length=256", "batch.micro_batch_size=8", "batch.global_batch_size=64")  # fmt: skip
     recipe = load(*sizes, *overrides, ranks=4)
     traced = trace_step(recipe, ranks=4, device="cuda", micro_batches=2)
-    estimated = step_memory(profile_model(recipe, device="cuda"), recipe, ranks=4)
+    estimated = estimate_memory(profile_model(recipe, device="cuda"), recipe, ranks=4)
     assert estimated.peak.total == pytest.approx(traced.peak.total, rel=0.1)
     # The tolerances cover float32 moments of norms, step counts, and whole pages of files
     assert estimated.held.optimizer == pytest.approx(traced.held.optimizer, abs=60_000)

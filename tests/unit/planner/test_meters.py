@@ -4,8 +4,8 @@ import threading
 
 import torch
 
-from launcher.planner import measure
-from launcher.planner.measure import CpuMeter, Mark, storage_bytes
+from launcher.planner import measurement
+from launcher.planner.measurement import CpuMeter, Mark, storage_bytes
 from tests.unit.test_house import FILES, imports, module_name
 
 
@@ -84,19 +84,19 @@ def test_evaluate_returns_phases_and_components():
     end = [Mark("data", 104, 104), Mark("end", 3, 3)]
     marks = [Mark("start", 0, 100), *step(0.1), *step(2), *step(1), *end]
     sizes = {"parameters": 40, "gradients": 50, "optimizer": 60}
-    found = measure.evaluate(marks, sizes, device="cpu")
+    found = measurement.evaluate(marks, sizes, device="cpu")
     # The minimum of the steps after the first
     smallest = {"forward": 700, "backward": 800, "optimizer": 180}
     assert found.phases == smallest
     assert (found.peak, found.step_peaks, found.residue) == (800, [800, 1580, 800], 3)
     assert (found.step_start, found.after_forward) == (100, 500)
     assert (found.parameters, found.gradients, found.optimizer) == (40, 50, 60)
-    assert measure.evaluate(marks, sizes, device="cuda").peak == 1580
+    assert measurement.evaluate(marks, sizes, device="cuda").peak == 1580
 
 
-def test_measure_imports_no_prediction_modules():
+def test_measurement_imports_no_prediction_modules():
     graph = {module_name(file): set(imports(file)) for file in FILES}
-    seen, waiting = set(), ["planner.measure"]
+    seen, waiting = set(), ["planner.measurement"]
     while waiting:
         seen.add(module := waiting.pop())
         waiting += graph.get(module, set()) - seen

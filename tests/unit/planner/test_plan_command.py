@@ -14,7 +14,7 @@ from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.app import read_size
 from launcher.planner import machine as machines
-from launcher.planner import measure, plan, search
+from launcher.planner import measurement, plan, search
 from launcher.planner.formatting import (
     NAMES,
     as_json,
@@ -311,7 +311,7 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
         calls.append((recipes, ranks, gpus))
         return [measured_like(fake_planner.plan, scale=fake_planner.scale)]
 
-    monkeypatch.setattr(measure, "measure", measured)
+    monkeypatch.setattr(measurement, "measure_recipes", measured)
     arguments = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
     assert main.main(["plan", *arguments]) == 2
     assert "verify: this machine has no GPUs for 8 ranks" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.search import fastest_that_fits, search_configurations
-from launcher.planner.speed import step_seconds, tokens_per_step
+from launcher.planner.speed import estimate_time, tokens_per_step
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 
@@ -119,7 +119,7 @@ def unlimited_machine(**rates):
 
 
 def step_time(recipe, **rates):
-    return step_seconds(profile_model(recipe, device="cuda"), recipe, unlimited_machine(**rates))
+    return estimate_time(profile_model(recipe, device="cuda"), recipe, unlimited_machine(**rates))
 
 
 def parameters(recipe):
@@ -183,7 +183,7 @@ def test_offload_uploads_are_not_overlapped_on_one_gpu(load):
     profile = profile_model(recipe, device="cuda")
     one = dataclasses.replace(unlimited_machine(host_bandwidth=1e12), gpus_per_node=1)
     uploads = 2 * 4 * profile.parameters / 1e12  # float32 master weights, forward and backward
-    assert step_seconds(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
+    assert estimate_time(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -20,7 +20,7 @@ from launcher.errors import TrainingError, first_line
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
 from launcher.planner.machine import Machine
-from launcher.planner.measure import measure
+from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
@@ -63,7 +63,7 @@ def _measure(
     """Peak and speed of a configuration, or None and why it could not be measured."""
     ranks, gpus = machine.ranks, machine.device == "cuda"
     try:
-        (found,) = measure([arguments], ranks=ranks, gpus=gpus, timeout=seconds, timed=True)
+        (found,) = measure_recipes([arguments], ranks=ranks, gpus=gpus, timeout=seconds, timed=True)
     except TrainingError as error:
         memory = ran_out_of_memory(RuntimeError(str(error)))
         return None, "out of memory" if memory else first_line(error)

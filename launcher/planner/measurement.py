@@ -2,8 +2,8 @@
 
 `launcher plan --verify` checks the plan against this measurement, so this module does not import
 from the planner. On the CPU it sums the events of the allocator, on CUDA it reads the counters of
-the allocator. Time is measured in separate steps afterwards. `measure` starts this module under
-torchrun, once for any number of recipes.
+the allocator. Time is measured in separate steps afterwards. `measure_recipes` starts this module
+under torchrun, once for any number of recipes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WARM_UP, TIMED = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurement:
     """Bytes of tensors in the memory of rank 0's device. On the CPU offloaded tensors count too."""
 
     peak: int
@@ -200,7 +200,7 @@ def storage_bytes(values: Iterable[Any], *, device: str) -> int:
     return sum(one.nbytes() for one in kept if one.filename is None)
 
 
-def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) -> Measured:
+def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) -> Measurement:
     """Trains the recipe for three steps from random weights. All ranks must call it.
 
     timed: train again for some steps, to measure their time.
@@ -223,11 +223,11 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 
     if timed:
         _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
-        sizes["seconds"] = step_seconds(times, _micro_batches(recipe, ranks))
+        sizes["seconds"] = median_step(times, _micro_batches(recipe, ranks))
     return evaluate(marks, sizes, device=device.type)
 
 
-def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
+def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     """Seconds of a step with this number of micro-batches: the median of the timed steps.
 
     times: when each phase of steps with at most `MICRO_BATCHES` began. Each further micro-batch
@@ -253,7 +253,7 @@ def _micro_batches(recipe: Recipe, ranks: DataParallel) -> int:
 def _train(
     recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int
 ) -> dict[str, Any]:
-    """Sets a mark at each phase. Returns sizes of storages, as fields of `Measured`."""
+    """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
     device, sizes = ranks.device, dict[str, Any]()
     random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
     prepared = prepare_model(random, device=device)
@@ -295,14 +295,14 @@ def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
     return dataclasses.replace(batch, micro_batches=copies)
 
 
-def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measured:
+def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measurement:
     """Finds peaks and totals from the marks of `STEPS` steps."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
     assert len(starts) == STEPS + 1
     steps = [_of_step(marks[first:last]) for first, last in pairwise(starts)]
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
     least = {key: min(step[key] for step in steps[1:]) for key in steps[0]}
-    return Measured(
+    return Measurement(
         peak=max(peaks) if device == "cuda" else min(peaks[1:]),
         phases={phase: least.pop(phase) for phase in PHASES},
         step_peaks=peaks,
@@ -323,7 +323,7 @@ def _of_step(marks: list[Mark]) -> dict[str, int]:
 
 
 def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """On every rank: measures each recipe; returns the fields of `Measured`."""
+    """On every rank: measures each recipe; returns the fields of `Measurement`."""
     environment = read_environment()
     with process_group.process_group(environment, device="any", init_timeout=300) as (ranks, _):
         process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
@@ -338,14 +338,14 @@ def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
         return results
 
 
-def measure(
+def measure_recipes(
     recipes: Sequence[Sequence[str]],
     *,
     ranks: int,
     gpus: bool = True,
     timeout: float = 600,
     timed: bool = False,
-) -> list[Measured]:
+) -> list[Measurement]:
     """Measures recipes, each given as on the command line, in one launch of torchrun.
 
     gpus: whether to use GPUs where there are some. timeout: seconds for all recipes together.
@@ -360,13 +360,13 @@ def measure(
         variables["CUDA_VISIBLE_DEVICES"] = ""
     setting = {"recipes": [list(arguments) for arguments in recipes], "timed": timed}
     ended = run_ranks(
-        "launcher.planner.measure", setting, ranks=ranks, seconds=timeout, variables=variables
+        "launcher.planner.measurement", setting, ranks=ranks, seconds=timeout, variables=variables
     )
     if ended.status != 0 or ended.result is None:
         what = "timed out" if ended.status is None else f"ended with status {ended.status}"
         why = ended.error or f"the end of what they printed:\n{ended.printed[-4000:]}"
         raise TrainingError(f"the {ranks} processes that measure {what}: {why}")
-    return [Measured(**measured) for measured in ended.result]
+    return [Measurement(**measured) for measured in ended.result]
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import pytest
 
 from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
-from launcher.planner import measured
+from launcher.planner import fastest
 from launcher.planner.formatting import measured_text
 from launcher.planner.machine import known_machine
-from launcher.planner.measure import step_seconds
+from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
 from launcher.run import auto as detect
 from tests.unit.planner.example_plans import (
@@ -59,11 +59,11 @@ def trials(monkeypatch, auto_recipe):
                 raise TrainingError(outcome)
             return [measured_like(example_plan(), seconds=outcome)]
 
-        monkeypatch.setattr(measured, "make_plan", lambda recipe, machine: example_plan())
-        monkeypatch.setattr(measured, "fastest_of_each_kind", lambda *_, **__: found)
-        monkeypatch.setattr(measured, "measure", measure)
+        monkeypatch.setattr(fastest, "make_plan", lambda recipe, machine: example_plan())
+        monkeypatch.setattr(fastest, "fastest_of_each_kind", lambda *_, **__: found)
+        monkeypatch.setattr(fastest, "measure_recipes", measure)
         recipe = dataclasses.replace(RECIPE, data=auto_recipe.data)
-        return measured.measure_fastest(["recipe=x.yaml"], recipe, machine()), calls
+        return fastest.measure_fastest(["recipe=x.yaml"], recipe, machine()), calls
 
     return measure_all
 
@@ -88,14 +88,14 @@ def test_failed_configuration_does_not_stop_the_others(trials):
 def test_nothing_is_stored_if_all_fail(trials, auto_recipe):
     found, _ = trials("a", "b", "c")
     assert (found["best"], found["file"]) == (None, None)
-    assert measured.measured_choice(auto_recipe, machine()) is None
+    assert fastest.measured_choice(auto_recipe, machine()) is None
     assert list(measured_text(found))
 
 
 def test_auto_uses_the_fastest_measured_configuration(trials, auto_recipe):
     found, _ = trials(3.0, 2.0, 4.0)
     json.dumps(found)
-    chosen, overrides, why = measured.measured_choice(auto_recipe, machine())
+    chosen, overrides, why = fastest.measured_choice(auto_recipe, machine())
     assert (chosen.strategy.kind, chosen.batch.micro_batch_size) == ("ddp", 8)
     assert overrides == ("batch.micro_batch_size=8", "strategy.kind=ddp")
     assert "The fastest measured, on " in why
@@ -120,7 +120,7 @@ def test_measured_choice_respects_explicit_keys(trials, auto_recipe, allowed, li
     """The measured choice, ddp with micro-batches of 8, must agree with the explicit keys."""
     trials(3.0, 2.0, 4.0)
     recipe = dataclasses.replace(auto_recipe, **changes)
-    kept = measured.measured_choice(recipe, machine(), limit_micro_batch=limit)
+    kept = fastest.measured_choice(recipe, machine(), limit_micro_batch=limit)
     assert (kept is not None) == allowed
 
 
@@ -129,7 +129,7 @@ def test_measurement_requires_same_recipe_and_hardware(trials, auto_recipe, monk
     run = dataclasses.replace(auto_recipe.run, name="other", max_steps=7)
     optimizer = dataclasses.replace(auto_recipe.optimizer, learning_rate=1.0)
     same = dataclasses.replace(auto_recipe, run=run, optimizer=optimizer)
-    assert measured.measured_choice(same, machine()) is not None
+    assert fastest.measured_choice(same, machine()) is not None
     for changes in (
         {"data": dataclasses.replace(auto_recipe.data, sequence_length=2048)},
         {"model": dataclasses.replace(auto_recipe.model, compile=True)},
@@ -137,14 +137,14 @@ def test_measurement_requires_same_recipe_and_hardware(trials, auto_recipe, monk
         {"strategy": Strategy(kind="auto", mixed_precision=MixedPrecision(param_dtype="float16"))},
     ):
         assert (
-            measured.measured_choice(dataclasses.replace(auto_recipe, **changes), machine()) is None
+            fastest.measured_choice(dataclasses.replace(auto_recipe, **changes), machine()) is None
         )
     for change in ({"name": "A100"}, {"gpus_per_node": 4}, {"nodes": 2}):
         assert (
-            measured.measured_choice(auto_recipe, dataclasses.replace(machine(), **change)) is None
+            fastest.measured_choice(auto_recipe, dataclasses.replace(machine(), **change)) is None
         )
-    monkeypatch.setattr(measured, "make_plan", lambda recipe, machine: example_plan(memory=GIB))
-    assert measured.measured_choice(auto_recipe, machine()) is None, (
+    monkeypatch.setattr(fastest, "make_plan", lambda recipe, machine: example_plan(memory=GIB))
+    assert fastest.measured_choice(auto_recipe, machine()) is None, (
         "the choice does not fit the free memory"
     )
 
@@ -153,10 +153,10 @@ def test_measurement_requires_same_recipe_and_hardware(trials, auto_recipe, monk
 def test_damaged_file_is_ignored(trials, auto_recipe, content):
     found, _ = trials(3.0, 2.0, 4.0)
     Path(found["file"]).write_text(content)
-    assert measured.measured_choice(auto_recipe, machine()) is None
+    assert fastest.measured_choice(auto_recipe, machine()) is None
 
 
-def test_step_seconds_scales_with_micro_batches():
+def test_median_step_scales_with_micro_batches():
     """A step has three micro-batches of 1, 2 and 3 s. The optimizer takes 0.5 s."""
 
     def step(start):
@@ -165,11 +165,11 @@ def test_step_seconds_scales_with_micro_batches():
         return [(name, start + when) for name, when in moments]
 
     times = [*step(0), *step(100), *step(200), *step(206.5), *step(213), ("data", 220.5)]
-    assert step_seconds(times, 3) == pytest.approx(6.5), "the median of 6.5, 6.5 and 7.5"
-    assert step_seconds(times, 5) == pytest.approx(6.5 + 2 * 2.0)
+    assert median_step(times, 3) == pytest.approx(6.5), "the median of 6.5, 6.5 and 7.5"
+    assert median_step(times, 5) == pytest.approx(6.5 + 2 * 2.0)
     one = [("data", 0.0), ("forward", 0.0), ("backward", 1.0), ("optimizer", 2.0)]
     times = [(name, when + 3 * n) for n in range(5) for name, when in one]
-    assert step_seconds([*times, ("data", 15.0)], 1) == 3.0
+    assert median_step([*times, ("data", 15.0)], 1) == 3.0
 
 
 def test_only_the_local_machine_can_be_measured(monkeypatch):
