@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint.export import Weights, open_checkpoint_weights
-from launcher.data.setup import teach_ends
+from launcher.data.run_data import teach_ends
 from launcher.errors import RecipeError
 from launcher.models.build import class_count, is_classifier, vocabulary_size
 from launcher.models.export import exported_tensors

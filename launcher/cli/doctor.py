@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from launcher.cli.app import flag, option
 from launcher.diagnostics import node_checks
-from launcher.diagnostics.report import (
+from launcher.diagnostics.findings import (
     Finding,
     Report,
     finish,

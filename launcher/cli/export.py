@@ -128,7 +128,7 @@ def _verify(run: Path, out: Path, *, trust_run: bool) -> int:
 
 
 def _tokenizer(recipe: Recipe) -> Any:
-    from launcher.data.setup import tokenizer_to_keep
+    from launcher.data.run_data import tokenizer_to_keep
 
     return tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
 

@@ -23,7 +23,7 @@ from launcher.reliability.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from launcher.data.origins import TrainedRow
-    from launcher.data.setup import RunData
+    from launcher.data.run_data import RunData
 
 _PREVIEW = 60
 """Characters of the text to print."""
@@ -131,7 +131,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     import torch
 
     from launcher.checkpoint.reader import read_state
-    from launcher.data.setup import open_run_data
+    from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
     from launcher.distributed.process_group import DataParallel
 

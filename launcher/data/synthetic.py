@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import collate_sequences, make_row
+from launcher.data.dataset import collate_sequences, make_sample
 from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.models import loss
@@ -76,6 +76,8 @@ def synthetic_data(
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = loss.summed_classification_loss
     else:
-        found = [make_row((part, part) for part in np.array_split(row, 1 + packed)) for row in ids]
+        found = [
+            make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids
+        ]
         collated = collate_sequences(found, length=length, packed=packed, masking=masking)
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from launcher.diagnostics import gpus
+from launcher.diagnostics.findings import ALL_NODES, RATES, Finding, Report, host_name
 from launcher.diagnostics.measurements import measure
 from launcher.diagnostics.node_checks import SHARED_SECONDS, examine
-from launcher.diagnostics.report import ALL_NODES, RATES, Finding, Report, host_name
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel, gather

@@ -15,8 +15,8 @@ from typing import Any
 
 from launcher.console import bytes_as_text
 from launcher.diagnostics import gpus
+from launcher.diagnostics.findings import Finding
 from launcher.diagnostics.gpus import GIB
-from launcher.diagnostics.report import Finding
 from launcher.distributed import host_memory
 
 SHARED_SECONDS = 10

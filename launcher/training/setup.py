@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from launcher.data.batching import Position
-from launcher.data.setup import RunData, open_run_data, teach_ends, tokenizer_to_keep
+from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer_to_keep
 from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.hardware import peak_flops

@@ -19,7 +19,7 @@ from launcher.checkpoint.resume import (
     data_changes,
     finished_run,
 )
-from launcher.data.setup import open_run_data
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel

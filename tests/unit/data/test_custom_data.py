@@ -10,7 +10,7 @@ import torch
 from launcher.data.batching import NO_SAMPLE, Position, RankBatchSampler, SampleOrder
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.data.loader import make_loader
-from launcher.data.setup import open_run_data
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError

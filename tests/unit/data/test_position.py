@@ -8,7 +8,7 @@ import torch
 from launcher.checkpoint.resume import saved_position
 from launcher.data import streaming
 from launcher.data.batching import Position
-from launcher.data.setup import open_run_data
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema

@@ -13,10 +13,11 @@ import pytest
 
 from launcher.cli import doctor as command
 from launcher.cli import main
-from launcher.diagnostics import gpus, group_checks, measurements, node_checks, report
+from launcher.diagnostics import findings as findings_module
+from launcher.diagnostics import gpus, group_checks, measurements, node_checks
+from launcher.diagnostics.findings import Finding, Report
 from launcher.diagnostics.gpus import GIB, gpu_findings, query_nvml, visible_gpus
 from launcher.diagnostics.node_checks import host_findings, place_findings
-from launcher.diagnostics.report import Finding, Report
 from launcher.distributed import host_memory, spawn
 from tests import REPOSITORY
 
@@ -226,11 +227,11 @@ def make_report(*findings, nodes=1):
 
 def test_bad_nodes_use_slurm_node_names(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "gpu-7")
-    states = {"gpu-8": "warning", "gpu-3": "bad", report.ALL_NODES: "bad"}
+    states = {"gpu-8": "warning", "gpu-3": "bad", findings_module.ALL_NODES: "bad"}
     findings = [finding(state, host=host) for host, state in states.items()]
     assert make_report(finding("bad"), *findings, nodes=3).bad_nodes == ["gpu-3", "gpu-7"]
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert report.host_name() == socket.gethostname()
+    assert findings_module.host_name() == socket.gethostname()
 
 
 def shared_folder_result(node, seen):
@@ -467,7 +468,7 @@ def test_equal_findings_of_nodes_are_merged(capsys):
     findings += [finding("good", f"{node} GiB", name="disk", host=node) for node in nodes]
     findings += [finding("warning", "slow", host=node) for node in nodes[:2]]
     findings += [finding("bad", f"{node} in use", host=node) for node in nodes[2:]]
-    report.print_findings(findings, hosts=True)
+    findings_module.print_findings(findings, hosts=True)
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
         "ok all nodes torch 2.13",
         "ok all nodes disk n0: n0 GiB",
