@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.diagnostics.findings import RATES, Finding, Report, host_name
+from launcher.diagnostics.findings import RATES, Finding, Report, State, host_name
 from launcher.diagnostics.measurements import measure_rates
 from launcher.diagnostics.node_checks import examine
 from launcher.distributed import process_group
@@ -71,7 +71,7 @@ def judge(results: Sequence[RankResult], *, cpu: bool) -> Iterator[Finding]:
                 which = f"rank {rank}" if cpu else f"GPU {results[rank].gpu} (rank {rank})"
                 share = f"{rate / median:.0%} of the median rank"
                 text = f"{which} {what} at {share}: all would wait for it"
-                state = "warning" if cpu else "bad"
+                state: State = "warning" if cpu else "bad"
                 yield Finding("speed", state, text, host=results[rank].host)
 
 

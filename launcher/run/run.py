@@ -18,6 +18,7 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
+from launcher.models.config_keys import check_config_keys
 from launcher.recipe.load import LoadedRecipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.failures import FailureWatch
@@ -62,7 +63,9 @@ class Rank:
 
 def train(loaded: LoadedRecipe, environment: Environment, run: RunFolder, stop: StopRequest) -> int:
     """Joins the other ranks and trains with them. Returns the exit status. A failure of any rank
-    ends this process (`FailureWatch`). Raises TrainingError if the ranks do not meet."""
+    ends this process (`FailureWatch`). Raises RecipeError for unknown keys of model.config, and
+    TrainingError if the ranks do not meet."""
+    check_config_keys(loaded)
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
         deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
