@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from launcher.data.batching import rows_of
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences, make_sample
 from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
@@ -33,13 +34,6 @@ class SyntheticData:
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
             yield GlobalBatch(step, moved, StepStatistics(values, ranks), step, 0.0)
-
-
-def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
-    """Full sequences per micro-batch."""
-    if isinstance(batch.micro_batch_size, int):
-        return batch.micro_batch_size
-    return max(1, (batch.micro_batch_tokens or sequence_length) // sequence_length)
 
 
 def synthetic_data(

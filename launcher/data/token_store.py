@@ -63,6 +63,8 @@ _Int32s = npt.NDArray[np.int32]
 class ModelInputs:
     """What the data needs to know of the model."""
 
+    tokenizer: str | None = None
+    """model.path, whose tokenizer is used where data.tokenizer is null."""
     vocabulary: int | None = None
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None

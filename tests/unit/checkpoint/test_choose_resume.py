@@ -103,7 +103,9 @@ def fingerprint(tmp_path):
             batch=schema.Batch(global_batch_size=2, micro_batch_size=1),
         )
         opened = open_run_data(
-            recipe,
+            recipe.data,
+            recipe.batch,
+            recipe.run,
             model=ModelInputs(vocabulary=260),
             build=True,
             skipped_rows=None,
