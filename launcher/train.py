@@ -21,6 +21,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
 
 from launcher.checkpoint.resume import choose_resume, finished_run
 from launcher.distributed.environment import (
+    Environment,
     cache_folder,
     prepare_cuda,
     read_environment,
@@ -60,15 +61,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     except RecipeError as error:
         if run is not None:
             run.release()
-        if environment is None or environment.main:
-            print(error, file=sys.stderr, flush=True)
-            if environment is not None:
-                environment.tell_agent(str(error))
-                environment.tell_job(str(error))
-        else:
-            # Rank 0 prints it; torchrun ends all ranks once one has ended
-            stop.watched.wait(10)
-        return EXIT_USAGE
+        return _refuse(error, environment, stop)
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
     set_compile_cache(cache_folder(loaded.recipe.data.cache))
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
@@ -81,18 +74,39 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
 
     try:
         return train(loaded, environment, run, stop, resume=resume)
+    except RecipeError as error:  # transformers knows no such key of model.config
+        _note_failure(error, "recipe", environment, run)
+        return _refuse(error, environment, stop)
     except TrainingError as error:  # raised before the ranks could exchange failures
         if environment.local_rank == 0 or error.reason != "no_gpu":
             print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
         environment.tell_agent(str(error))
-        if environment.main:
-            with contextlib.suppress(OSError, TrainingError):  # another job may own the folder
-                step = run.last_step()
-                run.write_status("failed", step=step, reason=error.reason, error=str(error))
-                run.note("failed", step=step, reason=error.reason)
+        _note_failure(error, error.reason, environment, run)
         return EXIT_FAILED
     finally:
         run.release()
+
+
+def _refuse(error: RecipeError, environment: Environment | None, stop: StopRequest) -> int:
+    """Prints what is wrong with the recipe, once for all ranks; returns the exit status."""
+    if environment is None or environment.main:
+        print(error, file=sys.stderr, flush=True)
+        if environment is not None:
+            environment.tell_agent(str(error))
+            environment.tell_job(str(error))
+    else:
+        # Rank 0 prints it; torchrun ends all ranks once one has ended
+        stop.watched.wait(10)
+    return EXIT_USAGE
+
+
+def _note_failure(error: Exception, reason: str, environment: Environment, run: RunFolder) -> None:
+    """Writes a failure before the ranks could meet to the run folder."""
+    if environment.main:
+        with contextlib.suppress(OSError, TrainingError):  # another job may own the folder
+            step = run.last_step()
+            run.write_status("failed", step=step, reason=reason, error=str(error))
+            run.note("failed", step=step, reason=reason)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
-from launcher.data.setup import teach_ends, tokenizer_to_keep
+from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
 from launcher.models.export import LABELS, appearing, named_weights, write_weights

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from launcher.checkpoint.export import StoredModel, open_checkpoint_weights, recipe_of
-from launcher.data.setup import teach_ends, tokenizer_to_keep
+from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import class_count, is_classifier, vocabulary_size

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from launcher.cli.app import flag, option
 from launcher.diagnostics import node_checks
-from launcher.diagnostics.report import (
+from launcher.diagnostics.findings import (
     Finding,
     Report,
     finish,
@@ -39,7 +39,7 @@ def doctor(
         Path | None, option("Write the report, for `launcher plan rates=FILE`.", "FILE")
     ] = None,
     shared: Annotated[
-        Path | None, option("A folder that all nodes must see and write to.", "FOLDER")
+        Path | None, option("A folder that each node must write to and read.", "FOLDER")
     ] = None,
     runs: Annotated[Path, option("Where runs are written.", "FOLDER")] = Path("runs"),
     gpus: Annotated[
@@ -49,7 +49,7 @@ def doctor(
     port: Annotated[int, option("A port that must be free; 0: any.", "N", min=0)] = 0,
     quick: Annotated[
         bool,
-        flag("--quick", "Compare several nodes without measuring. Exits with 0; read the JSON."),
+        flag("--quick", "Only compare how fast several nodes are. Exits with 0; read the JSON."),
     ] = False,
     node: Annotated[
         bool, flag("--node", "Check this node alone, in seconds; prints a line for each problem.")
@@ -100,7 +100,7 @@ def _examine_group(
     checks["ranks"] = environment.local_world_size
     from launcher.diagnostics import group_checks  # imports torch
 
-    report = group_checks.run(node=checks, shared=checks["shared"], quick=quick)
+    report = group_checks.run(node=None if quick else checks, quick=quick)
     if not _prints(environment):  # a failed rank would make torchrun end the rank that prints
         return EXIT_DONE
     print_findings(report.findings, hosts=report.nodes > 1)

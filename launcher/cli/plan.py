@@ -134,9 +134,12 @@ def _report(
     # These modules import torch; errors in the command line are reported before
     from rich.console import Console
 
+    from launcher.models.config_keys import check_config_keys
     from launcher.planner import fastest, measurement, plan, search
 
-    recipe = load_recipe(overrides, ranks=machine.ranks, files=False).recipe
+    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
+    check_config_keys(loaded)
+    recipe = loaded.recipe
     progress = Console(stderr=True, quiet=quiet).status
     if open_keys(recipe):
         with progress("choosing what is auto"):

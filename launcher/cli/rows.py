@@ -23,7 +23,7 @@ from launcher.reliability.run_directory import RunFolder
 
 if TYPE_CHECKING:
     from launcher.data.origins import TrainedRow
-    from launcher.data.setup import RunData
+    from launcher.data.run_data import RunData
 
 _PREVIEW = 60
 """Characters of the text to print."""
@@ -131,7 +131,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     import torch
 
     from launcher.checkpoint.reader import read_state
-    from launcher.data.setup import open_run_data
+    from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
     from launcher.distributed.process_group import DataParallel
 
@@ -141,8 +141,15 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     data = dataclasses.replace(recipe.data, validation=None, date=day)
     size = recipe.batch.global_batch_size
     batch = Batch(global_batch_size=size, micro_batch_size=1)  # any gives the same rows
-    recipe = dataclasses.replace(recipe, data=data, batch=batch)
-    opened = open_run_data(recipe, model=ModelInputs(), ranks=alone, build=True, skipped_rows=None)
+    opened = open_run_data(
+        data,
+        batch,
+        recipe.run,
+        model=ModelInputs(tokenizer=recipe.model.path),
+        ranks=alone,
+        build=True,
+        skipped_rows=None,
+    )
     for checkpoint in _checkpoints(run)[-1:]:
         try:
             recorded = read_state(checkpoint).get("data") or {}

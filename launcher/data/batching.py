@@ -37,6 +37,13 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: 
     return -(-global_batch_size // (micro_batch_size * ranks))
 
 
+def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
+    """Full sequences per micro-batch."""
+    if isinstance(batch.micro_batch_size, int):
+        return batch.micro_batch_size
+    return max(1, (batch.micro_batch_tokens or sequence_length) // sequence_length)
+
+
 def _mix(value: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK

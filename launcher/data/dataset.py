@@ -24,14 +24,14 @@ from launcher.models.chunked_loss import IGNORED
 from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
-Row = dict[str, Integers]
+Sample = dict[str, Integers]
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 
 
-def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row:
+def make_sample(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Sample:
     """pieces: the ids and targets of each piece. Positions start at 0 in each piece."""
     ids, targets = zip(*pieces, strict=True)
     return {
@@ -42,7 +42,7 @@ def make_row(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Row
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
-EMPTY = make_row([(_NOTHING, _NOTHING)])
+EMPTY = make_sample([(_NOTHING, _NOTHING)])
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SequenceDataset(_Stored):
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
         return summed_loss(model, tensors)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
         document's next token, even in another sequence; IGNORED at the end of a document."""
         if index == NO_SAMPLE:
@@ -135,9 +135,9 @@ class SequenceDataset(_Stored):
             known = store.targets[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
             pieces.append((store.ids[start:end], targets))
-        return make_row(pieces)
+        return make_sample(pieces)
 
-    def collate(self, rows: list[Row]) -> Collated:
+    def collate(self, rows: list[Sample]) -> Collated:
         return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
 
     def describe(self) -> list[str]:
@@ -155,7 +155,9 @@ class SequenceDataset(_Stored):
         return [text, *self._problems()]
 
 
-def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Masking) -> Collated:
+def collate_sequences(
+    rows: list[Sample], *, length: int, packed: bool, masking: Masking
+) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
     `length`). Attention is causal, so padding needs no mask.
 
@@ -187,7 +189,7 @@ def collate_sequences(rows: list[Row], *, length: int, packed: bool, masking: Ma
     return _collated(tensors, rows)
 
 
-def _collated(tensors: dict[str, Any], rows: list[Row]) -> Collated:
+def _collated(tensors: dict[str, Any], rows: list[Sample]) -> Collated:
     return {
         "tensors": tensors,
         "tokens": sum(len(row["input_ids"]) for row in rows),
@@ -214,7 +216,7 @@ class ClassificationDataset(_Stored):
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
         return summed_classification_loss(model, tensors)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         """`input_ids` (tokens,) and `targets` (1,)."""
         if index == NO_SAMPLE:
             return {"input_ids": EMPTY["input_ids"], "targets": np.full(1, IGNORED)}
@@ -225,7 +227,7 @@ class ClassificationDataset(_Stored):
             "targets": self.store.classes[index : index + 1].astype(np.int64),
         }
 
-    def collate(self, rows: list[Row]) -> Collated:
+    def collate(self, rows: list[Sample]) -> Collated:
         """Returns `input_ids` and `attention_mask` (rows, tokens), padded on the right, and
         `targets` (rows,)."""
         ids = [row["input_ids"] for row in rows]
@@ -260,7 +262,7 @@ class MixtureDataset:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         if index == NO_SAMPLE:
             return self._first[index]
         name, index = self.locate(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.sources import Part, Row
+from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.chunked_loss import IGNORED
 from launcher.recipe import schema
@@ -36,7 +36,7 @@ def taught_ends(data: schema.Data, *, model_path: str | None) -> list[int]:
 def _end_of_turn(encoder: Encoder) -> list[int]:
     """The last token with loss of a short chat, apart from white space, if it is no text."""
     columns: dict[str, str | None] = {"messages_column": None}
-    row = Row(Part("probe", "jsonl"), 0, {"messages": _PROBE})
+    row = Row(SourcePart("probe", "jsonl"), 0, {"messages": _PROBE})
     (encoded,) = replace(encoder, columns=columns).encode_rows([row])
     if encoded.labels is None:  # the template refuses it
         return []

@@ -11,7 +11,7 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
-from launcher.data.setup import RunData
+from launcher.data.run_data import RunData
 from launcher.data.sources import find_parts, read_all
 
 

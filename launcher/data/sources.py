@@ -39,7 +39,7 @@ _NOT_TEXT = {
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A file or hub data set, or a range of its rows."""
 
     name: str
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    part: Part
+    part: SourcePart
     number: int
     """From 1: the line in the part (jsonl), the line in the file (csv, text), else the row. 0: the
     whole file."""
@@ -97,18 +97,20 @@ def _count_lines(file: str, block: int, size: int) -> int:
 # Finding files
 
 
-def find_parts(patterns: tuple[str, ...], *, kind: str, validation: bool = False) -> list[Part]:
+def find_parts(
+    patterns: tuple[str, ...], *, kind: str, validation: bool = False
+) -> list[SourcePart]:
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
     A folder means all files below it, except hidden files, caches and binaries. For kinds
     (data.kind) other than text, it means only files of rows. Raises RecipeError if a pattern
     matches nothing, or a text file where rows are needed.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, SourcePart] = {}
     for pattern in patterns:
         matches = sorted(glob.glob(pattern, recursive=True))
         if not matches and is_hub_id(pattern):
-            parts.setdefault(pattern, Part(pattern, "hub", validation=validation))
+            parts.setdefault(pattern, SourcePart(pattern, "hub", validation=validation))
             continue
         files: list[Path] = []
         for path in map(Path, matches or [pattern]):
@@ -144,7 +146,7 @@ def _wanted(relative: Path, kind: str) -> bool:
     return not hidden and (suffix not in _NOT_TEXT if kind == "text" else suffix in ROW_FILES)
 
 
-def file_part(file: Path) -> Part:
+def file_part(file: Path) -> SourcePart:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix, compression = suffixes(file)
     form: Any = suffix[1:] if suffix in ROW_FILES else "text"
@@ -153,8 +155,8 @@ def file_part(file: Path) -> Part:
         raise RecipeError(f"{file}: a compressed .parquet cannot be read: {hint}")
     try:
         if file.is_dir():
-            return Part(str(file), "hub", size=saved_bytes(file))
-        return Part(str(file), form, size=file.stat().st_size)
+            return SourcePart(str(file), "hub", size=saved_bytes(file))
+        return SourcePart(str(file), form, size=file.stat().st_size)
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
@@ -162,7 +164,7 @@ def file_part(file: Path) -> Part:
 # Splitting
 
 
-def split(part: Part, size: int) -> list[Part]:
+def split(part: SourcePart, size: int) -> list[SourcePart]:
     """The same rows in the same order, as parts of about `size` bytes.
 
     A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others and
@@ -192,7 +194,7 @@ def split(part: Part, size: int) -> list[Part]:
     ] or [part]
 
 
-def _line_starts(part: Part, size: int) -> Iterator[int]:
+def _line_starts(part: SourcePart, size: int) -> Iterator[int]:
     """The start of the first line after each `size` bytes."""
     at, end = part.start + size, part.start + part.size
     with open(part.name, "rb") as stream:
@@ -219,7 +221,7 @@ def _row_group_sizes(file: str) -> list[int]:
 # Reading
 
 
-def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
+def read_rows(part: SourcePart, *, column: str = "text") -> Iterator[Row]:
     """A text file is one row, its content in `column`. A file without rows is a problem, except for
     an empty text file. Raises RecipeError if the file cannot be opened."""
     empty = True
@@ -233,17 +235,17 @@ def read_rows(part: Part, *, column: str = "text") -> Iterator[Row]:
         yield Row(part, 0, None, "it has no rows; remove it, or leave it out of the patterns")
 
 
-def read_all(parts: Iterable[Part], *, column: str = "text") -> Iterator[Row]:
+def read_all(parts: Iterable[SourcePart], *, column: str = "text") -> Iterator[Row]:
     for part in parts:
         yield from read_rows(part, column=column)
 
 
-def _content(part: Part) -> bytes:
+def _content(part: SourcePart) -> bytes:
     with open_binary(part.name) as stream:
         return stream.read()
 
 
-def _text(part: Part, column: str) -> Iterator[Row]:
+def _text(part: SourcePart, column: str) -> Iterator[Row]:
     content = _content(part)
     try:
         if text := content.decode("utf-8-sig"):
@@ -267,13 +269,13 @@ def _parse_json(content: bytes) -> tuple[Any, str]:
         return None, f"not JSON that can be read: {error}"
 
 
-def _object(part: Part, number: int, value: Any, problem: str = "") -> Row:
+def _object(part: SourcePart, number: int, value: Any, problem: str = "") -> Row:
     if not problem and not isinstance(value, dict):
         problem = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
     return Row(part, number, None if problem else value, problem)
 
 
-def _jsonl(part: Part) -> Iterator[Row]:
+def _jsonl(part: SourcePart) -> Iterator[Row]:
     with open_binary(part.name) as stream:
         if part.start:
             stream.seek(part.start)
@@ -286,7 +288,7 @@ def _jsonl(part: Part) -> Iterator[Row]:
                 yield _object(part, number, *_parse_json(line.rstrip()))
 
 
-def _json(part: Part) -> Iterator[Row]:
+def _json(part: SourcePart) -> Iterator[Row]:
     rows, problem = _parse_json(_content(part))
     if "Extra data" in problem:
         problem += "; if it has one object per line, name it .jsonl"
@@ -299,7 +301,7 @@ def _json(part: Part) -> Iterator[Row]:
         yield _object(part, number, row)
 
 
-def _csv(part: Part) -> Iterator[Row]:
+def _csv(part: SourcePart) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
     options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
@@ -329,7 +331,7 @@ def _csv(part: Part) -> Iterator[Row]:
             header = header or fields
 
 
-def _parquet(part: Part) -> Iterator[Row]:
+def _parquet(part: SourcePart) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -349,14 +351,14 @@ def _parquet(part: Part) -> Iterator[Row]:
         yield Row(part, 0, None, problem)
 
 
-def _hub(part: Part) -> Iterator[Row]:
+def _hub(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
     end = len(rows) if part.end is None else part.end
     for number, values in enumerate(rows.select(range(part.start, end)), start=part.start + 1):
         yield Row(part, number, _without_nulls(values))
 
 
-def _hub_stream(part: Part) -> Iterator[Row]:
+def _hub_stream(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation, streaming=True)
     shard = rows.shard(num_shards=part.end, index=part.start)
     for number, values in enumerate(shard, start=1):

@@ -38,13 +38,13 @@ from launcher.data.batching import RankBatchSampler
 from launcher.data.dataset import (
     EMPTY,
     Collated,
-    Row,
+    Sample,
     collate_sequences,
-    make_row,
+    make_sample,
     no_targets,
 )
 from launcher.data.encoder import Encoded, Encoder
-from launcher.data.sources import Part, read_rows, split
+from launcher.data.sources import SourcePart, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -73,8 +73,8 @@ _START: ShardPosition = (0, 0, 0, 0)
 
 
 def assign_shards(
-    parts: Sequence[Part], *, seed: int, shuffle: bool, shards: int = SHARDS
-) -> list[list[Part]]:
+    parts: Sequence[SourcePart], *, seed: int, shuffle: bool, shards: int = SHARDS
+) -> list[list[SourcePart]]:
     """The parts of each shard. Shards have about the same number of bytes; their number is a power
     of two, at most `shards`."""
     parts = [part for part in parts if part.size or part.form != "text"]
@@ -87,7 +87,7 @@ def assign_shards(
     number = 1 << (max(1, most).bit_length() - 1)
     if shuffle:
         random.Random(f"parts {seed}").shuffle(pieces)
-    assigned: list[list[Part]] = [[] for _ in range(number)]
+    assigned: list[list[SourcePart]] = [[] for _ in range(number)]
     held = [(0, 0, shard) for shard in range(number)]  # bytes, parts, shard
     for piece in pieces:
         held_bytes, count, shard = min(held)
@@ -96,7 +96,7 @@ def assign_shards(
     return assigned
 
 
-def _divide(part: Part, size: int) -> list[Part]:
+def _divide(part: SourcePart, size: int) -> list[SourcePart]:
     if part.form != "hub" or part.size:  # of a folder of save_to_disk, the size is known
         return split(part, size) if part.size > size else [part]
     count = load_data_set(part.name, validation=part.validation, streaming=True).num_shards
@@ -123,7 +123,7 @@ class _Shard:
         self._given = _given(stream.saved_samples, number, len(stream.shards))
         self._sequences = self._read()
 
-    def take(self, number: int) -> Row:
+    def take(self, number: int) -> Sample:
         """Sequence `number` of the shard. Skips those before it."""
         self.skip_to(number)
         row, self.position = next(self._sequences)
@@ -203,7 +203,7 @@ class _Shard:
             ):
                 file.write(line)  # at once: other processes append too
 
-    def _read(self) -> Iterator[tuple[Row, ShardPosition]]:
+    def _read(self) -> Iterator[tuple[Sample, ShardPosition]]:
         """The sequences, each with where the next one starts.
 
         Text continues in the next sequence. Documents of other kinds start a new sequence if they
@@ -218,7 +218,7 @@ class _Shard:
             whole = not (kind == "text" and packing)
             if whole and pieces and min(len(ids), length) > room:
                 if _any_target(pieces):
-                    yield make_row(pieces), (*position, 0)
+                    yield make_sample(pieces), (*position, 0)
                 pieces, room = [], length
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
@@ -229,7 +229,7 @@ class _Shard:
                     turn, part, row = position
                     following = (row, done) if done < len(ids) else (row + 1, 0)
                     if _any_target(pieces):
-                        yield make_row(pieces), (turn, part, *following)
+                        yield make_sample(pieces), (turn, part, *following)
                     pieces, room = [], length
             done = 0
 
@@ -249,7 +249,7 @@ class StreamingDataset(IterableDataset[Collated]):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SourcePart],
         encoder: Encoder,
         *,
         sampler: RankBatchSampler,

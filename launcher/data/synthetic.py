@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from launcher.data.batching import rows_of
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import collate_sequences, make_row
+from launcher.data.dataset import collate_sequences, make_sample
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.models.attention import Masking
@@ -33,13 +34,6 @@ class SyntheticData:
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
             yield GlobalBatch(step, moved, StepStatistics(totals, ranks), step, 0.0)
-
-
-def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
-    """Full sequences per micro-batch."""
-    if isinstance(batch.micro_batch_size, int):
-        return batch.micro_batch_size
-    return max(1, (batch.micro_batch_tokens or sequence_length) // sequence_length)
 
 
 def synthetic_data(
@@ -76,6 +70,8 @@ def synthetic_data(
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = summed_classification_loss
     else:
-        found = [make_row((part, part) for part in np.array_split(row, 1 + packed)) for row in ids]
+        found = [
+            make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids
+        ]
         collated = collate_sequences(found, length=length, packed=packed, masking=masking)
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from launcher.console import task
 from launcher.data.encoder import Encoded, Encoder, make_encoder
-from launcher.data.sources import Part, find_parts, read_all, split
+from launcher.data.sources import SourcePart, find_parts, read_all, split
 from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
@@ -63,6 +63,8 @@ _Int32s = npt.NDArray[np.int32]
 class ModelInputs:
     """What the data needs to know of the model."""
 
+    tokenizer: str | None = None
+    """model.path, whose tokenizer is used where data.tokenizer is null."""
     vocabulary: int | None = None
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None
@@ -158,7 +160,7 @@ def check_range(encoded: Encoded, model: ModelInputs) -> None:
         raise RecipeError(f"{row.where}: label {category}, but the model has {what}")
 
 
-def _identity(part: Part) -> list[Any]:
+def _identity(part: SourcePart) -> list[Any]:
     """Changes with a file's content."""
     if part.form == "hub" and not os.path.isdir(part.name):
         return [part.name, part.validation]
@@ -198,7 +200,7 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
 
 
 def _build(
-    folder: Path, scratch: Path, parts: list[Part], encoder: Encoder, data: schema.Data
+    folder: Path, scratch: Path, parts: list[SourcePart], encoder: Encoder, data: schema.Data
 ) -> None:
     size = sum(part.size for part in parts) / 2**20
     logger.info(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
@@ -234,7 +236,7 @@ def _build(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _load(folder: Path, parts: list[Part], encoder: Encoder) -> TokenStore:
+def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
     labels, classes = folder / "labels.bin", folder / "classes.npy"
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     files = {part.name: part.size for part in parts}
@@ -254,7 +256,7 @@ def _load(folder: Path, parts: list[Part], encoder: Encoder) -> TokenStore:
 # and lines, so the number of processes does not change the result
 
 
-def _tokenize(parts: list[Part], encoder: Encoder, data: schema.Data) -> Iterator[TokenStore]:
+def _tokenize(parts: list[SourcePart], encoder: Encoder, data: schema.Data) -> Iterator[TokenStore]:
     """Raises RecipeError for rows that cannot be used (data.on_error: fail)."""
     tasks = _tasks(parts)
     processes = min(data.processes or len(os.sched_getaffinity(0)), len(tasks))
@@ -282,7 +284,7 @@ def _tokenize(parts: list[Part], encoder: Encoder, data: schema.Data) -> Iterato
         raise TrainingError(f"a tokenization process was killed, {hint}") from None
 
 
-def _tasks(parts: list[Part]) -> list[list[Part]]:
+def _tasks(parts: list[SourcePart]) -> list[list[SourcePart]]:
     """Consecutive parts of about _TASK_BYTES: large files are split, small ones grouped."""
     pieces = [piece for part in parts for piece in split(part, _TASK_BYTES)]
     starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
@@ -291,7 +293,7 @@ def _tasks(parts: list[Part]) -> list[list[Part]]:
 
 
 def _run_task(
-    encoder: Encoder, on_error: str, parts: list[Part]
+    encoder: Encoder, on_error: str, parts: list[SourcePart]
 ) -> tuple[list[TokenStore], list[str]]:
     """The documents of a task; or its problems: a loader would wrap a RecipeError."""
     stores = []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.console import bytes_as_text
-from launcher.diagnostics.report import Finding, State
+from launcher.diagnostics.findings import Finding, State
 from launcher.errors import first_line
 
 GIB = 1024**3

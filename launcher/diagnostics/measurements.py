@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ REPEATS = 8
 """Timed calls, of which the median is used, after two warm-up calls."""
 
 
-def median_seconds(body: Callable[[], Any], device: torch.device) -> float:
+def median_seconds(body: Callable[[], object], device: torch.device) -> float:
     """Median duration of a call, including its work on the device."""
     seconds = []
     for _ in range(2 + REPEATS):
@@ -92,8 +91,8 @@ def node_links(nodes: int) -> list[tuple[int, int]]:
 def link_rate(ranks: DataParallel, *, local: int) -> float:
     """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
 
-    The higher rate of the two neighbours, so that a slow node does not make its neighbours look
-    slow. local: ranks per node.
+    This is the higher rate of the two neighbours, so that a slow node does not make its neighbours
+    look slow. local is the number of ranks per node.
     """
     node, device = ranks.rank // local, ranks.device
     size = 1 << 24 if device.type == "cuda" else 1 << 20
@@ -109,16 +108,16 @@ def link_rate(ranks: DataParallel, *, local: int) -> float:
     for link in node_links(ranks.size // local):
         if node in link:  # a neighbour that is still busy delays the first call only
             peer = (sum(link) - node) * local + ranks.rank % local
-            rates.append(4 * size / median_seconds(functools.partial(exchange, peer), device))
+            rates.append(4 * size / median_seconds(partial(exchange, peer), device))
     return max(rates)
 
 
-def measure(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]:
+def measure_rates(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]:
     """This rank's rates per second, by name.
 
-    local: ranks per node. quick: only what shows whether a node is healthy.
+    local is the number of ranks per node. quick: only what shows whether a node is healthy.
     """
-    device, partial = ranks.device, functools.partial
+    device = ranks.device
     torch.set_float32_matmul_precision("high")  # as the recipes set it
     steps: dict[str, Callable[[], float]] = {
         "half_flops": partial(product_rate, device, torch.bfloat16),

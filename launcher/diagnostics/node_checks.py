@@ -15,13 +15,12 @@ from typing import Any
 
 from launcher.console import bytes_as_text
 from launcher.diagnostics import gpus
+from launcher.diagnostics.findings import Finding
 from launcher.diagnostics.gpus import GIB
-from launcher.diagnostics.report import Finding
 from launcher.distributed import host_memory
 
-SHARED_SECONDS = 10
-"""Time to write and read a file in the shared folder, and to see those of other nodes: network
-file systems cache for seconds."""
+_SHARED_SECONDS = 10
+"""A file in the shared folder must be written and read again within this time."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -63,7 +62,7 @@ def _write_and_read(folder: Path) -> Finding:
             file.unlink()
     seconds = time.monotonic() - started
     what = "read again" if same else "read as other bytes"
-    good = same and seconds <= SHARED_SECONDS
+    good = same and seconds <= _SHARED_SECONDS
     text = f"{folder}: a file written and {what} in {seconds:.3g} s"
     return Finding("shared folder", "good" if good else "bad", text)
 

@@ -18,6 +18,7 @@ from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
+from launcher.models.config_keys import check_config_keys
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
@@ -176,7 +177,9 @@ def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], b
 
 def selftest_recipe(setting: dict[str, Any]) -> Recipe:
     """The user's recipe for a few steps, without validation data. Raises RecipeError."""
-    recipe = load_recipe(setting["recipe"], ranks=None).recipe
+    loaded = load_recipe(setting["recipe"], ranks=None)
+    check_config_keys(loaded)
+    recipe = loaded.recipe
     data, model, schedule = recipe.data, recipe.model, recipe.schedule
     built = model.path is None and model.config is None  # by the user's own function
     return replace(

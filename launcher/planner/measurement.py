@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from launcher.data.batching import accumulation_steps
+from launcher.data.batching import accumulation_steps, rows_of
 from launcher.data.loader import GlobalBatch
-from launcher.data.synthetic import rows_of
 from launcher.distributed import process_group
 from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.process_group import DataParallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from launcher.data.synthetic import rows_of
+from launcher.data.batching import rows_of
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.data.synthetic import rows_of
+from launcher.data.batching import rows_of
 from launcher.errors import RecipeError
 from launcher.planner.candidates import (
     Configuration,

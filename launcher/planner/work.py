@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.data.batching import accumulation_steps
-from launcher.data.synthetic import rows_of
+from launcher.data.batching import accumulation_steps, rows_of
 from launcher.models.chunked_loss import chunk_width
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup

@@ -224,7 +224,7 @@ def _classification(recipe: Recipe) -> Found:
 
 def _config(recipe: Recipe) -> Found:
     if recipe.model.config is not None:
-        for key, message in config_problems(recipe.model.config, task=recipe.model.task):
+        for key, message in config_problems(recipe.model.config):
             yield ("model", "config", key), message
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._C import _distributed_c10d
@@ -41,54 +39,10 @@ def process_state(pid: int) -> list[str]:
 
 
 def flight_recorder() -> bytes | None:
-    """The last collectives as JSON: of NCCL, or of gloo without it; None: not recorded."""
-    name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
+    """The last collectives, as `torchfrtrace` reads them: of NCCL, or of gloo without it; None: not
+    recorded."""
+    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     try:
         return bytes(getattr(_distributed_c10d, name)())
-    except Exception:
+    except Exception:  # the report must not fail where a build of torch has no recorder
         return None
-
-
-def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
-    """By process group: the number of the newest collective, which may only be enqueued, and the
-    oldest unfinished ones, of which the first hangs."""
-    groups: dict[str, dict[str, Any]] = {}
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        for entry in json.loads(recorded or b"{}").get("entries") or []:
-            if entry["is_p2p"]:
-                continue
-            number, name = entry["collective_seq_id"], " ".join(entry["process_group"])
-            group = groups.setdefault(name, {"newest": 0, "unfinished": {}})
-            group["newest"] = max(group["newest"], number)
-            # gloo retires finished entries without changing their state
-            finished = entry["state"] == "completed" or entry["retired"]
-            if not finished and len(group["unfinished"]) < 8:
-                text = f"{entry['profiling_name']} {entry['input_sizes']}"
-                group["unfinished"][str(number)] = text
-    return groups
-
-
-def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
-    """A line for each group that waits: its oldest unfinished collective, and its state by rank.
-
-    ranks: `collectives` of each. Groups with a rank that has not begun it come first.
-    """
-    lines = []
-    for name in sorted({name for groups in ranks.values() for name in groups}):
-        members = {rank: groups[name] for rank, groups in ranks.items() if name in groups}
-        numbers = [int(number) for group in members.values() for number in group["unfinished"]]
-        if not numbers:
-            continue
-        oldest = min(numbers)
-        by_state: dict[str, list[int]] = {}
-        for rank, group in members.items():
-            other = "finished" if group["newest"] >= oldest else "not begun"
-            by_state.setdefault(group["unfinished"].get(str(oldest), other), []).append(rank)
-        states = "; ".join(f"{what}: rank {_list(of)}" for what, of in sorted(by_state.items()))
-        text = f"oldest unfinished collective of group {name}, number {oldest}: {states}"
-        lines.append(("not begun" not in by_state, text))
-    return [line for _, line in sorted(lines)[:3]]
-
-
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)[:8])) + " ..." * (len(ranks) > 8)

@@ -249,8 +249,6 @@ class Watch:
         for rank in [rank for rank in answers if rank not in behind][:2]:
             answer = answers[rank]
             lines.append(f"rank {rank} waits {answer['phase']}; at {answer['where']}")
-        waiting = {rank: answer["collectives"] for rank, answer in answers.items()}
-        lines += hang_report.compare_collectives(waiting)
         lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
         return "\n".join(lines)
 
@@ -273,13 +271,12 @@ class Watch:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank_{self._rank}.txt").write_text("\n".join(lines))
             if recorded is not None:
-                (folder / f"rank_{self._rank}.flight_recorder.json").write_bytes(recorded)
+                (folder / f"flight_recorder_{self._rank}").write_bytes(recorded)
         answer = {
             "position": [self._progress.step, self._progress.beats],
             "process": process,
             "phase": phase,
             "where": where,
-            "collectives": hang_report.collectives(recorded),
             "neighbours": neighbours,
         }
         with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ import torch
 
 from launcher.checkpoint.resume import Resumed
 from launcher.console import ProgressLine, bytes_as_text, finite, seconds_as_text
-from launcher.data.setup import RunData
+from launcher.data.run_data import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps

@@ -15,6 +15,7 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
+from launcher.models.config_keys import check_config_keys
 from launcher.recipe.load import LoadedRecipe
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
@@ -68,8 +69,10 @@ def train(
     """Joins the other ranks and trains with them. Returns the exit status.
 
     resume: on rank 0, what `choose_resume` returned. A failure of any rank ends this process
-    (`FailureWatch`). Raises TrainingError if the ranks do not meet.
+    (`FailureWatch`). Raises RecipeError for unknown keys of model.config, and TrainingError if the
+    ranks do not meet.
     """
+    check_config_keys(loaded)
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
         deterministic=settings.deterministic, float32_matmul=settings.float32_matmul

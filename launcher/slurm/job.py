@@ -141,9 +141,9 @@ class Job:
     def preflight(self) -> list[str]:
         """Checks each node alone, then all together. Returns the nodes that are not fit."""
         nodes = (scontrol("show", "hostnames", self.nodelist) or "").split()
-        doctor = ["launcher.cli.main", "doctor", f"shared={self.run_dir}"]
+        doctor, folder = ["launcher.cli.main", "doctor"], self.run_dir
         log_file = self.logs / "preflight_nodes.log"
-        command = [self.python, "-m", *doctor, "--node", f"runs={self.run_dir}"]
+        command = [self.python, "-m", *doctor, "--node", f"shared={folder}", f"runs={folder}"]
         status = self._check(_PREFLIGHT_NODES_SECONDS, log_file, *command)
         if self.stopping:
             return []

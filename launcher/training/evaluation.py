@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import ClassificationDataset, MapData
 from launcher.data.loader import StepStatistics, StepTotals, make_loader, to_device
-from launcher.data.setup import raise_error
+from launcher.data.run_data import raise_error
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.chunked_loss import IGNORED

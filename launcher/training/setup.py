@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.data.batching import Position
-from launcher.data.setup import RunData, open_run_data, teach_ends, tokenizer_to_keep
-from launcher.data.synthetic import SyntheticData, rows_of, synthetic_data
+from launcher.data.batching import Position, rows_of
+from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer_to_keep
+from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
@@ -271,8 +271,11 @@ def assemble(
     prepared = prepare_model(recipe, device=ranks.device)
     model = prepared.model
     data = open_run_data(
-        recipe,
+        recipe.data,
+        recipe.batch,
+        recipe.run,
         model=ModelInputs(
+            tokenizer=recipe.model.path,
             vocabulary=prepared.vocabulary,
             classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
             padding=padding_id(model),

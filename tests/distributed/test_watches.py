@@ -5,7 +5,7 @@ Hanging ranks, killed and stopped agents, the `save` and `stop` files, early sig
 
 import json
 import os
-import re
+import pickle
 import signal
 import sys
 import threading
@@ -134,13 +134,9 @@ def check_endless_loop(outcome, run_dir):
     assert "is behind: it runs without progress; in step 5, forward" in outcome["error"]
     assert "at spin (" in outcome["error"]
     assert "rank 0 waits in step 5, backward; at " in outcome["error"]
-    assert re.search(
-        r"of group 0 default_pg, number \d+: gloo:all_reduce \[\[1\]\]: rank 0; not begun: rank 1",
-        outcome["error"],
-    )
     assert "in spin" in (run_dir / "log/hang/rank_1.txt").read_text()
     assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
-    assert json.loads((run_dir / "log/hang/rank_1.flight_recorder.json").read_text())["entries"]
+    assert pickle.loads((run_dir / "log/hang/flight_recorder_1").read_bytes())["entries"]
 
 
 def check_stopped_process(outcome, run_dir, pid):

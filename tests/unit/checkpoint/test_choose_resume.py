@@ -17,7 +17,7 @@ from launcher.checkpoint.resume import (
     finished_run,
     recipe_changes,
 )
-from launcher.data.setup import open_run_data
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel
@@ -106,7 +106,9 @@ def fingerprint(tmp_path):
             batch=schema.Batch(global_batch_size=2, micro_batch_size=1),
         )
         opened = open_run_data(
-            recipe,
+            recipe.data,
+            recipe.batch,
+            recipe.run,
             model=ModelInputs(vocabulary=260),
             build=True,
             skipped_rows=None,

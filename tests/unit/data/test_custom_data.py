@@ -10,7 +10,7 @@ import torch
 from launcher.data.batching import NO_SAMPLE, Position, RankBatchSampler, SampleOrder
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.data.loader import make_loader
-from launcher.data.setup import open_run_data
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -159,7 +159,15 @@ def open_noise(*, rank=0, ranks=1, seed=3, workers=0, size=4):
         batch=schema.Batch(global_batch_size=size, micro_batch_size=2),
     )
     inputs = ModelInputs()
-    return open_run_data(recipe, model=inputs, ranks=group, build=True, skipped_rows=None), group
+    return open_run_data(
+        recipe.data,
+        recipe.batch,
+        recipe.run,
+        model=inputs,
+        ranks=group,
+        build=True,
+        skipped_rows=None,
+    ), group
 
 
 def draws(position=None, *, steps=None, **options):

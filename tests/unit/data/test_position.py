@@ -8,7 +8,7 @@ import torch
 from launcher.checkpoint.resume import saved_position
 from launcher.data import streaming
 from launcher.data.batching import Position
-from launcher.data.setup import open_run_data
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
@@ -35,7 +35,15 @@ def open_rows(folder, size, *, run, batch=None, **data):
         batch=schema.Batch(global_batch_size=size, **(batch or {"micro_batch_size": 1})),
     )
     inputs = ModelInputs(vocabulary=100)
-    return open_run_data(recipe, model=inputs, ranks=ALONE, build=True, skipped_rows=None)
+    return open_run_data(
+        recipe.data,
+        recipe.batch,
+        recipe.run,
+        model=inputs,
+        ranks=ALONE,
+        build=True,
+        skipped_rows=None,
+    )
 
 
 def train(data, position, steps=None):

@@ -11,7 +11,7 @@ import pytest
 from launcher.data import streaming
 from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.setup import raise_error
+from launcher.data.run_data import raise_error
 from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs

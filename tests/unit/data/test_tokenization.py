@@ -11,7 +11,7 @@ import pytest
 
 from launcher import console
 from launcher.data import token_store
-from launcher.data.sources import Part, file_part, read_all, read_rows, split
+from launcher.data.sources import SourcePart, file_part, read_all, read_rows, split
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
@@ -312,7 +312,7 @@ def test_hub_data_sets(tmp_path, open_files, hub_sets):
     assert texts_of(open_files("me/set", validation=True)) == ["t"]
     assert texts_of(open_files("me/set/small", validation=True)) == ["v"]
     assert requests[:2] == [("me/set", None, "train"), ("me/set", None, "test")]
-    assert next(read_rows(Part("me/set:test", "hub"))).where == "me/set:test row 1"
+    assert next(read_rows(SourcePart("me/set:test", "hub"))).where == "me/set:test row 1"
     missing = (
         r"^data: me/gone is not in the cache of data sets and could not be fetched: no network;"
     )

@@ -1,7 +1,6 @@
 """Detection and report of a failed rank, with killed processes and failing stores."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from launcher.distributed.environment import Environment
 from launcher.reliability import watchdog
 from launcher.reliability.causes import first_cause
 from launcher.reliability.failures import FailureWatch
-from launcher.reliability.hang_report import collectives, compare_collectives
 from launcher.reliability.lock import process_start, this_machine
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
@@ -294,44 +292,6 @@ def test_other_exceptions_are_their_own_first_cause():
 
 
 # Hang reports
-
-
-def flight_record(*entries, state="started"):
-    """Returns flight-recorder data with collectives of group `shard`.
-
-    Each entry is (sequence number, name, finished).
-    """
-    common = {"process_group": ["1", "shard"], "input_sizes": [[8]]}
-    common |= {"retired": False, "is_p2p": False}
-    lines = [
-        {"collective_seq_id": n, "profiling_name": name, "state": "completed" if done else state}
-        for n, name, done in entries
-    ]
-    return json.dumps({"entries": [common | line for line in lines]}).encode()
-
-
-def test_oldest_unfinished_collective_is_compared_across_ranks():
-    """Collective 7 is unfinished on ranks 0 and 2, which have also enqueued collective 8.
-
-    Rank 1 has started a different collective. Rank 3 has not started it, rank 4 has finished it.
-    """
-    before, unfinished = (6, "nccl:all_gather", True), (7, "nccl:all_reduce", False)
-    after = (8, "nccl:reduce_scatter", False)
-    ranks = [
-        flight_record(before, unfinished, after),
-        flight_record(before, (7, "nccl:broadcast", False)),
-        flight_record(unfinished, after, state="scheduled"),
-        flight_record(before),
-        flight_record((7, "nccl:all_reduce", True)),
-        None,
-    ]
-    (line,) = compare_collectives({rank: collectives(r) for rank, r in enumerate(ranks)})
-    assert line == (
-        "oldest unfinished collective of group 1 shard, number 7: finished: rank 4; "
-        "nccl:all_reduce [[8]]: rank 0, 2; nccl:broadcast [[8]]: rank 1; not begun: rank 3"
-    )
-    assert compare_collectives({0: collectives(ranks[3])}) == [], "no collective is unfinished"
-    assert collectives(b"no JSON") == {}
 
 
 # The interface of gloo

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher.data.batching import BatchSampler, Order, Position, StreamOrder, make_batch_sampler
+from torch import nn
+
+from launcher.data.batching import (
+    BatchSampler,
+    Order,
+    Position,
+    RankBatchSampler,
+    StreamOrder,
+    make_batch_sampler,
+)
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import Collated, MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
@@ -24,7 +33,7 @@ from launcher.data.loader import (
     to_device,
 )
 from launcher.data.sources import find_parts
-from launcher.data.streaming import StreamingDataset
+from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
@@ -33,11 +42,16 @@ from launcher.models.export import add_ends
 from launcher.models.shards import derived_seed
 from launcher.recipe import schema
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class RunData:
+    """The data of a run, as this rank reads it."""
+
     training: TrainingData
-    validation: dict[str, MapData]
+    validation: Mapping[str, MapData]
     order: Order
     sampler: BatchSampler
     """This rank's micro-batches."""
@@ -75,24 +89,25 @@ class RunData:
     ) -> Iterator[GlobalBatch]:
         """This rank's part of the global batches, from `start` on."""
         start, dataset = self.start, self.training
-        sampler: Any = replace(
+        sampler = replace(
             self.sampler, first_step=start.step, first_sample=start.samples, steps=self.steps
         )
-        if isinstance(dataset, StreamingDataset):
+        if isinstance(dataset, StreamingDataset) and isinstance(sampler, RankBatchSampler):
             dataset = dataset.starting(sampler, start.stream)
-        loader = make_loader(
-            dataset,
-            sampler,
-            self.data,
-            seed=derived_seed(self.seed, f"loader {ranks.rank} {start.samples}"),
-            persistent_workers=False,
-            device=ranks.device,
+        loader = iter(
+            make_loader(
+                dataset,
+                sampler,
+                self.data,
+                seed=derived_seed(self.seed, f"loader {ranks.rank} {start.samples}"),
+                persistent_workers=False,
+                device=ranks.device,
+            )
         )
-        loaded = iter(loader)
         for step in range(start.step, self.steps):
             started = time.perf_counter()
             count = sampler.micro_batches(step)
-            collated = [raise_error(next(loaded)) for _ in range(count)]
+            collated = [raise_error(next(loader)) for _ in range(count)]
             waited = time.perf_counter() - started
             totals = StepTotals(
                 loss_tokens=sum(micro_batch["loss_tokens"] for micro_batch in collated),
@@ -100,14 +115,16 @@ class RunData:
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
             )
-            positions = [one.get("positions", {}) for one in collated]
+            positions: dict[int, ShardPosition] = {}
+            for micro_batch in collated:
+                positions |= micro_batch.get("positions", {})
             yield GlobalBatch(
                 step=step + 1,
-                micro_batches=[to_device(one["tensors"], ranks.device) for one in collated],
+                micro_batches=[to_device(part["tensors"], ranks.device) for part in collated],
                 statistics=StepStatistics(totals, ranks),
                 samples_seen=self.samples_after(step + 1),
                 seconds_waited=waited,
-                stream_positions={shard: at for of in positions for shard, at in of.items()},
+                stream_positions=positions,
             )
 
     @property
@@ -140,43 +157,49 @@ def raise_error(collated: Collated) -> Collated:
 
 
 def open_run_data(
-    recipe: schema.Recipe,
+    data: schema.Data,
+    batch: schema.Batch,
+    run: schema.Run,
     *,
     model: ModelInputs,
     ranks: DataParallel,
     build: bool,
     skipped_rows: Path | None,
 ) -> RunData:
-    """build: tokenize what is not cached (one process per node).
-    skipped_rows: file that lists the rows of a stream that cannot be used."""
-    data, batch, run = recipe.data, recipe.batch, recipe.run
-    tokenizer = data.tokenizer or recipe.model.path
-    train: Any = data.train
-    sets: Any = data.validation
-    open_one: Any = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
-    open_validation: Any = partial(open_one, validation=True)
+    """Opens the data of a run on this rank. Raises RecipeError if it cannot be used.
+
+    build: tokenize what is not cached (one process per node).
+    skipped_rows is the file that lists the rows of a stream that cannot be used.
+    """
+    tokenizer = data.tokenizer or model.tokenizer
+    stored: MapData | None = None
     if data.builder is not None:
-        custom = build_custom_data(data.builder, data.arguments)
-        train, sets = custom.train, custom.validation
-        open_validation = partial(CustomDataset, data=custom, name=data.builder)
-        open_one = partial(open_validation, seed=run.seed)
-    sets = sets if isinstance(sets, dict) else {"validation": sets}
-    validation = {name: open_validation(one) for name, one in sets.items() if one is not None}
-    training: Any = None
+        stored, validation = _open_custom(data.builder, data.arguments, seed=run.seed)
+    else:
+        open_files = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
+        validation = {
+            name: open_files(files, validation=True)
+            for name, files in _by_name(data.validation).items()
+        }
+        if not data.streaming:
+            assert data.train is not None
+            stored = open_files(data.train)
     order: Order = StreamOrder()
-    if not data.streaming:
-        training = open_one(train)
-        order = make_order(training, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)
-    steps = run.max_steps
-    if steps is None:
-        assert run.epochs is not None
-        steps = -(-run.epochs * order.samples // batch.global_batch_size)
-    lengths = training.lengths if training is not None else None
-    sampler: Any = make_batch_sampler(
-        batch, order=order, lengths=lengths, steps=steps, rank=ranks.rank, ranks=ranks.size
+    if stored is not None:
+        order = make_order(stored, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)
+    steps = run.max_steps or -(-(run.epochs or 0) * order.samples // batch.global_batch_size)
+    sampler = make_batch_sampler(
+        batch,
+        order=order,
+        lengths=None if stored is None else stored.lengths,
+        steps=steps,
+        rank=ranks.rank,
+        ranks=ranks.size,
     )
-    if data.streaming:
+    training: TrainingData | None = stored
+    if training is None:
         assert isinstance(data.train, tuple)
+        assert isinstance(sampler, RankBatchSampler)
         training = StreamingDataset(
             find_parts(data.train, kind=data.kind),
             make_encoder(data.kind, data, tokenizer=tokenizer),
@@ -189,7 +212,24 @@ def open_run_data(
     return RunData(training, validation, order, sampler, steps, data, run.seed)
 
 
-def teach_ends(model: Any, data: schema.Data, *, model_path: str | None) -> None:
+def _open_custom(
+    builder: str, arguments: Mapping[str, Any] | None, *, seed: int
+) -> tuple[CustomDataset, Mapping[str, MapData]]:
+    custom = build_custom_data(builder, arguments)
+    training = CustomDataset(custom.train, custom, builder, seed=seed)
+    return training, {
+        name: CustomDataset(samples, custom, builder)
+        for name, samples in _by_name(custom.validation).items()
+    }
+
+
+def _by_name(sets: Any) -> dict[str, Any]:
+    """Validation sets by name; a set without a name is `validation`."""
+    named = sets if isinstance(sets, dict) else {"validation": sets}
+    return {name: files for name, files in named.items() if files is not None}
+
+
+def teach_ends(model: nn.Module, data: schema.Data, *, model_path: str | None) -> None:
     """Adds the tokens that end answers in the training data to the model's generation config."""
     if ends := taught_ends(data, model_path=model_path):
         name = data.tokenizer or model_path
@@ -197,9 +237,11 @@ def teach_ends(model: Any, data: schema.Data, *, model_path: str | None) -> None
         add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
 
 
-def tokenizer_to_keep(data: schema.Data, *, model_path: str | None) -> Any:
-    """For an exported model: that of the data, with its chat template, or the model's own; None if
-    there is none."""
+def tokenizer_to_keep(
+    data: schema.Data, *, model_path: str | None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of an exported model: that of the data, with its chat template, or the model's
+    own; None if there is none."""
     name = data.tokenizer or model_path
     if name is None:
         return None

@@ -13,9 +13,6 @@ from typing import Any, Literal
 
 import typer
 
-ALL_NODES = "all nodes"
-"""Host of a finding that belongs to no single node."""
-
 State = Literal["good", "note", "warning", "bad"]
 _MARKS = {
     "good": ("ok  ", "green"),
@@ -42,6 +39,8 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one check."""
+
     name: str
     state: State
     """bad: not fit to train; warning: trains, but slower or not for long; note: information."""
@@ -51,6 +50,8 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
+    """What the checks found and measured."""
+
     findings: list[Finding]
     device: str
     nodes: int
@@ -61,15 +62,18 @@ class Report:
 
     @property
     def bad(self) -> list[Finding]:
+        """The bad findings."""
         return [finding for finding in self.findings if finding.state == "bad"]
 
     @property
     def fit(self) -> bool:
+        """Whether no finding is bad."""
         return not self.bad
 
     @property
     def bad_nodes(self) -> list[str]:
-        return sorted({finding.host for finding in self.bad} - {ALL_NODES})
+        """Hosts with a bad finding, as Slurm names them."""
+        return sorted({finding.host for finding in self.bad})
 
 
 def rate_as_text(rate: float, unit: str) -> str:
@@ -81,7 +85,8 @@ def rate_as_text(rate: float, unit: str) -> str:
 
 
 def print_findings(findings: Sequence[Finding], *, hosts: bool) -> None:
-    """One line each. hosts: also the host; findings that several hosts share are printed once."""
+    """Prints a line for each finding. With `hosts` it names the host, and findings that several
+    hosts share are printed once."""
     findings = _merged(findings) if hosts else findings
     names = max((len(finding.name) for finding in findings), default=0)
     width = max((len(finding.host) for finding in findings), default=0) + 2
@@ -102,7 +107,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     for group in groups.values():
         first, hosts = group[0], {finding.host for finding in group}
         if len(hosts) > 1:
-            host = ALL_NODES if hosts == everywhere else f"{len(hosts)} nodes"
+            host = "all nodes" if hosts == everywhere else f"{len(hosts)} nodes"
             differ = any(finding.text != first.text for finding in group)
             text = f"{first.host}: {first.text}" if differ else first.text
             first = dataclasses.replace(first, host=host, text=text)

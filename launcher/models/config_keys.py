@@ -1,0 +1,43 @@
+"""The keys of `model.config`, compared with the config class of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from launcher.errors import RecipeError, suggestion
+from launcher.recipe.load import LoadedRecipe
+
+_UNDECLARED = {
+    *("model_type", "torch_dtype", "num_labels", "rope_theta", "rope_scaling", "use_return_dict"),
+    *("partial_rotary_factor", "head_dim", "classifier_dropout"),
+}
+"""Keys that config classes accept, or models read, without declaring them."""
+
+
+def check_config_keys(loaded: LoadedRecipe) -> None:
+    """Raises RecipeError for keys of model.config that transformers does not know: its classes
+    accept any key silently. Imports only the class of the recipe's model type."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model = loaded.recipe.model
+    if model.config is None:
+        return
+    model_type = model.config["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        near = suggestion(model_type, CONFIG_MAPPING) or "; llama, qwen3 and gpt2 are some"
+        what = f"must be a model type of transformers; got {model_type}{near}"
+        raise loaded.refuse(("model", "config", "model_type"), what)
+    if model_type not in getattr(modeling_auto, f"MODEL_FOR_{model.task.upper()}_MAPPING_NAMES"):
+        what = f"{model_type} is not available with model.task: {model.task}"
+        raise loaded.refuse(("model", "config", "model_type"), what)
+    config_class = CONFIG_MAPPING[model_type]
+    declared = {field.name for field in dataclasses.fields(config_class)}
+    known = declared | config_class.attribute_map.keys() | _UNDECLARED
+    problems = []
+    for key in model.config:
+        if key not in known:
+            near = suggestion(key, known) or f"; known here: {', '.join(sorted(declared))}"
+            problems.append(str(loaded.refuse(("model", "config", key), f"unknown key{near}")))
+    if problems:
+        raise RecipeError(problems)
