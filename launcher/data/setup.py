@@ -77,7 +77,7 @@ class RunData:
             dataset,
             sampler,
             self.data,
-            seed=derived_seed(self.seed, f"loader {ranks.rank} {start.samples}"),
+            seed=derived_seed(self.seed, f"loader {ranks.data_rank} {start.samples}"),
             persistent_workers=False,
             device=ranks.device,
         )
@@ -162,7 +162,12 @@ def open_run_data(
         steps = -(-run.epochs * order.samples // batch.global_batch_size)
     lengths = training.lengths if training is not None else None
     sampler: Any = make_batch_sampler(
-        batch, order=order, lengths=lengths, steps=steps, rank=ranks.rank, ranks=ranks.size
+        batch,
+        order=order,
+        lengths=lengths,
+        steps=steps,
+        rank=ranks.data_rank,
+        ranks=ranks.data_size,
     )
     if data.streaming:
         assert isinstance(data.train, tuple)

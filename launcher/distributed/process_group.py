@@ -42,6 +42,25 @@ class DataParallel:
     group: dist.ProcessGroup
     device: torch.device
 
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's part of each global batch, from 0 to `data_size` - 1."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """The number of parts of a global batch, over which sums of losses and tokens extend."""
+        return self.size
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that have different data."""
+        return self.group
+
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""`all_gather_into_tensor`, which torch 2.13 renames."""
+
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The values of all ranks of the group, by rank. Every rank must call this."""

@@ -247,7 +247,7 @@ def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
 def _micro_batches(recipe: Recipe, ranks: DataParallel) -> int:
     batch, rows = recipe.batch, rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     size = batch.global_batch_size
-    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks.size)
+    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks.data_size)
 
 
 def _train(
@@ -275,7 +275,7 @@ def _train(
     scale = LossScale(device, enabled=prepared.compute_dtype == torch.float16)
     update = Update(optimizer, lambda step: 1e-4, scale, recipe.optimizer.max_grad_norm)
     for _ in train_steps(
-        wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
+        wrapped, batches, loss=data.loss, update=update, ranks=ranks.data_size, heartbeat=heartbeat
     ):
         pass
     weights = [*module.parameters(), *module.buffers()]

@@ -154,7 +154,7 @@ def _run(
                 _batches(data, micro_batches),
                 loss=data.loss,
                 update=update,
-                ranks=ranks.size,
+                ranks=ranks.data_size,
                 heartbeat=observer.heartbeat,
             )
             try:

@@ -111,7 +111,7 @@ class Training:
             ),
             loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
-            ranks=self.ranks.size,
+            ranks=self.ranks.data_size,
             heartbeat=hooks.heartbeat,
         )
 
@@ -291,7 +291,7 @@ def assemble(
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_isolation(wrapped, device=ranks.device)
     # Dropout and the user's own code draw different random numbers on each rank
-    seed = recipe.run.seed + ranks.rank
+    seed = recipe.run.seed + ranks.data_rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
