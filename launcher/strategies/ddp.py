@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, all_gather_single
 from launcher.recipe import schema
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name
 
@@ -130,10 +129,6 @@ def _shard_gradients(pairs: Pairs, *unused: Any) -> None:
             shard.grad = shard_rows(whole.grad, shard.device_mesh)
 
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""`all_gather_into_tensor`, which torch 2.13 renames."""
-
-
 @torch.no_grad()
 def _gather(pairs: Pairs, *unused: Any) -> None:
     works = []
@@ -141,13 +136,13 @@ def _gather(pairs: Pairs, *unused: Any) -> None:
         whole.grad = None
         group, mine = shard.device_mesh.get_group(), shard.to_local()
         if whole.shape[0] % group.size() == 0 and whole.is_contiguous():
-            works.append(_all_gather(whole.detach(), mine, group, async_op=True))
+            works.append(all_gather_single(whole.detach(), mine, group, async_op=True))
             continue
         chunk = -(-whole.shape[0] // group.size())
         rows = whole.new_empty(group.size() * chunk, *whole.shape[1:])
         padded = rows[group.rank() * chunk :][:chunk]
         padded[: len(mine)] = mine
-        _all_gather(rows, padded, group)
+        all_gather_single(rows, padded, group)
         whole.copy_(rows[: len(whole)])
     for work in works:
         work.wait()
