@@ -20,8 +20,7 @@ from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.models import loss
-from launcher.models.attention import Masking
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED, Masking
 from launcher.recipe import schema
 
 Row = dict[str, Integers]

@@ -49,7 +49,7 @@ from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models import loss
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 

@@ -13,7 +13,7 @@ from launcher.data.dataset import collate_sequences, make_row
 from launcher.data.loader import GlobalBatch, StepStatistics, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.models import loss
-from launcher.models.attention import Masking
+from launcher.models.inputs import Masking
 from launcher.recipe import schema
 
 

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
-
-Masking = Literal["mask", "varlen"]
-"""mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
+from launcher.models.inputs import Masking
 
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from launcher.models.build import embeddings
+from launcher.models.inputs import IGNORED
 
-IGNORED = -100
-"""Target value of a token without loss."""
 CHUNK_ELEMENTS = 2**26
 """Logits (tokens x vocabulary entries) that are computed at a time: 256 MiB in float32. Matrix
 products of this size are as fast as larger ones."""

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.models.chunked_loss import IGNORED, computes_loss
+from launcher.models.chunked_loss import computes_loss
+from launcher.models.inputs import IGNORED
 
 _TARGETS = ("targets", "target_positions")
 

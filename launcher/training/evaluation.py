@@ -16,7 +16,7 @@ from launcher.data.loader import StepStatistics, make_loader, to_device
 from launcher.data.setup import raise_error
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.models.loss import class_losses, classification_logits
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel

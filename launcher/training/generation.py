@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
-from launcher.models.chunked_loss import IGNORED
 from launcher.models.export import end_ids
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel

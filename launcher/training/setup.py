@@ -20,7 +20,6 @@ from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.attention import (
-    Masking,
     check_isolation,
     drop_causal_mask,
     isolate_documents,
@@ -40,6 +39,7 @@ from launcher.models.build import (
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
 from launcher.models.export import export_hugging_face
+from launcher.models.inputs import Masking
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
