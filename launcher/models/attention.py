@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
 from launcher.models.inputs import Masking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
@@ -35,13 +38,17 @@ without masks, biases, caps and sinks."""
 
 
 def isolate_documents(
-    model: Any, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype
+    model: PreTrainedModel,
+    *,
+    sequence_length: int,
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> Masking:
-    """How this model keeps packed documents apart: `varlen` or `mask`.
+    """How this model keeps packed documents apart.
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
-    layers (which is tried here), and the device has a kernel. sequence_length: tokens of a packed
-    row. Raises RecipeError if a layer mixes tokens of different documents.
+    layers (which is tried here), and the device has a kernel. sequence_length is the number of
+    tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents.
     """
     _refuse_other_layers(model, sequence_length)
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
@@ -63,7 +70,7 @@ def isolate_documents(
     return "varlen" if passed else "mask"
 
 
-def _refuse_other_layers(model: Any, sequence_length: int) -> None:
+def _refuse_other_layers(model: PreTrainedModel, sequence_length: int) -> None:
     name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
     if others or getattr(model, "_is_stateful", False):
@@ -80,7 +87,7 @@ def _refuse_other_layers(model: Any, sequence_length: int) -> None:
         )
 
 
-def _has_kernel(model: Any, device: torch.device, compute_dtype: torch.dtype) -> bool:
+def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> bool:
     if device.type != "cuda":
         # In bfloat16 the CPU compiles and keeps kernels for each length: slower than a mask, and
         # 230 MiB more in a small benchmark (torch 2.13)
@@ -91,7 +98,7 @@ def _has_kernel(model: Any, device: torch.device, compute_dtype: torch.dtype) ->
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
 
 
-def drop_causal_mask(model: Any) -> None:
+def drop_causal_mask(model: PreTrainedModel) -> None:
     """Removes transformers' mask where it is only causal, for rows of one document that are padded
     on the right: there, `sdpa` without a mask is exact wherever there is a target.
 
@@ -110,14 +117,9 @@ def drop_causal_mask(model: Any) -> None:
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 
-def repeat_heads_for_fused_kernels() -> None:
-    """Replaces transformers' `sdpa` by `masked_attention`, for all models of this process."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", masked_attention)
-
-
-def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
+def _use_varlen(
+    model: PreTrainedModel, inputs: dict[str, Any], fits: Callable[[Call], bool]
+) -> bool:
     """Replaces the model's attention if all its calls fit. transformers makes no mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -129,7 +131,9 @@ def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]
     return replaced
 
 
-def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
+def _all_calls(
+    model: PreTrainedModel, inputs: dict[str, Any], fits: Callable[[Call], bool]
+) -> bool:
     """Runs a copy of the model on meta until a layer of each kind has called attention. Returns
     whether there were calls and all fit. A copy, because some models keep what they compute."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -154,8 +158,8 @@ def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool])
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    # An exception is expected if the model does not take these arguments, or if it cannot run on
-    # meta beyond the recorded layers (most mixtures of experts)
+    # Models raise anything: if they do not take these arguments, or cannot run on meta beyond the
+    # recorded layers (most mixtures of experts)
     with contextlib.suppress(Exception):
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         copy.deepcopy(model)(input_ids=ids, use_cache=False, **inputs)
@@ -163,7 +167,7 @@ def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool])
     return bool(fitting) and all(fitting)
 
 
-def _layer_types(model: Any) -> list[str]:
+def _layer_types(model: PreTrainedModel) -> list[str]:
     return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
@@ -188,10 +192,10 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, by transformers' attention interface.
 
-    query, key, value: (batch, heads, tokens, head size). options: `cu_seq_lens_q` (documents + 1,):
-    where documents start in the flattened rows; without it, each row is one document.
-    `max_length_q`: tokens of the longest document. `sliding_window`: tokens that a token attends
-    to, itself included. Returns (batch, tokens, heads, head size).
+    query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
+    head size). `cu_seq_lens_q` (documents + 1,) says where documents start in the flattened rows;
+    without it, each row is one document. `max_length_q` is the length of the longest document.
+    `sliding_window` is the number of tokens that a token attends to, itself included.
     """
     assert attention_mask is None
     inputs = [query, key, value]
@@ -258,37 +262,16 @@ def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Ten
 
 def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
     """Causal attention within each row, in the layout of `varlen_attention`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
         position = torch.arange(tokens, device=query.device)
         distance = position[:, None] - position[None, :]
         mask = (distance >= 0) & (distance < window)
-    return masked_attention(module, query, key, value, mask, **options)[0]
-
-
-def masked_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`, with grouped key and value heads repeated in float32 on CUDA.
-
-    Without a mask, transformers passes grouped heads to torch, whose fused float32 kernel does not
-    support them. torch then computes all scores, (heads, tokens, tokens), four times in the
-    backward pass (torch 2.11 to 2.13).
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
-
-    float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
-    grouped = key.shape[1] < query.shape[1] and use_gqa_in_sdpa(attention_mask, key, value)
-    if float32 and grouped and has_varlen_kernel(query):
-        key, value = _repeat_heads(query, key, value)
-    out: tuple[torch.Tensor, None]
-    out = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out: torch.Tensor
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
 
 
@@ -304,8 +287,8 @@ def check_isolation(
     """Raises RecipeError if the logits of a packed document depend on the document before it: some
     models take position_ids and still attend across documents.
 
-    Every rank must call this. name: of the model's class. dtype: of the computation; differences
-    within its rounding error are accepted, since kernels may add in another order.
+    Every rank must call this. name is that of the model's class. dtype is that of the computation;
+    differences within its rounding error are accepted, since kernels may add in another order.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
@@ -314,11 +297,11 @@ def check_isolation(
     training = model.training
     model.eval()
     try:
-        one, two = (
+        after_first, after_other = (
             model(input_ids=pair, position_ids=positions, use_cache=False).logits[:, 8:].float()
             for pair in pairs
         )
-        difference = float((one - two).abs().max() / one.abs().max())
+        difference = float((after_first - after_other).abs().max() / after_first.abs().max())
     except TypeError:
         what = f"{name} takes no position_ids, so it cannot keep packed documents apart"
         raise RecipeError(f"data.packing: {what}; use packing: false") from None

@@ -23,7 +23,6 @@ from launcher.models.attention import (
     check_isolation,
     drop_causal_mask,
     isolate_documents,
-    repeat_heads_for_fused_kernels,
 )
 from launcher.models.build import (
     build_model,
@@ -241,8 +240,6 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         masking = isolate_documents(
             model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
-    if device.type == "cuda" and dtype == torch.float32:
-        repeat_heads_for_fused_kernels()
     transform = logits_transform(model) if sequences else None
     if transform is not None and recipe.model.chunked_loss:
         ChunkedHead(model, transform)

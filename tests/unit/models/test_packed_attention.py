@@ -17,7 +17,6 @@ from launcher.models.attention import (
     check_isolation,
     drop_causal_mask,
     isolate_documents,
-    repeat_heads_for_fused_kernels,
 )
 from tests import varlen_on_cpu
 
@@ -142,35 +141,6 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
     for found, same, near in zip(logits_and_gradients(), expected, masked, strict=True):
         assert torch.equal(found, same)
         torch.testing.assert_close(found, near, rtol=1e-4, atol=1e-4)
-
-
-def test_sdpa_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
-    """With grouped heads, torch would compute all scores.
-
-    transformers passes a mask only if a row has several documents. Both cases are tested.
-    """
-    torch.manual_seed(0)
-    model = build("llama", **BASE)
-    ids = torch.randint(3, 64, (2, 16))
-    rows = torch.arange(16).expand(2, -1), torch.arange(8).repeat(2).expand(2, -1)
-
-    def logits(row):
-        return model(input_ids=ids, position_ids=row, use_cache=False).logits
-
-    expected = [logits(row) for row in rows]
-    repeat_heads_for_fused_kernels()
-    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
-    attend, calls = torch.nn.functional.scaled_dot_product_attention, []
-
-    def recorded(query, key, value, **options):
-        calls.append((query.shape[1] == key.shape[1], options.get("attn_mask") is None))
-        return attend(query, key, value, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    for row, same in zip(rows, expected, strict=True):
-        torch.testing.assert_close(logits(row), same)
-    assert {equal for equal, _ in calls} == {True}
-    assert {without_mask for _, without_mask in calls} == {True, False}
 
 
 @pytest.mark.parametrize(
