@@ -91,7 +91,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf = torch.zeros(())
 
-    def __init__(self, inner: Any, offload: schema.CpuOffload) -> None:
+    def __init__(self, inner: Any, cpu_offload: schema.CpuOffload) -> None:
         """inner: with `initial_state(group, parameter)`, which returns scalars, and tensors of
         zeros. Raises TrainingError if the file cannot be made."""
         super().__init__(inner.param_groups, inner.defaults)
@@ -100,8 +100,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         size = self._buckets[-1].start + self._buckets[-1].size
         self._largest = max(bucket.size for bucket in self._buckets)
         self.file: StateFile | None = None
-        if offload.optimizer_path is not None:
-            self.file = StateFile(Path(offload.optimizer_path), size)
+        if cpu_offload.optimizer_path is not None:
+            self.file = StateFile(Path(cpu_offload.optimizer_path), size)
             count = min(FILE_BUFFERS, len(self._buckets))
             self.host_buffers = [aligned_buffer(self._largest) for _ in range(count)]
         else:
@@ -117,7 +117,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._device.type == "cuda":
             make: Any = torch.cuda.Stream
             self._streams = make(self._device), make(self._device)
-            for buffer in self.host_buffers if offload.pin_memory else ():
+            for buffer in self.host_buffers if cpu_offload.pin_memory else ():
                 _pin(buffer, owner=self)
 
     def _lay_out(self) -> list[_Bucket]:

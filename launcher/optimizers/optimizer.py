@@ -30,7 +30,7 @@ def make_optimizer(
     *,
     seed: int = 0,
     optimizer_mesh: DeviceMesh | None = None,
-    offload: schema.CpuOffload | None = None,
+    cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters, with its state. Weight decay applies to parameters
@@ -73,8 +73,8 @@ def make_optimizer(
         if named
     ]
     made: torch.optim.Optimizer = _make(groups, optimizer, seed)
-    if offload is not None and (offload.what == "optimizer" or offload.optimizer_path):
-        return OffloadedOptimizer(made, offload)
+    if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
+        return OffloadedOptimizer(made, cpu_offload)
     shard_update(made, pairs)
     create_state(made)
     return made

@@ -259,7 +259,7 @@ def _train(
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     wrapped = prepared.wrap(random, ranks)
-    optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
+    optimizer = prepared.make_optimizer(wrapped, recipe)
     count = min(MICRO_BATCHES, _micro_batches(recipe, ranks))
     batches = data.batches(ranks, micro_batches=count, steps=steps)
     if device.type == "cpu":

@@ -144,7 +144,7 @@ def _run(
                 tracker.mark_host(wrapped.module.parameters(), pinned=pinned)
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
-            optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
+            optimizer = prepared.make_optimizer(wrapped, recipe)
             observer = _Observer(tracker, wrapped, optimizer, offload=offload)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
             scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)

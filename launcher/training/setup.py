@@ -168,15 +168,13 @@ class PreparedModel:
             init_fn=init_fn or self.init_fn,
         )
 
-    def make_optimizer(
-        self, wrapped: WrappedModel, optimizer: schema.Optimizer, *, seed: int = 0
-    ) -> torch.optim.Optimizer:
+    def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
         return make_optimizer(
             wrapped.module,
-            optimizer,
-            seed=seed,
+            recipe.optimizer,
+            seed=recipe.run.seed,
             optimizer_mesh=wrapped.optimizer_mesh,
-            offload=wrapped.cpu_offload,
+            cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.blocks.values(),
         )
 
@@ -314,7 +312,7 @@ def assemble(
         data,
         _make_evaluator(recipe, data, ranks),
         _count_flops(prepared, wrapped, recipe, ranks.device),
-        prepared.make_optimizer(wrapped, recipe.optimizer, seed=recipe.run.seed),
+        prepared.make_optimizer(wrapped, recipe),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
         export,
