@@ -224,25 +224,3 @@ def test_layers_that_mix_documents_are_refused():
     message = r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"
     with pytest.raises(RecipeError, match=message):
         isolate("llama4_text", sequence_length=17, **chunked)
-
-
-def test_varlen_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
-    """CUDA's fused float32 kernel does not support grouped heads. Values must not change."""
-    query, key, value = torch.randn(1, 8, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
-    module = types.SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
-    seen, plain = [], torch.nn.functional.scaled_dot_product_attention
-
-    def recorded(query, key, value, **arguments):
-        seen.append(key.shape[1])
-        return plain(query, key, value, **arguments)
-
-    def attend():
-        return attention_module.varlen_attention(module, query, key, value, None)[0]
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    grouped = attend()
-    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
-    assert torch.allclose(attend(), grouped, atol=1e-6)
-    with torch.autocast("cpu", torch.bfloat16):
-        attend()
-    assert seen == [2, 8, 2]
