@@ -18,7 +18,7 @@ from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.data.setup import teach_ends
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
-from launcher.models.export import LABELS, appearing, named_weights, write_weights
+from launcher.models.hugging_face_files import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import Checkpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader

@@ -22,7 +22,7 @@ from launcher.checkpoint.export import Weights, open_checkpoint_weights
 from launcher.data.setup import teach_ends
 from launcher.errors import RecipeError
 from launcher.models.build import class_count, is_classifier, vocabulary_size
-from launcher.models.export import exported_tensors
+from launcher.models.hugging_face_files import exported_tensors
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.recipe.schema import Recipe
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
-from launcher.models.export import end_ids
+from launcher.models.hugging_face_files import end_ids
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function

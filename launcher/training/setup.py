@@ -37,7 +37,7 @@ from launcher.models.build import (
     vocabulary_size,
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
-from launcher.models.export import export_hugging_face
+from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.inputs import Masking
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
