@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRows:
     """Consecutive rows (of dimension 0) of a stored tensor, under its name in a file."""
 
     file: Path
@@ -56,7 +56,7 @@ class Part:
 class StoredTensors:
     """Tensors of safetensors files, by name. The files are mapped, not read."""
 
-    def __init__(self, parts: Mapping[str, Sequence[Part]], tensors: Tensors) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[StoredRows]], tensors: Tensors) -> None:
         """tensors: shapes and dtypes, on meta."""
         self._parts, self.tensors = parts, tensors
         self._open: dict[Path, Any] = {}
@@ -161,7 +161,7 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
 def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTensors:
     """All tensors of these files, whole. Raises RecipeError if one cannot be read."""
     tensors: dict[str, torch.Tensor] = {}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[StoredRows]] = {}
     for file in files:
         try:
             handle: Any = safe_open(file, framework="pt")
@@ -175,7 +175,7 @@ def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTenso
             if dtype not in DTYPES:
                 raise RecipeError(f"{key}: {file}: {name} has the unknown dtype {dtype}")
             tensors[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-            parts[name] = [Part(file, 0, shape[0] if shape else 1)]
+            parts[name] = [StoredRows(file, 0, shape[0] if shape else 1)]
     return StoredTensors(parts, tensors)
 
 

@@ -31,7 +31,7 @@ bytes meanwhile. On one core, 2^18 is the fastest of 2^16, 2^18 and 2^20."""
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 State = dict[str, torch.Tensor]
-Part = tuple[slice, slice]
+Rectangle = tuple[slice, slice]
 """Rows and columns of a tensor seen as a matrix."""
 
 
@@ -131,7 +131,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return local.view(len(local) if local.ndim else 1, -1)
 
 
-def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Part]:
+def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Rectangle]:
     """Contiguous parts: several rows, or whole blocks of one row. The largest is the first."""
     at_once, (rows, width) = AT_ONCE.get(device.type, 2**22), matrix.shape
     high, wide = max(1, at_once // width), min(width, at_once)
@@ -140,14 +140,14 @@ def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Part]:
             yield slice(row, min(row + high, rows)), slice(column, min(column + wide, width))
 
 
-def _blocks(part: Part) -> Part:
+def _blocks(part: Rectangle) -> Rectangle:
     """The rows and columns of the scales for a part of a moment."""
     rows, columns = part
     return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
-def _load(state: State, key: str, part: Part) -> torch.Tensor:
-    """Part of a moment in float32; of a float32 moment a view."""
+def _load(state: State, key: str, part: Rectangle) -> torch.Tensor:
+    """Rectangle of a moment in float32; of a float32 moment a view."""
     kept = _matrix(state[key])[part]
     moment = kept.float()
     if kept.dtype in _LEVELS:
@@ -158,7 +158,9 @@ def _load(state: State, key: str, part: Part) -> torch.Tensor:
     return moment
 
 
-def _store(state: State, key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor) -> None:
+def _store(
+    state: State, key: str, part: Rectangle, moment: torch.Tensor, noise: torch.Tensor
+) -> None:
     """Stores part of a moment, rounded up with the probability of the remainder. What `_load`
     returned is stored without a change."""
     kept = _matrix(state[key])[part]
