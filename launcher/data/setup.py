@@ -23,7 +23,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
-from launcher.models.shards import derived_seed
+from launcher.models.philox import derived_seed
 from launcher.recipe import schema
 
 

@@ -18,13 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from launcher.errors import RecipeError
 from launcher.models import philox
-from launcher.models.shards import (
-    compute_device,
-    copy_local_rows,
-    derived_seed,
-    digest,
-    local_rows,
-)
+from launcher.models.shards import compute_device, copy_local_rows, local_rows
 
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
@@ -98,7 +92,7 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     placeholders = _placeholders(modules, seed, kept, whole)
     with torch.random.fork_rng(devices=[]), placeholders as initials:
         for name, module in drawn:  # the generator is for random numbers outside of parameters
-            torch.default_generator.manual_seed(derived_seed(seed, clean_name(name)))
+            torch.default_generator.manual_seed(philox.derived_seed(seed, clean_name(name)))
             _draw(module, name, owner.get(module))
             while whole:
                 whole.pop().store()
@@ -182,8 +176,7 @@ class InitialValues:
         self.name, self.mine, self.shape = name, None if skip else mine.detach(), mine.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
         self.dtype = torch.float32 if mine.is_floating_point() else mine.dtype
-        number = digest(seed, name)
-        self.key = number & 0xFFFFFFFF, number >> 32
+        self.key = philox.named_key(seed, name)
         self.whole: torch.Tensor | None = None
         self._whole_list = whole
         self._stored = False

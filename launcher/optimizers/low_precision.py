@@ -21,7 +21,8 @@ import torch
 from torch.nn.functional import pad
 
 from launcher.models import philox
-from launcher.models.shards import derived_seed, local_rows, sharded_zeros
+from launcher.models.philox import derived_seed
+from launcher.models.shards import local_rows, sharded_zeros
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -147,7 +148,7 @@ def _blocks(part: Rectangle) -> Rectangle:
 
 
 def _load(state: State, key: str, part: Rectangle) -> torch.Tensor:
-    """Rectangle of a moment in float32; of a float32 moment a view."""
+    """A part of a moment in float32; of a float32 moment a view."""
     kept = _matrix(state[key])[part]
     moment = kept.float()
     if kept.dtype in _LEVELS:
