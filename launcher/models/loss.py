@@ -23,7 +23,7 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
     includes it; the value does not, to be comparable with an evaluation.
 
-    micro_batch: `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
+    A micro-batch has `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
     input_ids[b, t], and is IGNORED where there is no loss; `target_positions` (see
     `collate_sequences`), and further arguments of the model's forward.
     """
@@ -88,12 +88,11 @@ def classification_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> t
 
 
 def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar.
-
-    micro_batch: `input_ids` and `attention_mask` (batch, tokens), `targets` (batch,), or IGNORED.
-    """
+    """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar. A micro-batch has
+    `input_ids` and `attention_mask` (batch, tokens), and `targets` (batch,), or IGNORED."""
     return class_losses(classification_logits(model, micro_batch), micro_batch["targets"])
 
 
 def class_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of classes."""
     return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
