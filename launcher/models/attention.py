@@ -1,9 +1,8 @@
 """Attention within the documents of packed sequences, without a mask.
 
 transformers builds a mask of tokens x tokens in every forward pass, and synchronizes with the
-device to find the documents. Here attention receives their bounds instead (`cu_seq_lens_q` and so
-on): torch's variable-length kernel on CUDA, elsewhere one scaled-dot-product attention per
-document.
+device to find the documents. Here attention receives their bounds instead (`cu_seq_lens_q`):
+torch's variable-length kernel on CUDA, elsewhere one dense attention per document.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Whether the kernel of this version of torch takes fewer key and value heads than query heads."""
+"""Whether this version of the kernel takes fewer key and value heads than query heads."""
 
 Call = dict[str, Any]
 """Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
@@ -54,13 +54,13 @@ def isolate_documents(
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
+    widest = LARGEST_HEAD if device.type == "cuda" else math.inf
 
     def has_bounds(call: Call) -> bool:
         return all(call.get(key) is not None for key in _BOUNDS)
 
     def fits(call: Call) -> bool:
-        too_wide = device.type == "cuda" and call["head_size"] > LARGEST_HEAD
-        return has_bounds(call) and call["plain"] and not too_wide
+        return has_bounds(call) and call["plain"] and call["head_size"] <= widest
 
     implementation, passed = model.config._attn_implementation or "", False
     if implementation.startswith("flash_attention"):
@@ -105,12 +105,12 @@ def drop_causal_mask(model: PreTrainedModel) -> None:
     With the mask, transformers synchronizes with the device in every forward pass to see whether
     `position_ids` are those of packed documents. Models with other masks keep them.
     """
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != "sdpa":
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
         return
     layers, only_text = set(_layer_types(model)), config.get_text_config() is config
-    causal = getattr(config, "is_causal", True)
-    causal = causal and not getattr(config, "use_bidirectional_attention", False)
+    both_ways = getattr(config, "use_bidirectional_attention", False)
+    causal = getattr(config, "is_causal", True) and not both_ways
     if not only_text or not causal or not layers <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
@@ -201,17 +201,13 @@ def varlen_attention(
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
         return _dense(module, inputs, options), None
-    batch, _, tokens, _ = query.shape
     # (batch x tokens, heads, head size): rows concatenated
-    inputs = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
+    rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
     if has_varlen_kernel(query):
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            inputs = [tensor.to(dtype) for tensor in inputs]
-        out = _kernel(inputs, options)
+        out = _kernel(rows, options)
     else:
-        out = _each_document(module, inputs, options)
-    return out.reshape(batch, tokens, *out.shape[1:]), None
+        out = _each_document(module, rows, options)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
@@ -230,6 +226,9 @@ def _each_document(
 
 
 def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    device = inputs[0].device.type
+    if torch.is_autocast_enabled(device):
+        inputs = [tensor.to(torch.get_autocast_dtype(device)) for tensor in inputs]
     # The kernel takes one head size, a multiple of 8; multi-head latent attention has two. Zeros
     # appended to q and k change no score; those appended to v give columns that are removed.
     size, value_size = inputs[0].shape[-1], inputs[2].shape[-1]
@@ -240,10 +239,11 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
         for tensor, zeros in zip(inputs, missing, strict=True)
     )
     grouped: dict[str, Any] = {}
-    if key.shape[1] != query.shape[1] and _GROUPS_HEADS:
-        grouped["enable_gqa"] = True
-    elif key.shape[1] != query.shape[1]:
-        key, value = _repeat_heads(query, key, value)
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        if _GROUPS_HEADS:
+            grouped["enable_gqa"] = True
+        else:
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(
@@ -254,10 +254,6 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
     )
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
-
-
-def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in tensors]
 
 
 def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:

@@ -118,17 +118,13 @@ def starting_weights(
             model.requires_grad_(True)
             freeze(model, section.freeze)
     for tied in tied_names(model) if section.freeze else ():
-        others = [name for name in tied if not _frozen_by(name, section.freeze or ())]
-        if 0 < len(others) < len(tied):
+        named = {name for pattern in section.freeze or () for name in fnmatch.filter(tied, pattern)}
+        if others := [name for name in tied if named and name not in named]:
             logger.info(
                 f"note: model.freeze: {', '.join(others)} is frozen, too: the model ties it to "
-                f"{', '.join(name for name in tied if name not in others)}"
+                f"{', '.join(name for name in tied if name in named)}"
             )
     return load, dtype
-
-
-def _frozen_by(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _resolve_ties(

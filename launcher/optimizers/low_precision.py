@@ -28,10 +28,12 @@ BLOCK = 256
 """Numbers that share a scale."""
 AT_ONCE = {"cpu": 2**18}
 """Numbers that are updated at once, by device type; 2^22 on other devices. Each takes up to 25
-bytes meanwhile. On one core, 2^18 is the fastest of 2^16, 2^18 and 2^20."""
+bytes meanwhile. On a CPU core, 2^18 is the fastest of 2^16, 2^18 and 2^20."""
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 State = dict[str, torch.Tensor]
+Group = dict[str, Any]
+"""A parameter group of an optimizer: parameters, their names, and settings."""
 Rectangle = tuple[slice, slice]
 """Rows and columns of a tensor seen as a matrix."""
 
@@ -48,17 +50,17 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[Group],
         *,
         state_dtype: Literal["float32", "bfloat16", "int8"],
         seed: int,
         **defaults: Any,
     ) -> None:
-        """groups: of named parameters. defaults: lr, betas and eps."""
+        """The groups are of named parameters. The defaults are lr, betas and eps."""
         super().__init__(groups, defaults)
         self._dtype, self._seed = state_dtype, seed
 
-    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    def initial_state(self, group: Group, parameter: torch.Tensor) -> State:
         """Zeros. A scale `NAME_scale` has a row for each row of the parameter."""
         state = {"step": torch.zeros((), device=parameter.device)}
         for key, code in _INT8.items():
@@ -78,12 +80,13 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             self.update(group)
 
-    def update(self, group: dict[str, Any]) -> None:
+    def update(self, group: Group) -> None:
+        """Updates the parameters of a group."""
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.grad is not None:
                 self._update(name, parameter, group)
 
-    def _update(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, name: str, parameter: torch.Tensor, group: Group) -> None:
         state = self.state[parameter]
         state["step"] += 1 - self.found_inf
         local, first_row = local_rows(parameter)
@@ -133,7 +136,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Rectangle]:
-    """Contiguous parts: several rows, or whole blocks of one row. The largest is the first."""
+    """Contiguous parts: several rows, or whole blocks of a single row. The first is the largest."""
     at_once, (rows, width) = AT_ONCE.get(device.type, 2**22), matrix.shape
     high, wide = max(1, at_once // width), min(width, at_once)
     for row in range(0, rows, high):
