@@ -62,7 +62,7 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 """`all_gather_into_tensor`, which torch 2.13 renames."""
 
 
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
     """The values of all ranks of the group, by rank. Every rank must call this."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -94,7 +94,7 @@ class Node(NamedTuple):
 def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
     """This rank's device, of the same kind on all ranks. All must call it; rank 0 decides.
 
-    wanted: run.device; or `any`, for tools: GPUs if every rank has one, else CPUs. Raises
+    `wanted` is run.device, or `any` for tools: GPUs if every rank has one, else CPUs. Raises
     TrainingError (reason no_gpu) that names each node where ranks lack a GPU.
     """
     if wanted == "cpu":
@@ -107,8 +107,8 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
     store.set(f"device/{environment.rank}", json.dumps(mine))
     if environment.rank == 0:
-        found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        nodes = [Node(*json.loads(node)) for node in found]
+        texts = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
+        nodes = [Node(*json.loads(text)) for text in texts]
         store.set("device", json.dumps(agree_on_device(wanted, nodes)))
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
@@ -121,7 +121,8 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
 
 
 def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
-    """`cuda` or `cpu`, or the problem. nodes: one per rank. wanted: see `choose_device`."""
+    """`cuda` or `cpu`, or the problem. `nodes` has what each rank sees of its node, and `wanted` is
+    that of `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
         return "cuda", None
@@ -177,8 +178,8 @@ def process_group(
 ) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    device: see `choose_device`. init_timeout: timeout in seconds until `set_timeout` is called.
-    After an error the group is not destroyed: another rank may be waiting in it.
+    `device` is that of `choose_device`, `init_timeout` the timeout in seconds until `set_timeout`
+    is called. After an error the group is not destroyed: another rank may be waiting in it.
     """
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
