@@ -28,15 +28,15 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from launcher.data.batching import accumulation_steps
 from launcher.data.loader import GlobalBatch
-from launcher.data.synthetic import rows_of
 from launcher.distributed import process_group
 from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.optimizers.optimizer import LossScale
+from launcher.planner.profile import with_random_weights
+from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.training.loop import Update, train_steps
@@ -223,7 +223,7 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 
     if timed:
         _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
-        sizes["seconds"] = step_seconds(times, _micro_batches(recipe, ranks))
+        sizes["seconds"] = step_seconds(times, micro_batches_of(recipe, ranks=ranks.data_size))
     return evaluate(marks, sizes, device=device.type)
 
 
@@ -244,23 +244,17 @@ def step_seconds(times: list[tuple[str, float]], micro_batches: int) -> float:
     return statistics.median(found)
 
 
-def _micro_batches(recipe: Recipe, ranks: DataParallel) -> int:
-    batch, rows = recipe.batch, rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    size = batch.global_batch_size
-    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks.data_size)
-
-
 def _train(
     recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int
 ) -> dict[str, Any]:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measured`."""
     device, sizes = ranks.device, dict[str, Any]()
-    random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
+    random = with_random_weights(recipe, compile=recipe.model.compile)
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     wrapped = prepared.wrap(random, ranks)
     optimizer = prepared.make_optimizer(wrapped, recipe)
-    count = min(MICRO_BATCHES, _micro_batches(recipe, ranks))
+    count = min(MICRO_BATCHES, micro_batches_of(recipe, ranks=ranks.data_size))
     batches = data.batches(ranks, micro_batches=count, steps=steps)
     if device.type == "cpu":
         batches = map(_with_own_tensors, batches)

@@ -39,6 +39,7 @@ from launcher.planner.memory import (
     Moment,
     StepMemory,
 )
+from launcher.planner.profile import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
@@ -66,8 +67,7 @@ def trace_step(
     """
     # Otherwise each operation that fake tensors do not support is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    random = dataclasses.replace(recipe.model, init="random", compile=False)
-    recipe = dataclasses.replace(recipe, model=random)
+    recipe = with_random_weights(recipe)
     # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
     # keeps averaged gradients until those of the next micro-batch
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
