@@ -7,7 +7,6 @@ linearly.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
