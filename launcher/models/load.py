@@ -39,7 +39,7 @@ _COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelCheckpoint:
     """A checkpoint that fits a model."""
 
     stored: StoredTensors
@@ -65,7 +65,7 @@ class Checkpoint:
         return read
 
 
-def open_checkpoint(folder: Path, model: Any, *, key: str = "model.path") -> Checkpoint:
+def open_checkpoint(folder: Path, model: Any, *, key: str = "model.path") -> ModelCheckpoint:
     """Plans how a folder's weights become those of a meta model of transformers, not yet wrapped.
 
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
@@ -94,7 +94,7 @@ def open_checkpoint(folder: Path, model: Any, *, key: str = "model.path") -> Che
         raise RecipeError([title, *sorted(problems)])
     for note in notes:
         logger.info(f"note: {note}")
-    return Checkpoint(stored, conversions, frozenset(loaded))
+    return ModelCheckpoint(stored, conversions, frozenset(loaded))
 
 
 Load = Callable[[nn.Module, torch.device, torch.device], None]
@@ -193,7 +193,7 @@ def pretrained_weights(
     parameters: torch.device,
     buffers: torch.device,
     *,
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     seed: int,
 ) -> None:
     """Loads a checkpoint into a wrapped meta model: parameters on one device, buffers on the other.
@@ -212,7 +212,7 @@ def pretrained_weights(
     checkpoint.stored.close()
 
 
-def _convert_rows(conversion: Conversion, checkpoint: Checkpoint, tensors: Tensors) -> None:
+def _convert_rows(conversion: Conversion, checkpoint: ModelCheckpoint, tensors: Tensors) -> None:
     begin = 0
     if conversion.stacks_rows():
         local, begin = local_rows(tensors[conversion.first])

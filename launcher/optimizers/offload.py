@@ -37,7 +37,7 @@ SLOTS, FILE_BUFFERS = 2, 4
 """Buckets on the device, and in host memory if the state is in a file."""
 
 
-Event = torch.cuda.Event | None
+CopyEvent = torch.cuda.Event | None
 """The event that ends a copy; None on CPUs, where copies end at once."""
 
 
@@ -119,7 +119,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.state[parameter] |= state
         self._device = local_rows(self.param_groups[0]["params"][0])[0].device
         self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
-        self._stored: Event = None
+        self._stored: CopyEvent = None
         """The event that ends the last copy to the host."""
         if self._device.type == "cuda":
             make = partial(torch.cuda.Stream, self._device)
@@ -183,11 +183,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ready[index] = self._stored = _copy(slot, host, store, self._event())
         self._wait(self._stored)
 
-    def _event(self) -> Event:
+    def _event(self) -> CopyEvent:
         """An event of the stream that computes."""
         return torch.cuda.current_stream().record_event() if self._streams[0] else None
 
-    def _wait(self, event: Event) -> None:
+    def _wait(self, event: CopyEvent) -> None:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -204,7 +204,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 written.result()
             file.read(parts[number], buckets[number].start)
 
-        def write(number: int, stored: Event) -> None:
+        def write(number: int, stored: CopyEvent) -> None:
             if stored is not None:
                 stored.synchronize()
             file.write(parts[number], buckets[number].start)
@@ -226,8 +226,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _copy(
-    source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream | None, after: Event
-) -> Event:
+    source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream | None, after: CopyEvent
+) -> CopyEvent:
     """Copies on a stream after an event. Returns the event that ends the copy."""
     if stream is None:
         target.copy_(source)
