@@ -18,13 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.console import task
 from launcher.models.initialization import clean_name
-from launcher.models.lora import (
-    Read,
-    adapted_weights,
-    adapter_names,
-    merged_reader,
-    peft_config,
-)
+from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
@@ -37,7 +31,7 @@ logger = logging.getLogger(__name__)
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
 COMPANIONS = ("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of a checkpoint that an export copies."""
+"""Files of a checkpoint that an export copies: what a model of images needs, and the license."""
 
 
 def export_hugging_face(
@@ -66,7 +60,7 @@ def export_hugging_face(
 
     if rank != 0:
         for _ in exported_tensors(module, read, merged=merged, convert=False):
-            pass
+            pass  # its part in the all-gathers
         return
     with appearing(folder) as scratch:
         write_weights(module, scratch, read, dtype=dtype, merged=merged)
@@ -157,10 +151,11 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
         config_untied(config)
     config.save_pretrained(folder)
     if config.name_or_path:
-        _copy_companions(Path(config.name_or_path), folder)
-    if hasattr(config, "auto_map"):  # the checkpoint's own code
-        for file in Path(config.name_or_path).glob("*.py"):
-            shutil.copy2(file, folder / file.name)
+        code = ("*.py",) if hasattr(config, "auto_map") else ()
+        for pattern in (*COMPANIONS, *code):
+            for file in Path(config.name_or_path).glob(pattern):
+                if file.is_file():
+                    shutil.copy2(file, folder / file.name)
     _write_generation_config(model, folder)
 
 
@@ -169,14 +164,6 @@ def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if generation is not None and model.can_generate():
         # save_pretrained would refuse settings that many models on the hub have
         generation.to_json_file(folder / "generation_config.json")
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    """Copies what a model of images needs beside weights and tokenizer, and the license."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copy2(file, folder / file.name)
 
 
 def end_ids(model: nn.Module) -> list[int]:

@@ -56,11 +56,10 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config: Any = model.config
-    places = (model, config, getattr(config, "text_config", None))
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    coefficient = next(
-        (getattr(place, name) for place in places for name in names if hasattr(place, name)), None
-    )
+    coefficient = None
+    for place in (getattr(config, "text_config", None), config, model):
+        for name in ("aux_loss_coef", "router_aux_loss_coef"):
+            coefficient = getattr(place, name, coefficient)
     if coefficient is None:
         raise ValueError(
             f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef; "

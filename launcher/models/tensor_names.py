@@ -1,8 +1,8 @@
 """Converts between the tensors of a checkpoint on disk and those of the model.
 
-transformers has tables of renamed keys and of conversions, such as the experts of a layer, which
-are separate on disk and one tensor in the model. Here they are applied one at a time, and first to
-meta tensors: this finds wrong shapes before any data is read.
+transformers has tables of renamed keys and of conversions: the experts of a layer, for example, are
+separate on disk and one tensor in the model. Here they are applied one at a time, and first to meta
+tensors, which finds wrong shapes before any data is read.
 """
 
 from __future__ import annotations
