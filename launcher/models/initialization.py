@@ -220,7 +220,7 @@ class InitialValues:
         self.whole, self._stored = None, True
 
     def _apply(self, flat: torch.Tensor, first: int, device: torch.device) -> None:
-        """flat: values from position `first` on."""
+        """Applies the operations to `flat`, which has the values from position `first` on."""
         if not self._operations or self.mine is None:
             return
         at_once = philox.numbers_at_once(device)

@@ -75,8 +75,8 @@ def uniform(key: Key, first: int, count: int, device: torch.device) -> torch.Ten
 
 
 def random_bytes(key: Key, first: int, count: int, step: torch.Tensor) -> torch.Tensor:
-    """uint8 numbers at positions first, first + 1, ..., 16 from each counter. step: a scalar on the
-    device; each of its whole values selects another sequence."""
+    """uint8 numbers at positions first, first + 1, ..., 16 from each counter. Each whole value of
+    `step`, a scalar on the device, selects another sequence."""
     counters = torch.arange(first // 16, -(-(first + count) // 16), device=step.device)
     zero = torch.zeros(1, dtype=torch.int64, device=step.device)
     w0, w1, w2, w3 = philox((counters & _MASK, counters >> 32, step.long().view(1), zero), key)

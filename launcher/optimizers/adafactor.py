@@ -71,10 +71,8 @@ class Adafactor(torch.optim.Optimizer):
     def _inverse_root(
         self, parameter: torch.Tensor, gradient: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Updates the second moment, and returns the reciprocal of its square root.
-
-        columns: sums of a matrix's squared gradients over its rows.
-        """
+        """Updates the second moment, and returns the reciprocal of its square root. `columns` are
+        the sums of a matrix's squared gradients over its rows."""
         state = self.state[parameter]
         state["step"] += 1 - self.found_inf
         new = {"variance": gradient.square()}

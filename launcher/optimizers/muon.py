@@ -93,8 +93,8 @@ def _exchange(matrices: Sequence[DTensor]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Approximates the nearest orthogonal matrix of each. matrices: (rows, columns), or with a
-    leading dimension; overwritten. The precision is that of float32 matrix products."""
+    """Approximates the nearest orthogonal matrix of each matrix, in the precision of float32 matrix
+    products. The matrices (rows, columns), perhaps with a leading dimension, are overwritten."""
     whole = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
     whole /= torch.linalg.vector_norm(whole, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     tall, (a, b, c) = whole.shape[1] > whole.shape[2], COEFFICIENTS
