@@ -207,7 +207,8 @@ def varlen_attention(
         out = _kernel(rows, options)
     else:
         out = _each_document(module, rows, options)
-    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    batch, _, tokens, _ = query.shape
+    return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]

@@ -86,7 +86,7 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
         if built.can_generate():
             read = transformers.GenerationConfig.from_pretrained
             built.generation_config = read(folder, local_files_only=True)
-    return built
+    return built  # type: ignore[no-any-return]
 
 
 def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -> None:

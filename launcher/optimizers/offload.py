@@ -236,7 +236,8 @@ def _copy(
     stream.wait_event(after)
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        return stream.record_event()
+        end: torch.cuda.Event = stream.record_event()
+    return end
 
 
 def _pin(tensor: torch.Tensor, *, owner: object) -> None:

@@ -100,7 +100,8 @@ class ActivationOffload:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            end: torch.cuda.Event = self._stream.record_event()
+        return end
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
