@@ -17,9 +17,9 @@ from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, is_pretrained
-from launcher.models.export import LABELS, appearing, named_weights, write_weights
+from launcher.models.hugging_face_files import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import initialize, materialize
-from launcher.models.load import Checkpoint, open_checkpoint
+from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
 from launcher.models.safetensors_files import (
     ADAPTER,
@@ -209,7 +209,7 @@ def open_exported_weights(source: Path) -> StoredModel:
 
 def _open_model(
     path: str, architecture: str, *, labels: list[str] | None = None
-) -> tuple[Any, Checkpoint]:
+) -> tuple[Any, ModelCheckpoint]:
     classifies = "SequenceClassification" in architecture
     task: Any = "sequence_classification" if classifies else "causal_lm"
     model = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)

@@ -22,7 +22,7 @@ from launcher.checkpoint.layout import LOCAL
 from launcher.console import task
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError
-from launcher.models.safetensors_files import DTYPES, Part, StoredTensors, Tensors
+from launcher.models.safetensors_files import DTYPES, StoredRows, StoredTensors, Tensors
 
 
 def find_checkpoint(
@@ -96,7 +96,9 @@ def open_tensors(path: Path) -> StoredTensors:
     parts, tensors = {}, {}
     try:
         for name, entry in json.loads((path / files.INDEX).read_bytes()).items():
-            parts[name] = [Part(path / file, first, rows) for file, first, rows in entry["parts"]]
+            parts[name] = [
+                StoredRows(path / file, first, rows) for file, first, rows in entry["parts"]
+            ]
             if outside := [part.file for part in parts[name] if part.file.parent != path]:
                 raise ValueError(f"{name} is in {outside[0]}, outside of the checkpoint")
             dtype = DTYPES[entry["dtype"]]

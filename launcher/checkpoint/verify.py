@@ -17,7 +17,7 @@ from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import class_count, is_classifier, vocabulary_size
-from launcher.models.export import exported_tensors
+from launcher.models.hugging_face_files import exported_tensors
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 
 _SHAPE = (2, 32)

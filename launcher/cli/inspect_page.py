@@ -26,7 +26,7 @@ from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe.schema import Batch, Recipe
 
 _WIDTH = 120

@@ -29,7 +29,7 @@ from launcher.data.template_marks import (
 )
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 
 logger = logging.getLogger(__name__)
 

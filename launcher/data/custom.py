@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 
 from launcher.data.batching import NO_SAMPLE
 from launcher.errors import RecipeError
-from launcher.models.shards import derived_seed
+from launcher.models.philox import derived_seed
 from launcher.recipe.functions import call_function
 
 

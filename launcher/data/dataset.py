@@ -19,8 +19,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
-from launcher.models.attention import Masking
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED, Masking
 from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.recipe import schema
 

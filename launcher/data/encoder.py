@@ -35,7 +35,7 @@ from launcher.data.tokenizer import (
     tokenizer_identity,
 )
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 
 _Tokens = tuple[Any, ...]

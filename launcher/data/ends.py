@@ -7,7 +7,7 @@ from dataclasses import replace
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 
 _PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 
 Integers = npt.NDArray[np.int64]
 _COUNTED_TOKENS = 1 << 22

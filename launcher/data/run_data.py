@@ -38,8 +38,8 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.models.export import add_ends
-from launcher.models.shards import derived_seed
+from launcher.models.hugging_face_files import add_ends
+from launcher.models.philox import derived_seed
 from launcher.recipe import schema
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RunData:
                 dataset,
                 sampler,
                 self.data,
-                seed=derived_seed(self.seed, f"loader {ranks.rank} {start.samples}"),
+                seed=derived_seed(self.seed, f"loader {ranks.data_rank} {start.samples}"),
                 persistent_workers=False,
                 device=ranks.device,
             )
@@ -193,8 +193,8 @@ def open_run_data(
         order=order,
         lengths=None if stored is None else stored.lengths,
         steps=steps,
-        rank=ranks.rank,
-        ranks=ranks.size,
+        rank=ranks.data_rank,
+        ranks=ranks.data_size,
     )
     training: TrainingData | None = stored
     if training is None:

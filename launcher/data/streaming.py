@@ -48,7 +48,7 @@ from launcher.data.sources import SourcePart, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.models.loss import summed_loss
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set

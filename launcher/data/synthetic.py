@@ -13,7 +13,7 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences, make_sample
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
-from launcher.models.attention import Masking
+from launcher.models.inputs import Masking
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
 from launcher.recipe import schema
 

@@ -37,7 +37,7 @@ from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.attention import Masking
+from launcher.models.inputs import Masking
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, current_owner
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, all_gather_single
 
 REPEATS = 8
 """Timed calls, of which the median is used, after two warm-up calls."""
@@ -72,9 +72,7 @@ def collective_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     whole = torch.zeros(size, device=device)
     part = torch.zeros(size // ranks, device=device)
     sent = 4 * size * (ranks - 1) / ranks
-    # The name of all_gather_into_tensor since torch 2.13
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather = median_seconds(lambda: all_gather(whole, part, group=group), device)
+    gather = median_seconds(lambda: all_gather_single(whole, part, group=group), device)
     reduce = median_seconds(lambda: dist.all_reduce(whole, group=group), device)
     return min(sent / gather, 2 * sent / reduce)
 

@@ -7,9 +7,8 @@ import json
 import os
 import time
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import RecipeError
 
@@ -77,12 +76,12 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     several tasks without torchrun: each would train its own model into the same folder.
     """
     restarts = variables.get("LAUNCHER_START") or variables.get("SLURM_RESTART_COUNT", "0")
-    job: dict[str, Any] = {
-        "parent": os.getppid(),
-        "job": variables.get("LAUNCHER_JOB") or variables.get("SLURM_JOB_ID") or None,
-        "job_restart_count": int(restarts) if restarts.isdigit() else 0,
-        "refusal_file": variables.get("LAUNCHER_REFUSED") or None,
-    }
+    single = Environment(
+        parent=os.getppid(),
+        job=variables.get("LAUNCHER_JOB") or variables.get("SLURM_JOB_ID") or None,
+        job_restart_count=int(restarts) if restarts.isdigit() else 0,
+        refusal_file=variables.get("LAUNCHER_REFUSED") or None,
+    )
     given = [name for name in _RENDEZVOUS if variables.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
         tasks = variables.get("SLURM_STEP_NUM_TASKS", "1")
@@ -92,7 +91,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
                 "Start one torchrun a node: srun --ntasks-per-node=1 torchrun --nproc-per-node "
                 "GPUS launcher/train.py"
             )
-        return Environment(**job)
+        return single
     if missing := ", ".join(name for name in _RENDEZVOUS if name not in given):
         hint = "start through torchrun, or unset them"
         raise RecipeError(f"{', '.join(given)} set, but not {missing}: {hint}")
@@ -106,7 +105,8 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
             raise RecipeError(problem) from None
 
     world_size, restart_count = integer("WORLD_SIZE"), integer("TORCHELASTIC_RESTART_COUNT")
-    return Environment(
+    return replace(
+        single,
         rank=integer("RANK"),
         world_size=world_size,
         local_rank=integer("LOCAL_RANK"),
@@ -117,7 +117,6 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         restarts_left=max(0, integer("TORCHELASTIC_MAX_RESTARTS") - restart_count),
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         meeting_point=f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}",
-        **job,
     )
 
 
@@ -146,7 +145,7 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
 
 
 def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:
-    """The folder of tokenized data, measured configurations, compiled graphs. cache: data.cache."""
+    """The folder of tokenized data, measured configurations and compiled graphs: `data.cache`."""
     if cache is not None:
         return Path(cache)
     return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "launcher"

@@ -27,6 +27,7 @@ class Gpu:
 
     @property
     def memory(self) -> int:
+        """Bytes that CUDA reports."""
         return int(self.gib * 2**30)
 
 
@@ -83,26 +84,21 @@ _OTHER_PARTS = re.compile(r"\d{4} ?d\b|\b(laptop|mobile|max-q|mig|\d+g\.\d+gb|[a
 
 
 def find_gpu(name: str, *, memory: int | None = None) -> Gpu | None:
-    """The GPU that users (`a100-40gb`) or CUDA (`NVIDIA A100-SXM4-40GB`) call by this name.
-
-    memory: bytes, to choose between variants (A100); without it the largest is returned.
-    Returns None if the GPU is not in the table.
-    """
+    """The GPU that users (`a100-40gb`) or CUDA (`NVIDIA A100-SXM4-40GB`) call by this name; None if
+    it is not in the table. Of several variants (A100), the one with these bytes of memory is
+    returned, or the largest."""
     if _OTHER_PARTS.search(name.lower()):
         return None
     spaced = name.lower().replace("rtx", "rtx ")
     given = set(re.findall(r"[a-z]+\d+[a-z]*|\d+gb|\d+g|\d+|[a-z]+", spaced))
     words = {gpu: set(gpu.name.lower().split()) for gpu in GPUS}
-    known = {gpu: words[gpu] - _SIZES for gpu in GPUS}
-    found = [gpu for gpu in GPUS if known[gpu] <= given | {"rtx"}]
-    if not found:
-        return None
-    longest = max(len(known[gpu]) for gpu in found)
-    found = [gpu for gpu in found if len(known[gpu]) == longest]
+    matching = [gpu for gpu in GPUS if words[gpu] - _SIZES <= given | {"rtx"}]
+    longest = max((len(words[gpu] - _SIZES) for gpu in matching), default=0)
+    variants = [gpu for gpu in matching if len(words[gpu] - _SIZES) == longest]
     if memory is not None:
-        return min(found, key=lambda gpu: abs(gpu.memory - memory))
-    sized = [gpu for gpu in found if words[gpu] & given & _SIZES]
-    return max(sized or found, key=lambda gpu: gpu.memory)
+        return min(variants, key=lambda gpu: abs(gpu.memory - memory), default=None)
+    sized = [gpu for gpu in variants if words[gpu] & given & _SIZES]
+    return max(sized or variants, key=lambda gpu: gpu.memory, default=None)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -22,7 +22,9 @@ def allowed() -> int | None:
 
 def _least(name: str, limits: list[int]) -> int | None:
     node = _numbers(_ROOT / "proc/meminfo").get(name)
-    return min([*limits, *([] if node is None else [node * 1024])], default=None)
+    if node is not None:
+        limits.append(node * 1024)
+    return min(limits, default=None)
 
 
 def _limits() -> Iterator[tuple[int, int]]:
@@ -64,7 +66,7 @@ def killed() -> dict[str, int]:
     names = ("memory.events", "memory.oom_control")
     files = [folder / name for folder in _control_groups() for name in names]
     counts = {str(file): _numbers(file) for file in (*files, _ROOT / "proc/vmstat")}
-    return {file: found["oom_kill"] for file, found in counts.items() if "oom_kill" in found}
+    return {file: count["oom_kill"] for file, count in counts.items() if "oom_kill" in count}
 
 
 def killed_since(before: dict[str, int]) -> bool:
@@ -85,5 +87,6 @@ def _control_groups() -> Iterator[Path]:
                 continue
             for mount in mounts:
                 folder = mount / path.lstrip("/")
-                inside = [one for one in (folder, *folder.parents) if one.is_relative_to(mount)]
-                yield from filter(Path.is_dir, inside)
+                for group in (folder, *folder.parents):
+                    if group.is_relative_to(mount) and group.is_dir():
+                        yield group

@@ -44,8 +44,27 @@ class DataParallel:
     waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """A context that is entered while compute waits for the other ranks; a run passes a timer."""
 
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's part of each global batch, from 0 to `data_size` - 1."""
+        return self.rank
 
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    @property
+    def data_size(self) -> int:
+        """The number of parts of a global batch, over which sums of losses and tokens extend."""
+        return self.size
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that have different data."""
+        return self.group
+
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""`all_gather_into_tensor`, which torch 2.13 renames."""
+
+
+def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
     """The values of all ranks of the group, by rank. Every rank must call this."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -84,7 +103,7 @@ class Node(NamedTuple):
 def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
     """This rank's device, of the same kind on all ranks. All must call it; rank 0 decides.
 
-    wanted: run.device; or `any`, for tools: GPUs if every rank has one, else CPUs. Raises
+    `wanted` is run.device, or `any` for tools: GPUs if every rank has one, else CPUs. Raises
     TrainingError (reason no_gpu) that names each node where ranks lack a GPU.
     """
     if wanted == "cpu":
@@ -97,8 +116,8 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
     store.set(f"device/{environment.rank}", json.dumps(mine))
     if environment.rank == 0:
-        found = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
-        nodes = [Node(*json.loads(node)) for node in found]
+        texts = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])
+        nodes = [Node(*json.loads(text)) for text in texts]
         store.set("device", json.dumps(agree_on_device(wanted, nodes)))
     kind, problem = json.loads(store.get("device"))
     if problem is not None:
@@ -111,7 +130,8 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
 
 
 def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
-    """`cuda` or `cpu`, or the problem. nodes: one per rank. wanted: see `choose_device`."""
+    """`cuda` or `cpu`, or the problem. `nodes` has what each rank sees of its node, and `wanted` is
+    that of `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
         return "cuda", None
@@ -167,8 +187,8 @@ def process_group(
 ) -> Iterator[tuple[DataParallel, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    device: see `choose_device`. init_timeout: timeout in seconds until `set_timeout` is called.
-    After an error the group is not destroyed: another rank may be waiting in it.
+    `device` is that of `choose_device`, `init_timeout` the timeout in seconds until `set_timeout`
+    is called. After an error the group is not destroyed: another rank may be waiting in it.
     """
     store: Store
     if environment.world_size == 1 and not environment.torchrun:

@@ -27,6 +27,8 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process sho
 
 @dataclass(frozen=True)
 class RanksEnded:
+    """How the ranks of `run_ranks` ended."""
+
     result: Any
     """What rank 0 returned; None: it failed, or was not done in time."""
     error: str | None
@@ -46,11 +48,9 @@ def run_ranks(
     variables: Mapping[str, str] = os.environ,
     console: bool = False,
 ) -> RanksEnded:
-    """Runs `python -m MODULE SETTING` in `ranks` processes of this machine, under torchrun.
-
-    module: calls `rank_main`. setting: its argument, as JSON. seconds: time limit. console: the
-    ranks print to the console.
-    """
+    """Runs `python -m MODULE SETTING` in `ranks` processes of this machine, under torchrun, for at
+    most `seconds`. The module calls `rank_main`; the setting is passed as JSON. With `console` the
+    ranks print to the console."""
     environment = {"OMP_NUM_THREADS": "1", **variables}  # torchrun's default, without its warning
     with tempfile.TemporaryDirectory(prefix="launcher-ranks-") as folder:
         file, log = Path(folder, "result"), Path(folder, "log")
@@ -81,7 +81,7 @@ def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
     file = Path(setting["result"])
     try:
         result = run(setting)
-    except Exception as error:
+    except Exception as error:  # whatever it is, the process that started the ranks reports it
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         file.with_name(f"error_{os.getpid()}").write_text(text)
         raise
@@ -90,8 +90,8 @@ def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG). Ends at
-    once if the parent has ended already. parent: its process id."""
+    """Makes the kernel kill this process when its parent, a process id, ends (prctl(2),
+    PR_SET_PDEATHSIG). Ends at once if the parent has ended already."""
     if _prctl is not None:  # on Linux
         _prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
@@ -103,6 +103,6 @@ def end_process(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()  # they ignore SIGTERM
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # nothing may keep the process from ending
             stream.flush()
     os._exit(status)

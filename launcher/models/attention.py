@@ -1,9 +1,8 @@
 """Attention within the documents of packed sequences, without a mask.
 
 transformers builds a mask of tokens x tokens in every forward pass, and synchronizes with the
-device to find the documents. Here attention receives their bounds instead (`cu_seq_lens_q` and so
-on): torch's variable-length kernel on CUDA, elsewhere one scaled-dot-product attention per
-document.
+device to find the documents. Here attention receives their bounds instead (`cu_seq_lens_q`):
+torch's variable-length kernel on CUDA, elsewhere one dense attention per document.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,16 +20,17 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
+from launcher.models.inputs import Masking
 
-Masking = Literal["mask", "varlen"]
-"""mask: the model makes a mask from position_ids; varlen: attention receives the bounds."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Whether the kernel of this version of torch takes fewer key and value heads than query heads."""
+"""Whether this version of the kernel takes fewer key and value heads than query heads."""
 
 Call = dict[str, Any]
 """Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
@@ -37,25 +38,29 @@ without masks, biases, caps and sinks."""
 
 
 def isolate_documents(
-    model: Any, *, sequence_length: int, device: torch.device, compute_dtype: torch.dtype
+    model: PreTrainedModel,
+    *,
+    sequence_length: int,
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> Masking:
-    """How this model keeps packed documents apart: `varlen` or `mask`.
+    """How this model keeps packed documents apart.
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
-    layers (which is tried here), and the device has a kernel. sequence_length: tokens of a packed
-    row. Raises RecipeError if a layer mixes tokens of different documents.
+    layers (which is tried here), and the device has a kernel. sequence_length is the number of
+    tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents.
     """
     _refuse_other_layers(model, sequence_length)
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
+    widest = LARGEST_HEAD if device.type == "cuda" else math.inf
 
     def has_bounds(call: Call) -> bool:
         return all(call.get(key) is not None for key in _BOUNDS)
 
     def fits(call: Call) -> bool:
-        too_wide = device.type == "cuda" and call["head_size"] > LARGEST_HEAD
-        return has_bounds(call) and call["plain"] and not too_wide
+        return has_bounds(call) and call["plain"] and call["head_size"] <= widest
 
     implementation, passed = model.config._attn_implementation or "", False
     if implementation.startswith("flash_attention"):
@@ -65,7 +70,7 @@ def isolate_documents(
     return "varlen" if passed else "mask"
 
 
-def _refuse_other_layers(model: Any, sequence_length: int) -> None:
+def _refuse_other_layers(model: PreTrainedModel, sequence_length: int) -> None:
     name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
     if others or getattr(model, "_is_stateful", False):
@@ -82,7 +87,7 @@ def _refuse_other_layers(model: Any, sequence_length: int) -> None:
         )
 
 
-def _has_kernel(model: Any, device: torch.device, compute_dtype: torch.dtype) -> bool:
+def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> bool:
     if device.type != "cuda":
         # In bfloat16 the CPU compiles and keeps kernels for each length: slower than a mask, and
         # 230 MiB more in a small benchmark (torch 2.13)
@@ -93,33 +98,28 @@ def _has_kernel(model: Any, device: torch.device, compute_dtype: torch.dtype) ->
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
 
 
-def drop_causal_mask(model: Any) -> None:
+def drop_causal_mask(model: PreTrainedModel) -> None:
     """Removes transformers' mask where it is only causal, for rows of one document that are padded
     on the right: there, `sdpa` without a mask is exact wherever there is a target.
 
     With the mask, transformers synchronizes with the device in every forward pass to see whether
     `position_ids` are those of packed documents. Models with other masks keep them.
     """
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != "sdpa":
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
         return
     layers, only_text = set(_layer_types(model)), config.get_text_config() is config
-    causal = getattr(config, "is_causal", True)
-    causal = causal and not getattr(config, "use_bidirectional_attention", False)
+    both_ways = getattr(config, "use_bidirectional_attention", False)
+    causal = getattr(config, "is_causal", True) and not both_ways
     if not only_text or not causal or not layers <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 
-def repeat_heads_for_fused_kernels() -> None:
-    """Replaces transformers' `sdpa` by `masked_attention`, for all models of this process."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", masked_attention)
-
-
-def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
+def _use_varlen(
+    model: PreTrainedModel, inputs: dict[str, Any], fits: Callable[[Call], bool]
+) -> bool:
     """Replaces the model's attention if all its calls fit. transformers makes no mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -131,7 +131,9 @@ def _use_varlen(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]
     return replaced
 
 
-def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool]) -> bool:
+def _all_calls(
+    model: PreTrainedModel, inputs: dict[str, Any], fits: Callable[[Call], bool]
+) -> bool:
     """Runs a copy of the model on meta until a layer of each kind has called attention. Returns
     whether there were calls and all fit. A copy, because some models keep what they compute."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -156,8 +158,8 @@ def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool])
 
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
-    # An exception is expected if the model does not take these arguments, or if it cannot run on
-    # meta beyond the recorded layers (most mixtures of experts)
+    # Models raise anything: if they do not take these arguments, or cannot run on meta beyond the
+    # recorded layers (most mixtures of experts)
     with contextlib.suppress(Exception):
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         copy.deepcopy(model)(input_ids=ids, use_cache=False, **inputs)
@@ -165,7 +167,7 @@ def _all_calls(model: Any, inputs: dict[str, Any], fits: Callable[[Call], bool])
     return bool(fitting) and all(fitting)
 
 
-def _layer_types(model: Any) -> list[str]:
+def _layer_types(model: PreTrainedModel) -> list[str]:
     return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
@@ -190,25 +192,22 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, by transformers' attention interface.
 
-    query, key, value: (batch, heads, tokens, head size). options: `cu_seq_lens_q` (documents + 1,):
-    where documents start in the flattened rows; without it, each row is one document.
-    `max_length_q`: tokens of the longest document. `sliding_window`: tokens that a token attends
-    to, itself included. Returns (batch, tokens, heads, head size).
+    query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
+    head size). `cu_seq_lens_q` (documents + 1,) says where documents start in the flattened rows;
+    without it, each row is one document. `max_length_q` is the length of the longest document.
+    `sliding_window` is the number of tokens that a token attends to, itself included.
     """
     assert attention_mask is None
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
         return _dense(module, inputs, options), None
-    batch, _, tokens, _ = query.shape
     # (batch x tokens, heads, head size): rows concatenated
-    inputs = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
+    rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
     if has_varlen_kernel(query):
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            inputs = [tensor.to(dtype) for tensor in inputs]
-        out = _kernel(inputs, options)
+        out = _kernel(rows, options)
     else:
-        out = _each_document(module, inputs, options)
+        out = _each_document(module, rows, options)
+    batch, _, tokens, _ = query.shape
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
@@ -228,6 +227,9 @@ def _each_document(
 
 
 def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    device = inputs[0].device.type
+    if torch.is_autocast_enabled(device):
+        inputs = [tensor.to(torch.get_autocast_dtype(device)) for tensor in inputs]
     # The kernel takes one head size, a multiple of 8; multi-head latent attention has two. Zeros
     # appended to q and k change no score; those appended to v give columns that are removed.
     size, value_size = inputs[0].shape[-1], inputs[2].shape[-1]
@@ -238,10 +240,11 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
         for tensor, zeros in zip(inputs, missing, strict=True)
     )
     grouped: dict[str, Any] = {}
-    if key.shape[1] != query.shape[1] and _GROUPS_HEADS:
-        grouped["enable_gqa"] = True
-    elif key.shape[1] != query.shape[1]:
-        key, value = _repeat_heads(query, key, value)
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        if _GROUPS_HEADS:
+            grouped["enable_gqa"] = True
+        else:
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(
@@ -254,43 +257,18 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
     return out if value_size == width else out[..., :value_size]
 
 
-def _repeat_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in tensors]
-
-
 def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
     """Causal attention within each row, in the layout of `varlen_attention`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
         position = torch.arange(tokens, device=query.device)
         distance = position[:, None] - position[None, :]
         mask = (distance >= 0) & (distance < window)
-    return masked_attention(module, query, key, value, mask, **options)[0]
-
-
-def masked_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`, with grouped key and value heads repeated in float32 on CUDA.
-
-    Without a mask, transformers passes grouped heads to torch, whose fused float32 kernel does not
-    support them. torch then computes all scores, (heads, tokens, tokens), four times in the
-    backward pass (torch 2.11 to 2.13).
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
-
-    float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(query.device.type)
-    grouped = key.shape[1] < query.shape[1] and use_gqa_in_sdpa(attention_mask, key, value)
-    if float32 and grouped and has_varlen_kernel(query):
-        key, value = _repeat_heads(query, key, value)
-    out: tuple[torch.Tensor, None]
-    out = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out: torch.Tensor
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
 
 
@@ -306,8 +284,8 @@ def check_isolation(
     """Raises RecipeError if the logits of a packed document depend on the document before it: some
     models take position_ids and still attend across documents.
 
-    Every rank must call this. name: of the model's class. dtype: of the computation; differences
-    within its rounding error are accepted, since kernels may add in another order.
+    Every rank must call this. name is that of the model's class. dtype is that of the computation;
+    differences within its rounding error are accepted, since kernels may add in another order.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
@@ -316,11 +294,11 @@ def check_isolation(
     training = model.training
     model.eval()
     try:
-        one, two = (
+        after_first, after_other = (
             model(input_ids=pair, position_ids=positions, use_cache=False).logits[:, 8:].float()
             for pair in pairs
         )
-        difference = float((one - two).abs().max() / one.abs().max())
+        difference = float((after_first - after_other).abs().max() / after_first.abs().max())
     except TypeError:
         what = f"{name} takes no position_ids, so it cannot keep packed documents apart"
         raise RecipeError(f"data.packing: {what}; use packing: false") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
 from launcher.recipe.model_config import value_problems
 from launcher.recipe.schema import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
 """Decoders whose configs have an `is_decoder` of false, which their code does not read."""
@@ -41,11 +44,11 @@ def build_model(
 ) -> nn.Module:
     """The model on the meta device, with float32 parameters, those of model.freeze frozen.
 
-    model.builder: a function that is called with model.arguments under `torch.device("meta")` and
-    returns any torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
+    A model.builder is called with model.arguments under `torch.device("meta")` and returns any
+    torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
     `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
-    labels: names of the classes of a classifier; None: model.num_labels classes. Raises
+    `labels` are the names of a classifier's classes, by default model.num_labels of them. Raises
     RecipeError if the model cannot be built or trained, or has fewer positions than a sequence.
     """
     if model.builder is not None:
@@ -67,11 +70,9 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
         auto = transformers.AutoModelForSequenceClassification
     with _refusals(folder, model.attention):
         config = _make_config(model, folder, labels)
-        _refuse_encoder(model, config)
-        _refuse_values(model, config)
-        _refuse_other_classes(model, config)
+        _refuse_config(model, config)
         with torch.device("meta"):
-            built: Any = auto.from_config(
+            built: PreTrainedModel = auto.from_config(
                 config,
                 dtype=torch.float32,
                 # None: sdpa if the model's class supports it, else eager
@@ -81,14 +82,14 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     record_conversions(built)
     built.config.architectures = [type(built).__name__]
     _check_positions(built, length, folder)
-    generates = built.can_generate()
-    if generates and folder is not None and (folder / "generation_config.json").is_file():
-        read = transformers.GenerationConfig.from_pretrained
-        built.generation_config = read(folder, local_files_only=True)
+    if folder is not None and (folder / "generation_config.json").is_file():
+        if built.can_generate():
+            read = transformers.GenerationConfig.from_pretrained
+            built.generation_config = read(folder, local_files_only=True)
     return built  # type: ignore[no-any-return]
 
 
-def _check_positions(model: Any, length: int, folder: Path | None) -> None:
+def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -> None:
     """Raises RecipeError if the model has fewer positions than a sequence has tokens. The positions
     of RoBERTa and its relatives start after the index of padding."""
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -105,7 +106,9 @@ def _check_positions(model: Any, length: int, folder: Path | None) -> None:
     )
 
 
-def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None) -> Any:
+def _make_config(
+    model: Model, folder: Path | None, labels: Sequence[str] | None
+) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     if folder is None:
@@ -124,11 +127,11 @@ def _make_config(model: Model, folder: Path | None, labels: Sequence[str] | None
     return config
 
 
-def _set_padding(config: Any, folder: Path | None) -> None:
+def _set_padding(config: PreTrainedConfig, folder: Path | None) -> None:
     """A classifier finds the end of a padded text by the id of padding; by default, the end of a
     document. Raises RecipeError if the config has neither."""
 
-    def is_id(value: Any) -> bool:
+    def is_id(value: object) -> bool:
         return isinstance(value, int) and value >= 0
 
     text = config.get_text_config(decoder=True)
@@ -147,44 +150,36 @@ def _set_padding(config: Any, folder: Path | None) -> None:
     config.pad_token_id = text.pad_token_id = end
 
 
-def _refuse_other_classes(model: Model, config: Any) -> None:
-    """Raises RecipeError if transformers has no causal language model of this type."""
+def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
+    """Raises RecipeError for an encoder, for values that do not fit the defaults of the config's
+    class, such as heads that its default groups do not divide, and if transformers has no causal
+    language model of this type."""
     # The mapping of classes would import the configs of all models: two seconds
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if model.task != "causal_lm" or known or hasattr(config, "auto_map"):
-        return
     key = "model.config" if model.path is None else "model.path"
-    what = f"{key}: {config.model_type} is not a causal language model of transformers"
-    text = config.get_text_config(decoder=True)
-    if text is config:
+    causal, kind = model.task == "causal_lm", config.model_type
+    if causal and kind not in _DECODERS and getattr(config, "is_decoder", None) is False:
+        instead = "give a causal language model"
+        if model.path is None:
+            instead = "set model.config.is_decoder=true"
+        raise RecipeError(
+            f"{key}: {kind} is an encoder (is_decoder is false), whose tokens see the ones after "
+            f"them; {instead}, or model.task: sequence_classification"
+        )
+    where = f"{key}." if model.path is None else f"{key}: {model.path}/config.json: "
+    if problems := [f"{where}{name}: {what}" for name, what in value_problems(config.to_dict())]:
+        raise RecipeError(problems)
+    if not causal or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "auto_map"):
+        return
+    what = f"{key}: {kind} is not a causal language model of transformers"
+    if config.get_text_config(decoder=True) is config:
         raise RecipeError(f"{what}; give one, such as llama or qwen3")
     raise RecipeError(
         f"{what}, but a model of text and other inputs, which is not supported yet, not even with "
         "text alone. Give a model of text alone, or one that transformers also loads as a causal "
         "language model, such as gemma3"
     )
-
-
-def _refuse_encoder(model: Model, config: Any) -> None:
-    decodes = model.task == "sequence_classification" or config.model_type in _DECODERS
-    if not decodes and getattr(config, "is_decoder", None) is False:
-        key, instead = "model.path", "give a causal language model"
-        if model.path is None:
-            key, instead = "model.config", "set model.config.is_decoder=true"
-        raise RecipeError(
-            f"{key}: {config.model_type} is an encoder (is_decoder is false), whose tokens see the "
-            f"ones after them; {instead}, or model.task: sequence_classification"
-        )
-
-
-def _refuse_values(model: Model, config: Any) -> None:
-    """Raises RecipeError for values that do not fit the defaults of the config's class, such as
-    heads that its default groups do not divide."""
-    where = "model.config." if model.path is None else f"model.path: {model.path}/config.json: "
-    if problems := [f"{where}{key}: {what}" for key, what in value_problems(config.to_dict())]:
-        raise RecipeError(problems)
 
 
 @contextlib.contextmanager
@@ -194,7 +189,7 @@ def _refusals(folder: Path | None, attention: str) -> Iterator[None]:
         yield
     except RecipeError:
         raise
-    except Exception as error:
+    except Exception as error:  # the classes of models raise anything on unsuitable values
         key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
@@ -210,7 +205,7 @@ def _refusals(folder: Path | None, attention: str) -> Iterator[None]:
         raise RecipeError(f"{key}: transformers refuses it: {what}") from error
 
 
-def _from_builder(name: str, arguments: dict[str, Any]) -> nn.Module:
+def _from_builder(name: str, arguments: Mapping[str, object]) -> nn.Module:
     with torch.device("meta"):
         built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
@@ -250,13 +245,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def parts_without_text(model: Any) -> list[str]:
+def parts_without_text(model: nn.Module) -> list[str]:
     """Names of the parameters that text does not use, such as those of a vision tower."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if config is None or config.get_text_config(decoder=True) is config:
         return []
-    decoder = model.get_decoder()
-    used = {id(p) for m in (decoder, *embeddings(model)) if m is not None for p in m.parameters()}
+    text = (model.get_decoder(), *embeddings(model))  # type: ignore[operator]
+    used = {id(p) for module in text if module is not None for p in module.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
 
 
@@ -271,22 +266,23 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def embeddings(model: Any) -> tuple[Any, Any]:
+def embeddings(model: nn.Module) -> tuple[Any, Any]:
     """The input and the output embedding; None where the model does not name one."""
-    found: list[Any] = [None, None]
-    for index, name in enumerate(("get_input_embeddings", "get_output_embeddings")):
+
+    def named(method: str) -> Any:
         with contextlib.suppress(AttributeError, NotImplementedError):
-            found[index] = getattr(model, name)()
-    return found[0], found[1]
+            return getattr(model, method)()
+        return None
+
+    return named("get_input_embeddings"), named("get_output_embeddings")
 
 
 def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
     """The modules outside of the blocks that can be sharded as units: the input embedding, the
     last norm if it is found, and the output embedding; none if the embeddings share a weight."""
     first, last = embeddings(model)
-    if not isinstance(first, nn.Embedding) or last is None or not blocks:
-        return ()
-    if first.weight is last.weight:
+    embeds = isinstance(first, nn.Embedding) and last is not None
+    if not blocks or not embeds or first.weight is last.weight:
         return ()
     inside = {child for unit in (first, last, *blocks.values()) for child in unit.modules()}
     order = list(model.modules())
@@ -298,7 +294,7 @@ def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Modu
 
 
 def is_classifier(model: nn.Module) -> bool:
-    """Whether it is a sequence classifier of transformers."""
+    """Whether the model is a sequence classifier of transformers."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
     )
@@ -319,6 +315,7 @@ def padding_id(model: nn.Module) -> int:
 
 
 def class_count(model: nn.Module) -> int | None:
+    """The number of classes in the model's config; None if it has none."""
     count = getattr(getattr(model, "config", None), "num_labels", None)
     return count if isinstance(count, int) else None
 
@@ -327,9 +324,9 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     """Floating-point operations per token of forward and backward: 6 N + 12 L h T (PaLM, appendix
     B); 0 for a model without a config.
 
-    N: parameters without input embeddings, with only the experts that a token uses; a frozen one
-    counts 4 in place of 6. L, h: blocks and hidden size. T: sequence_length; a causal mask does not
-    halve it.
+    N is the number of parameters without input embeddings, with only the experts that a token uses;
+    a frozen one counts 4 in place of 6. L and h are the number of blocks and the hidden size, T is
+    the sequence length; a causal mask does not halve it.
     """
     config: Any = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -346,7 +343,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 
 def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
     """Floating-point operations per token of another forward pass of these blocks, 2 N + 4 h T for
-    each (see `flops_per_token`). tokens: T; 0 if the results of attention are kept."""
+    each (see `flops_per_token`). `tokens` is T, or 0 if the results of attention are kept."""
     config: Any = getattr(model, "config", None)
     total = 0.0
     for block in blocks:
@@ -355,7 +352,7 @@ def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: i
     return total
 
 
-def _used_parameters(module: nn.Module, config: Any) -> Iterator[tuple[nn.Parameter, float]]:
+def _used_parameters(module: nn.Module, config: object) -> Iterator[tuple[nn.Parameter, float]]:
     """Each parameter, and how many of its elements a token uses: only some of the experts."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in counts if (n := getattr(config, name, None))), 1)

@@ -10,20 +10,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from launcher.models.build import embeddings
+from launcher.models.inputs import IGNORED
 
-IGNORED = -100
-"""Target value of a token without loss."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CHUNK_ELEMENTS = 2**26
-"""Logits (tokens x vocabulary entries) that are computed at a time: 256 MiB in float32. Matrix
-products of this size are as fast as larger ones."""
+"""Logits (tokens x vocabulary entries) of a chunk, 256 MiB in float32. Larger matrix products are
+no faster."""
 WIDTH_MULTIPLE = 64
-"""The width of a chunk is a multiple of this, for fast matrix products."""
+"""A divisor of the width of a chunk, for fast matrix products."""
 
 
 def chunk_width(tokens: int, vocabulary: int) -> int:
@@ -60,11 +62,11 @@ def linear_cross_entropy(
     transform: Transform,
     width: int,
 ) -> torch.Tensor:
-    """Sum of the cross-entropies of transform(inputs @ weight.T + bias).
+    """Sum of the cross-entropies of transform(inputs @ weight.T + bias), a float32 scalar.
 
-    inputs: (tokens, features), in the dtype of the matrix products; weight: (vocabulary,
-    features); targets: (tokens,), IGNORED where there is no loss; width: vocabulary entries of a
-    chunk. Returns a float32 scalar.
+    `inputs` (tokens, features) are in the dtype of the matrix products, `weight` is (vocabulary,
+    features), `targets` (tokens,) are IGNORED where there is no loss, and `width` is the number of
+    vocabulary entries of a chunk.
     """
     function: Any = _LinearCrossEntropy
     summed: torch.Tensor = function.apply(inputs, weight, bias, targets, transform, width)
@@ -156,7 +158,7 @@ class ChunkedHead:
     works as before. The head is called once, so that FSDP all-gathers and reduces it once.
     """
 
-    def __init__(self, model: Any, transform: Transform) -> None:
+    def __init__(self, model: PreTrainedModel, transform: Transform) -> None:
         self._head, self._transform = embeddings(model)[1], transform
         self._model_forward: Callable[..., Any] = model.forward
         self._head_forward: Callable[..., Any] = self._head.forward
@@ -172,8 +174,8 @@ class ChunkedHead:
         target_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """targets: (rows, tokens). target_positions: indices of the flattened targets whose loss is
-        computed; None: all."""
+        """`targets` are (rows, tokens); `target_positions` are the indices of the flattened targets
+        whose loss is computed, by default all."""
         if targets is None:
             return self._model_forward(*args, **kwargs)
         self._targets, self._positions = targets.flatten(), target_positions
@@ -224,7 +226,7 @@ def _linear(
     return inputs, weight, _base(head).bias
 
 
-def _base(head: Any) -> Any:
+def _base(head: nn.Module) -> Any:
     return getattr(head, "base_layer", head)
 
 
@@ -234,13 +236,11 @@ def computes_loss(model: nn.Module) -> bool:
     return isinstance(getattr(forward, "__self__", None), ChunkedHead)
 
 
-def logits_transform(model: Any) -> Transform | None:
+def logits_transform(model: PreTrainedModel) -> Transform | None:
     """The transformation that a causal language model on the meta device applies to the output of
     its head. None if the head is not a linear layer (adapters are allowed), or if the model applies
-    more than its config describes.
-
-    Gemma: final_logit_softcapping; Cohere: logit_scale; Granite: logits_scaling, a divisor;
-    Falcon-H1: lm_head_multiplier.
+    more than its config describes: final_logit_softcapping (Gemma), logit_scale (Cohere),
+    logits_scaling, a divisor (Granite), and lm_head_multiplier (Falcon-H1).
     """
     head = embeddings(model)[1]
     if type(_base(head)) is not nn.Linear or not hasattr(model, "base_model"):
@@ -257,10 +257,9 @@ def logits_transform(model: Any) -> Transform | None:
     return transform if _is_last(model, transform) else None
 
 
-def _is_last(model: Any, transform: Transform) -> bool:
-    """Whether the model applies the transform to the head's output, and nothing else. Runs the
-    forward method of a copy with fixed values in place of the outputs of the base model and of the
-    head."""
+def _is_last(model: PreTrainedModel, transform: Transform) -> bool:
+    """Whether the model applies the transform to the head's output, and nothing else: runs the
+    forward method of a copy with fixed outputs of the base model and of the head."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     model = copy.deepcopy(model)  # some models keep what they compute
@@ -274,7 +273,7 @@ def _is_last(model: Any, transform: Transform) -> bool:
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
         with torch.no_grad():
-            found = model(input_ids=ids, use_cache=False).logits
-        return bool(torch.allclose(found, transform(logits), rtol=1e-5, atol=1e-5))
-    except Exception:  # not every model accepts these arguments
+            transformed = model(input_ids=ids, use_cache=False).logits
+        return bool(torch.allclose(transformed, transform(logits), rtol=1e-5, atol=1e-5))
+    except Exception:  # models raise anything on arguments and values that they do not expect
         return False

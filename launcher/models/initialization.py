@@ -14,17 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from launcher.errors import RecipeError
 from launcher.models import philox
-from launcher.models.shards import (
-    compute_device,
-    copy_local_rows,
-    derived_seed,
-    digest,
-    local_rows,
-)
+from launcher.models.shards import compute_device, copy_local_rows, local_rows
 
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
@@ -73,11 +68,12 @@ def random_weights(
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> None:
-    """Draws random weights and computes buffers with the model's own code: `_init_weights(module)`
-    of the innermost model around a module, else the module's `reset_parameters()`.
+    """Draws random weights and computes buffers of a materialized model with its own code:
+    `_init_weights(module)` of the innermost model around a module, else the module's
+    `reset_parameters()`.
 
-    model: materialized. loaded: clean names of tensors of a checkpoint, which are not drawn. Raises
-    RecipeError if a parameter or buffer gets no value.
+    `loaded` are clean names of tensors of a checkpoint, which are not drawn. Raises RecipeError if
+    a parameter or buffer gets no value.
     """
     owner: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # parents come before children
@@ -98,7 +94,7 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     placeholders = _placeholders(modules, seed, kept, whole)
     with torch.random.fork_rng(devices=[]), placeholders as initials:
         for name, module in drawn:  # the generator is for random numbers outside of parameters
-            torch.default_generator.manual_seed(derived_seed(seed, clean_name(name)))
+            torch.default_generator.manual_seed(philox.derived_seed(seed, clean_name(name)))
             _draw(module, name, owner.get(module))
             while whole:
                 whole.pop().store()
@@ -117,13 +113,13 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
         )
 
 
-def _draw(module: Any, name: str, owner: Any) -> None:
+def _draw(module: nn.Module, name: str, owner: Any) -> None:
     if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
-        nn.init.zeros_(module.weight)
+        nn.init.zeros_(module.get_parameter("weight"))
     elif owner is not None and ".lora_" not in name:
         owner._init_weights(module)
-    elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
     elif any(parameter is not None for parameter in module._parameters.values()):
         raise RecipeError(
             f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has "
@@ -177,29 +173,30 @@ class InitialValues:
     def __init__(
         self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
     ) -> None:
-        """whole: list of the instances that hold all values on the CPU; `on_cpu` appends to it.
-        skip: the parameter is not changed."""
+        """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed."""
         self.name, self.mine, self.shape = name, None if skip else mine.detach(), mine.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
         self.dtype = torch.float32 if mine.is_floating_point() else mine.dtype
-        number = digest(seed, name)
-        self.key = number & 0xFFFFFFFF, number >> 32
+        self.key = philox.named_key(seed, name)
         self.whole: torch.Tensor | None = None
         self._whole_list = whole
         self._stored = False
         self._operations: list[tuple[range, Operation]] = []
 
     def is_unset(self) -> bool:
+        """Whether nothing has given the parameter values."""
         return not (self._stored or self._operations or self.shape.numel() == 0)
 
     def record(self, span: range, operation: Operation, *, overwrites: bool) -> None:
-        """span: positions in the flattened parameter."""
+        """Records an operation on positions of the flattened parameter. One that overwrites all
+        values makes those before it obsolete."""
         if overwrites and len(span) == self.shape.numel():
             self._operations.clear()
             self._stored = False
         self._operations.append((span, operation))
 
     def on_cpu(self) -> torch.Tensor:
+        """All values, on the CPU."""
         if self.whole is None:
             if self._stored:
                 raise RecipeError(f"model: {self.name} is initialized by two modules; use one")
@@ -223,7 +220,7 @@ class InitialValues:
         self.whole, self._stored = None, True
 
     def _apply(self, flat: torch.Tensor, first: int, device: torch.device) -> None:
-        """flat: values from position `first` on."""
+        """Applies the operations to `flat`, which has the values from position `first` on."""
         if not self._operations or self.mine is None:
             return
         at_once = philox.numbers_at_once(device)
@@ -239,12 +236,14 @@ class InitialValues:
                 target.copy_(values)
 
     def normal(self, values: torch.Tensor, first: int, mean: float = 0.0, std: float = 1.0) -> None:
+        """Draws the values from position `first` on, like `Tensor.normal_`."""
         drawn = philox.normal(self.key, first, values.numel(), values.device)
         values.copy_(drawn).mul_(std).add_(mean)
 
     def uniform(
         self, values: torch.Tensor, first: int, low: float = 0.0, high: float = 1.0
     ) -> None:
+        """Draws the values from position `first` on, like `Tensor.uniform_`."""
         drawn = philox.uniform(self.key, first, values.numel(), values.device)
         values.copy_(drawn).mul_(high - low).add_(low)
 
@@ -266,7 +265,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: OpOverload, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         self, others, kwargs = args[0], args[1:], kwargs or {}
         if isinstance(self, cls) and self.initial.whole is None:
@@ -292,6 +291,7 @@ class Placeholder(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
+        """Another placeholder of the same values."""
         return self.detach()
 
     @data.setter

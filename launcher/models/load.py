@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from launcher.models.tensor_names import Conversion, load_conversions
 from launcher.models.ties import tied_names, untie
 from launcher.recipe import schema
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 _COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
@@ -36,7 +39,7 @@ _COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelCheckpoint:
     """A checkpoint that fits a model."""
 
     stored: StoredTensors
@@ -45,23 +48,24 @@ class Checkpoint:
     """Names of the model's tensors that the checkpoint contains; of a tied one, all names."""
 
     def convert(self, conversion: Conversion) -> Tensors:
+        """The results of a conversion, by the model's names."""
         return conversion.convert({name: self.stored.read(name) for name in conversion.names()})
 
     def reader(self) -> Callable[[str], torch.Tensor]:
         """Returns a function that reads a whole tensor of the model by name."""
         by_target = {name: each for each in self.conversions for name in each.targets}
-        made: Tensors = {}  # results of the last conversion
+        last: Tensors = {}  # results of the last conversion
 
         def read(name: str) -> torch.Tensor:
-            nonlocal made
-            if name not in made:
-                made = self.convert(by_target[name])
-            return made[name]
+            nonlocal last
+            if name not in last:
+                last = self.convert(by_target[name])
+            return last[name]
 
         return read
 
 
-def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") -> Checkpoint:
+def open_checkpoint(folder: Path, model: Any, *, key: str = "model.path") -> ModelCheckpoint:
     """Plans how a folder's weights become those of a meta model of transformers, not yet wrapped.
 
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
@@ -90,16 +94,20 @@ def open_checkpoint(folder: Path, model: nn.Module, *, key: str = "model.path") 
         raise RecipeError([title, *sorted(problems)])
     for note in notes:
         logger.info(f"note: {note}")
-    return Checkpoint(stored, conversions, frozenset(loaded))
+    return ModelCheckpoint(stored, conversions, frozenset(loaded))
+
+
+Load = Callable[[nn.Module, torch.device, torch.device], None]
+"""Gives a wrapped meta model its weights: load(model, device of parameters, device of buffers)."""
 
 
 def starting_weights(
     section: schema.Model, model: nn.Module, *, seed: int
-) -> tuple[Callable[[nn.Module, torch.device, torch.device], None], torch.dtype]:
-    """The function that gives the wrapped model its weights, and their dtype on disk. model: as
-    for `open_checkpoint`, which may raise RecipeError."""
+) -> tuple[Load, torch.dtype]:
+    """The function that gives the model its weights once it is wrapped, and their dtype on disk.
+    Raises RecipeError like `open_checkpoint`."""
     folder = checkpoint_folder(section)
-    load: Callable[[nn.Module, torch.device, torch.device], None]
+    load: Load
     if folder is None or not is_pretrained(section):
         load, dtype = partial(random_weights, seed=seed), torch.float32
     else:
@@ -110,20 +118,18 @@ def starting_weights(
             model.requires_grad_(True)
             freeze(model, section.freeze)
     for tied in tied_names(model) if section.freeze else ():
-        others = [name for name in tied if not _frozen_by(name, section.freeze or ())]
-        if 0 < len(others) < len(tied):
+        named = {name for pattern in section.freeze or () for name in fnmatch.filter(tied, pattern)}
+        if others := [name for name in tied if named and name not in named]:
             logger.info(
                 f"note: model.freeze: {', '.join(others)} is frozen, too: the model ties it to "
-                f"{', '.join(name for name in tied if name not in others)}"
+                f"{', '.join(name for name in tied if name in named)}"
             )
     return load, dtype
 
 
-def _frozen_by(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTensors) -> list[str]:
+def _resolve_ties(
+    model: nn.Module, conversions: list[Conversion], stored: StoredTensors
+) -> list[str]:
     """Drops the second of two stored tied tensors if both are equal, else unties them. Returns
     notes."""
     notes = []
@@ -131,8 +137,8 @@ def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTenso
     for tied in tied_names(model):
         first, *others = [name for name in tied if name in single] or [""]
         for name in others:
-            one, other = (stored.read(single[key].names()[0]) for key in (first, name))
-            if one.dtype == other.dtype and torch.equal(one, other):
+            weight, other = (stored.read(single[key].names()[0]) for key in (first, name))
+            if weight.dtype == other.dtype and torch.equal(weight, other):
                 conversions.remove(single[name])
                 continue
             untie(model, name)
@@ -140,7 +146,7 @@ def _resolve_ties(model: Any, conversions: list[Conversion], stored: StoredTenso
     return notes
 
 
-def _missing(model: Any, missing: Iterable[str], notes: list[str]) -> list[str]:
+def _missing(model: PreTrainedModel, missing: Iterable[str], notes: list[str]) -> list[str]:
     """Returns problems; a classifier's new head may be missing and becomes a note."""
     base, problems, heads = f"{model.base_model_prefix}.", [], []
     for name in sorted(missing):
@@ -153,7 +159,7 @@ def _missing(model: Any, missing: Iterable[str], notes: list[str]) -> list[str]:
     return problems
 
 
-def _unexpected(model: Any, names: list[str], notes: list[str]) -> list[str]:
+def _unexpected(model: PreTrainedModel, names: list[str], notes: list[str]) -> list[str]:
     """Returns problems; heads of other tasks may be there and become a note."""
     prefix = model.base_model_prefix
     base = getattr(model, prefix, None) if prefix else None
@@ -187,7 +193,7 @@ def pretrained_weights(
     parameters: torch.device,
     buffers: torch.device,
     *,
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     seed: int,
 ) -> None:
     """Loads a checkpoint into a wrapped meta model: parameters on one device, buffers on the other.
@@ -206,7 +212,7 @@ def pretrained_weights(
     checkpoint.stored.close()
 
 
-def _convert_rows(conversion: Conversion, checkpoint: Checkpoint, tensors: Tensors) -> None:
+def _convert_rows(conversion: Conversion, checkpoint: ModelCheckpoint, tensors: Tensors) -> None:
     begin = 0
     if conversion.stacks_rows():
         local, begin = local_rows(tensors[conversion.first])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from launcher.errors import RecipeError
 from launcher.models.build import find_blocks, is_classifier, parts_without_text
 from launcher.models.initialization import clean_name
 from launcher.recipe.schema import Lora
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +33,8 @@ def add_adapters(
     """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but a
     classifier's head, which has no pretrained weights, and stores it in `base_dtype`.
 
-    base: the checkpoint that the adapters belong to, for peft. Raises RecipeError if target_modules
-    names something other than a linear layer of the model.
+    `base` is the checkpoint that the adapters belong to, for peft. Raises RecipeError if
+    target_modules names something other than a linear layer of the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -114,7 +117,7 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
     inside = [
         name
         for name in layers
-        if name.startswith(blocks) and not any(one.startswith(f"{name}.") for one in unused)
+        if name.startswith(blocks) and not any(other.startswith(f"{name}.") for other in unused)
     ]
     if not inside:
         raise RecipeError(
@@ -126,23 +129,24 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
     return inside if exist_outside else short
 
 
-def _head(model: Any) -> list[str]:
+def _head(model: nn.Module) -> list[str]:
     """A classifier's modules outside its base model."""
-    return [
-        name
-        for name, module in model.named_children()
-        if is_classifier(model) and name != model.base_model_prefix and [*module.parameters()]
-    ]
+    if not is_classifier(model):
+        return []
+    children = [(name, module) for name, module in model.named_children() if [*module.parameters()]]
+    return [name for name, _ in children if name != model.base_model_prefix]
 
 
-def peft_config(model: nn.Module) -> Any:
-    """The LoraConfig of a model with adapters, else None."""
-    return getattr(model, "peft_config", {}).get("default")
+def peft_config(model: nn.Module) -> LoraConfig | None:
+    """The configuration of a model's adapters; None if it has none."""
+    config: LoraConfig | None = getattr(model, "peft_config", {}).get("default")
+    return config
 
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
     """For each tensor in an adapter's file: peft's name and the model's own clean name."""
-    head = peft_config(model).modules_to_save or []
+    config = peft_config(model)
+    head = (config and config.modules_to_save) or []
     names = [clean_name(name) for name, _ in model.named_parameters()]
     return {
         _PREFIX + name.replace(".default.", "."): name for name in names if _is_saved(name, head)
@@ -150,8 +154,8 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
 
 
 def adapted_weights(names: Iterable[str]) -> set[str]:
-    """Clean names of the weights that an adapter changes or replaces. names: as peft writes them,
-    or the model's own."""
+    """Clean names of the weights that an adapter changes or replaces, from the names of its tensors
+    (peft's, or the model's own)."""
     return {
         name.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
         for name in names
@@ -169,8 +173,8 @@ def merged_reader(
     """Returns a function that reads the model's tensors by clean name, with the adapter merged in:
     W + alpha / rank * B A, in float32.
 
-    config: peft's adapter_config.json. names: of the adapter's tensors, as peft writes them. Raises
-    RecipeError if the adapter changes a tensor that the model does not have.
+    `config` is peft's adapter_config.json, and `names` are peft's names of the adapter's tensors.
+    Raises RecipeError if the adapter changes a tensor that the model does not have.
     """
     adapters = {name.removeprefix(_PREFIX): name for name in names}
     scale = config["lora_alpha"] / config["r"]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.models.chunked_loss import IGNORED, computes_loss
+from launcher.models.chunked_loss import computes_loss
+from launcher.models.inputs import IGNORED
 
 _TARGETS = ("targets", "target_positions")
 
@@ -22,7 +23,7 @@ def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tenso
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
     includes it; the value does not, to be comparable with an evaluation.
 
-    micro_batch: `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
+    A micro-batch has `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
     input_ids[b, t], and is IGNORED where there is no loss; `target_positions` (see
     `collate_sequences`), and further arguments of the model's forward.
     """
@@ -55,11 +56,10 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config: Any = model.config
-    places = (model, config, getattr(config, "text_config", None))
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    coefficient = next(
-        (getattr(place, name) for place in places for name in names if hasattr(place, name)), None
-    )
+    coefficient = None
+    for place in (getattr(config, "text_config", None), config, model):
+        for name in ("aux_loss_coef", "router_aux_loss_coef"):
+            coefficient = getattr(place, name, coefficient)
     if coefficient is None:
         raise ValueError(
             f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef; "
@@ -87,12 +87,11 @@ def classification_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> t
 
 
 def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-    """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar.
-
-    micro_batch: `input_ids` and `attention_mask` (batch, tokens), `targets` (batch,), or IGNORED.
-    """
+    """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar. A micro-batch has
+    `input_ids` and `attention_mask` (batch, tokens), and `targets` (batch,), or IGNORED."""
     return class_losses(classification_logits(model, micro_batch), micro_batch["targets"])
 
 
 def class_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of classes."""
     return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -10,7 +10,9 @@ float64: on another processor the last bit of about one in 10^8 may differ.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 
 import torch
 
@@ -20,6 +22,18 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 Key = tuple[int, int]
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def named_key(seed: int, name: str) -> Key:
+    """The key of a stream of numbers that belongs to a name, such as a parameter's."""
+    low, high = struct.unpack_from("<II", hashlib.sha256(f"{seed}/{name}".encode()).digest())
+    return low, high
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """A seed for a torch.Generator, of 63 bits."""
+    low, high = named_key(seed, name)
+    return (high << 32 | low) >> 1
 
 
 def philox(counter: Words, key: Key) -> Words:
@@ -61,8 +75,8 @@ def uniform(key: Key, first: int, count: int, device: torch.device) -> torch.Ten
 
 
 def random_bytes(key: Key, first: int, count: int, step: torch.Tensor) -> torch.Tensor:
-    """uint8 numbers at positions first, first + 1, ..., 16 from each counter. step: a scalar on the
-    device; each of its whole values selects another sequence."""
+    """uint8 numbers at positions first, first + 1, ..., 16 from each counter. Each whole value of
+    `step`, a scalar on the device, selects another sequence."""
     counters = torch.arange(first // 16, -(-(first + count) // 16), device=step.device)
     zero = torch.zeros(1, dtype=torch.int64, device=step.device)
     w0, w1, w2, w3 = philox((counters & _MASK, counters >> 32, step.long().view(1), zero), key)

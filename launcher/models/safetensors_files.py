@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRows:
     """Consecutive rows (of dimension 0) of a stored tensor, under its name in a file."""
 
     file: Path
@@ -56,8 +56,8 @@ class Part:
 class StoredTensors:
     """Tensors of safetensors files, by name. The files are mapped, not read."""
 
-    def __init__(self, parts: Mapping[str, Sequence[Part]], tensors: Tensors) -> None:
-        """tensors: shapes and dtypes, on meta."""
+    def __init__(self, parts: Mapping[str, Sequence[StoredRows]], tensors: Tensors) -> None:
+        """`tensors` have shapes and dtypes only: they are on meta."""
         self._parts, self.tensors = parts, tensors
         self._open: dict[Path, Any] = {}
 
@@ -90,7 +90,7 @@ class StoredTensors:
         """A digest of the names, dtypes, shapes and some of the values: enough to notice other
         weights, quickly. The division into files has no influence."""
         blocks = max(1, SAMPLED_BLOCKS // max(1, len(self.tensors)))
-        found: dict[str, bytes] = {}
+        digests: dict[str, bytes] = {}
         for file in {part.file for parts in self._parts.values() for part in parts}:
             with file.open("rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
@@ -102,8 +102,8 @@ class StoredTensors:
                     for start, length in _sampled_blocks(begin, end, blocks):
                         stream.seek(start)
                         sample.update(stream.read(length))
-                    found[name] = sample.digest()
-        return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
+                    digests[name] = sample.digest()
+        return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()[:16]
 
     def close(self) -> None:
         """Unmaps the files."""
@@ -129,10 +129,8 @@ def _sampled_blocks(begin: int, end: int, blocks: int) -> list[tuple[int, int]]:
 
 
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
-    """The weights in a model's folder: one file, or several with an index.
-
-    key: for messages. Raises RecipeError if weights are missing or damaged.
-    """
+    """The weights in a model's folder: one file, or several with an index. Raises RecipeError,
+    which begins with `key`, if weights are missing or damaged."""
     if (folder / SINGLE).is_file():
         return open_files([folder / SINGLE], key=key)
     if not (folder / INDEX).is_file():
@@ -161,7 +159,7 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
 def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTensors:
     """All tensors of these files, whole. Raises RecipeError if one cannot be read."""
     tensors: dict[str, torch.Tensor] = {}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[StoredRows]] = {}
     for file in files:
         try:
             handle: Any = safe_open(file, framework="pt")
@@ -175,7 +173,7 @@ def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTenso
             if dtype not in DTYPES:
                 raise RecipeError(f"{key}: {file}: {name} has the unknown dtype {dtype}")
             tensors[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-            parts[name] = [Part(file, 0, shape[0] if shape else 1)]
+            parts[name] = [StoredRows(file, 0, shape[0] if shape else 1)]
     return StoredTensors(parts, tensors)
 
 
@@ -185,8 +183,8 @@ def write_tensors(
     """Writes model.safetensors, or files of MAX_FILE_BYTES with an index, as transformers names
     them; of an adapter always one file.
 
-    tensors: name, values, and the dtype to which floating-point values are cast. Those of one file
-    are held in memory. Raises OSError if they cannot be written.
+    Each tensor comes with its name, and with the dtype to which floating-point values are cast.
+    Those of one file are held in memory. Raises OSError if they cannot be written.
     """
     limit = math.inf if adapter else MAX_FILE_BYTES
     held: dict[str, torch.Tensor] = {}

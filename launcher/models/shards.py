@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +17,7 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def copy_local_rows(target: torch.Tensor, values: torch.Tensor, begin: int = 0) -> None:
-    """Copies this rank's rows. values: the whole tensor, or its rows from `begin` on."""
+    """Copies this rank's rows from `values`: the whole tensor, or its rows from `begin` on."""
     local, row = local_rows(target)
     local.copy_(values[row - begin : row - begin + len(local)] if local.ndim else values)
 
@@ -42,12 +40,3 @@ def compute_device(tensor: torch.Tensor) -> torch.device:
     if isinstance(tensor, DTensor):
         return torch.device(tensor.device_mesh.device_type)
     return tensor.device
-
-
-def digest(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
-
-
-def derived_seed(seed: int, name: str) -> int:
-    """A seed for a torch.Generator."""
-    return digest(seed, name) >> 1

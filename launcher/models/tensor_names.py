@@ -1,8 +1,8 @@
 """Converts between the tensors of a checkpoint on disk and those of the model.
 
-transformers has tables of renamed keys and of conversions, such as the experts of a layer, which
-are separate on disk and one tensor in the model. Here they are applied one at a time, and first to
-meta tensors: this finds wrong shapes before any data is read.
+transformers has tables of renamed keys and of conversions: the experts of a layer, for example, are
+separate on disk and one tensor in the model. Here they are applied one at a time, and first to meta
+tensors, which finds wrong shapes before any data is read.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Conversion:
     """When loading: the results, on meta."""
 
     def names(self) -> list[str]:
+        """Names of all source tensors."""
         return [name for names in self.sources.values() for name in names]
 
     def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -106,27 +107,27 @@ def load_conversions(model: Any, stored: Tensors) -> tuple[list[Conversion], lis
     table = get_model_conversion_mapping(model)
     renamings, converters, by_pattern = _by_kind(table)
     state, prefix, shapes = model.state_dict(), model.base_model_prefix, _shapes_of(model)
-    found: dict[str, Conversion] = {}
+    by_name: dict[str, Conversion] = {}
     unexpected: list[str] = []
     for name in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
             renamed, pattern = rename_source_key(name, [], [], prefix, state)
-        if renamed not in state or (pattern is None and renamed in found):
+        if renamed not in state or (pattern is None and renamed in by_name):
             unexpected.append(name)
             continue
         new = Conversion(renamed, by_pattern.get(pattern), shapes)
-        found.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
+        by_name.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
     model._weight_conversions = [entry for entry in table if entry.was_used()]
     problems = []
-    for conversion in found.values():
+    for conversion in by_name.values():
         names = conversion.names()
         try:
             conversion.targets = conversion.convert({name: stored[name] for name in names})
         except Exception as error:  # operations raise anything on unsuitable tensors
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             problems.append(f"{conversion.first}: cannot be made from {some}: {error}")
-    return list(found.values()), unexpected, problems
+    return list(by_name.values()), unexpected, problems
 
 
 def export_conversions(model: Any, names: Iterable[str]) -> list[Conversion]:
@@ -135,14 +136,14 @@ def export_conversions(model: Any, names: Iterable[str]) -> list[Conversion]:
         [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
     )
     shapes = _shapes_of(model)
-    found: dict[str, Conversion] = {}
+    by_name: dict[str, Conversion] = {}
     for name in names:
         # In an export, at most one conversion applies to a name, before any renaming
         matches = (converter.rename_source_key(name) for converter in converters)
         first, pattern = next((match for match in matches if match[1] is not None), (name, None))
         new = Conversion(first, by_pattern.get(pattern), shapes, renamings)
-        found.setdefault(first, new).sources.setdefault(pattern or name, []).append(name)
-    return list(found.values())
+        by_name.setdefault(first, new).sources.setdefault(pattern or name, []).append(name)
+    return list(by_name.values())
 
 
 def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str | None, Any]]:

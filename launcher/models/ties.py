@@ -21,16 +21,14 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 def adapted_ties(model: nn.Module, adapted: Container[str]) -> dict[str, str]:
     """Tied parameters that are no longer equal once adapters are merged: each further name, and the
-    first name, under which the parameter is stored.
-
-    adapted: clean names of the weights that adapters change.
-    """
+    first name, under which the parameter is stored. `adapted` are the clean names of the weights
+    that adapters change."""
     groups = [tied for tied in tied_names(model) if any(name in adapted for name in tied)]
     return {name: tied[0] for tied in groups for name in tied[1:]}
 
 
-def untie(model: Any, name: str) -> None:
-    """Gives a name of a tied parameter its own parameter. model: on meta, not wrapped."""
+def untie(model: nn.Module, name: str) -> None:
+    """Gives a name of a tied parameter of a meta model, not yet wrapped, its own parameter."""
     parent, _, attribute = name.rpartition(".")
     own = nn.Parameter(torch.empty_like(model.get_parameter(name)))
     setattr(model.get_submodule(parent), attribute, own)

@@ -8,14 +8,12 @@ one of squared updates.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.models.shards import local_rows, sharded_zeros
-from launcher.optimizers.low_precision import State
+from launcher.optimizers.low_precision import Group, State
 
 EPS1, EPS2 = torch.finfo(torch.float32).eps, 1e-3
 """Lower bounds: of the root of the second moment; of the root mean square of a parameter."""
@@ -31,7 +29,7 @@ class Adafactor(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf = torch.zeros(())
 
-    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    def initial_state(self, group: Group, parameter: torch.Tensor) -> State:
         """Zeros. Every rank holds the means of all columns of a matrix."""
         step, shape = torch.zeros((), device=parameter.device), parameter.shape
         if parameter.ndim < 2:
@@ -73,10 +71,8 @@ class Adafactor(torch.optim.Optimizer):
     def _inverse_root(
         self, parameter: torch.Tensor, gradient: torch.Tensor, columns: torch.Tensor
     ) -> torch.Tensor:
-        """Updates the second moment, and returns the reciprocal of its square root.
-
-        columns: sums of a matrix's squared gradients over its rows.
-        """
+        """Updates the second moment, and returns the reciprocal of its square root. `columns` are
+        the sums of a matrix's squared gradients over its rows."""
         state = self.state[parameter]
         state["step"] += 1 - self.found_inf
         new = {"variance": gradient.square()}

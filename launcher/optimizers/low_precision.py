@@ -21,17 +21,20 @@ import torch
 from torch.nn.functional import pad
 
 from launcher.models import philox
-from launcher.models.shards import derived_seed, local_rows, sharded_zeros
+from launcher.models.philox import derived_seed
+from launcher.models.shards import local_rows, sharded_zeros
 
 BLOCK = 256
 """Numbers that share a scale."""
 AT_ONCE = {"cpu": 2**18}
 """Numbers that are updated at once, by device type; 2^22 on other devices. Each takes up to 25
-bytes meanwhile. On one core, 2^18 is the fastest of 2^16, 2^18 and 2^20."""
+bytes meanwhile. On a CPU core, 2^18 is the fastest of 2^16, 2^18 and 2^20."""
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _INT8 = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 State = dict[str, torch.Tensor]
-Part = tuple[slice, slice]
+Group = dict[str, Any]
+"""A parameter group of an optimizer: parameters, their names, and settings."""
+Rectangle = tuple[slice, slice]
 """Rows and columns of a tensor seen as a matrix."""
 
 
@@ -47,17 +50,17 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[Group],
         *,
         state_dtype: Literal["float32", "bfloat16", "int8"],
         seed: int,
         **defaults: Any,
     ) -> None:
-        """groups: of named parameters. defaults: lr, betas and eps."""
+        """The groups are of named parameters. The defaults are lr, betas and eps."""
         super().__init__(groups, defaults)
         self._dtype, self._seed = state_dtype, seed
 
-    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    def initial_state(self, group: Group, parameter: torch.Tensor) -> State:
         """Zeros. A scale `NAME_scale` has a row for each row of the parameter."""
         state = {"step": torch.zeros((), device=parameter.device)}
         for key, code in _INT8.items():
@@ -77,12 +80,13 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             self.update(group)
 
-    def update(self, group: dict[str, Any]) -> None:
+    def update(self, group: Group) -> None:
+        """Updates the parameters of a group."""
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.grad is not None:
                 self._update(name, parameter, group)
 
-    def _update(self, name: str, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, name: str, parameter: torch.Tensor, group: Group) -> None:
         state = self.state[parameter]
         state["step"] += 1 - self.found_inf
         local, first_row = local_rows(parameter)
@@ -131,8 +135,8 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return local.view(len(local) if local.ndim else 1, -1)
 
 
-def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Part]:
-    """Contiguous parts: several rows, or whole blocks of one row. The largest is the first."""
+def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Rectangle]:
+    """Contiguous parts: several rows, or whole blocks of a single row. The first is the largest."""
     at_once, (rows, width) = AT_ONCE.get(device.type, 2**22), matrix.shape
     high, wide = max(1, at_once // width), min(width, at_once)
     for row in range(0, rows, high):
@@ -140,14 +144,14 @@ def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Part]:
             yield slice(row, min(row + high, rows)), slice(column, min(column + wide, width))
 
 
-def _blocks(part: Part) -> Part:
+def _blocks(part: Rectangle) -> Rectangle:
     """The rows and columns of the scales for a part of a moment."""
     rows, columns = part
     return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
-def _load(state: State, key: str, part: Part) -> torch.Tensor:
-    """Part of a moment in float32; of a float32 moment a view."""
+def _load(state: State, key: str, part: Rectangle) -> torch.Tensor:
+    """A part of a moment in float32; of a float32 moment a view."""
     kept = _matrix(state[key])[part]
     moment = kept.float()
     if kept.dtype in _LEVELS:
@@ -158,7 +162,9 @@ def _load(state: State, key: str, part: Part) -> torch.Tensor:
     return moment
 
 
-def _store(state: State, key: str, part: Part, moment: torch.Tensor, noise: torch.Tensor) -> None:
+def _store(
+    state: State, key: str, part: Rectangle, moment: torch.Tensor, noise: torch.Tensor
+) -> None:
     """Stores part of a moment, rounded up with the probability of the remainder. What `_load`
     returned is stored without a change."""
     kept = _matrix(state[key])[part]

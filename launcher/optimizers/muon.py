@@ -9,14 +9,13 @@ matrices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.models.shards import compute_device, local_rows
-from launcher.optimizers.low_precision import LowPrecisionAdamW, State
+from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Number and coefficients of Newton-Schulz iterations, by Jordan: singular values end between 0.7
@@ -34,12 +33,12 @@ def is_matrix(shape: Sequence[int]) -> bool:
 class Muon(LowPrecisionAdamW):
     """Updates groups without `orthogonalize` as AdamW. Overwrites the gradients of the others."""
 
-    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    def initial_state(self, group: Group, parameter: torch.Tensor) -> State:
         if group["orthogonalize"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return super().initial_state(group, parameter)
 
-    def update(self, group: dict[str, Any]) -> None:
+    def update(self, group: Group) -> None:
         if not group["orthogonalize"]:
             super().update(group)
             return
@@ -94,8 +93,8 @@ def _exchange(matrices: Sequence[DTensor]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Approximates the nearest orthogonal matrix of each. matrices: (rows, columns), or with a
-    leading dimension; overwritten. The precision is that of float32 matrix products."""
+    """Approximates the nearest orthogonal matrix of each matrix, in the precision of float32 matrix
+    products. The matrices (rows, columns), perhaps with a leading dimension, are overwritten."""
     whole = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
     whole /= torch.linalg.vector_norm(whole, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     tall, (a, b, c) = whole.shape[1] > whole.shape[2], COEFFICIENTS

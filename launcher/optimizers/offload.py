@@ -37,6 +37,10 @@ SLOTS, FILE_BUFFERS = 2, 4
 """Buckets on the device, and in host memory if the state is in a file."""
 
 
+CopyEvent = torch.cuda.Event | None
+"""The event that ends a copy; None on CPUs, where copies end at once."""
+
+
 class _Piece(NamedTuple):
     """A tensor of a parameter's state, as bytes of a bucket."""
 
@@ -49,6 +53,7 @@ class _Piece(NamedTuple):
     """The DTensorSpec of a DTensor; None of another tensor."""
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the memory of its bucket."""
         local = memory[self.span].view(self.dtype).view(self.shape)
         if self.spec is None:
             return local
@@ -66,16 +71,18 @@ class _Bucket:
     pieces: list[_Piece] = field(default_factory=list)
 
     def add(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """Adds a tensor of a parameter's state."""
         local, spec = local_rows(value)[0], getattr(value, "_spec", None)
         span = slice(self.size, self.size + local.nbytes)
         self.pieces.append(_Piece(parameter, key, span, local.shape, local.dtype, spec))
         self.size += _padded(value)
 
     def states(self, memory: torch.Tensor) -> dict[torch.Tensor, State]:
-        found: dict[torch.Tensor, State] = {}
+        """The state of each parameter, in the memory of the bucket."""
+        states: dict[torch.Tensor, State] = {}
         for piece in self.pieces:
-            found.setdefault(piece.parameter, {})[piece.key] = piece.view(memory)
-        return found
+            states.setdefault(piece.parameter, {})[piece.key] = piece.view(memory)
+        return states
 
 
 def _padded(value: torch.Tensor) -> int:
@@ -91,17 +98,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf = torch.zeros(())
 
-    def __init__(self, inner: Any, offload: schema.CpuOffload) -> None:
-        """inner: with `initial_state(group, parameter)`, which returns scalars, and tensors of
-        zeros. Raises TrainingError if the file cannot be made."""
+    def __init__(self, inner: Any, cpu_offload: schema.CpuOffload) -> None:
+        """The inner optimizer has `initial_state(group, parameter)`, which returns scalars, and
+        tensors of zeros. Raises TrainingError if the file cannot be made."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
         self._buckets = self._lay_out()
         size = self._buckets[-1].start + self._buckets[-1].size
         self._largest = max(bucket.size for bucket in self._buckets)
         self.file: StateFile | None = None
-        if offload.optimizer_path is not None:
-            self.file = StateFile(Path(offload.optimizer_path), size)
+        if cpu_offload.optimizer_path is not None:
+            self.file = StateFile(Path(cpu_offload.optimizer_path), size)
             count = min(FILE_BUFFERS, len(self._buckets))
             self.host_buffers = [aligned_buffer(self._largest) for _ in range(count)]
         else:
@@ -111,13 +118,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for parameter, state in bucket.states(whole[bucket.start :]).items():
                 self.state[parameter] |= state
         self._device = local_rows(self.param_groups[0]["params"][0])[0].device
-        self._streams: Any = (None, None)
-        self._stored: Any = None
+        self._streams: tuple[torch.cuda.Stream | None, torch.cuda.Stream | None] = (None, None)
+        self._stored: CopyEvent = None
         """The event that ends the last copy to the host."""
         if self._device.type == "cuda":
-            make: Any = torch.cuda.Stream
-            self._streams = make(self._device), make(self._device)
-            for buffer in self.host_buffers if offload.pin_memory else ():
+            make = partial(torch.cuda.Stream, self._device)
+            self._streams = make(), make()
+            for buffer in self.host_buffers if cpu_offload.pin_memory else ():
                 _pin(buffer, owner=self)
 
     def _lay_out(self) -> list[_Bucket]:
@@ -162,7 +169,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 return
         else:
             whole = self.host_buffers[0]
-            pairs = ((one, whole[one.start :][: one.size]) for one in self._buckets)
+            pairs = ((bucket, whole[bucket.start :][: bucket.size]) for bucket in self._buckets)
         slots = [
             torch.empty(self._largest, dtype=torch.uint8, device=self._device)
             for _ in range(min(SLOTS, len(self._buckets)))
@@ -176,11 +183,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ready[index] = self._stored = _copy(slot, host, store, self._event())
         self._wait(self._stored)
 
-    def _event(self) -> Any:
-        """Recorded on the stream that computes; None on CPUs."""
+    def _event(self) -> CopyEvent:
+        """An event of the stream that computes."""
         return torch.cuda.current_stream().record_event() if self._streams[0] else None
 
-    def _wait(self, event: Any) -> None:
+    def _wait(self, event: CopyEvent) -> None:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -197,7 +204,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 written.result()
             file.read(parts[number], buckets[number].start)
 
-        def write(number: int, stored: Any) -> None:
+        def write(number: int, stored: CopyEvent) -> None:
             if stored is not None:
                 stored.synchronize()
             file.write(parts[number], buckets[number].start)
@@ -218,19 +225,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 each.result()
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, stream: Any, after: Any) -> Any:
-    """Copies on a stream after an event, and returns the event that ends the copy. Stream and
-    events are None on CPUs."""
+def _copy(
+    source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream | None, after: CopyEvent
+) -> CopyEvent:
+    """Copies on a stream after an event. Returns the event that ends the copy."""
     if stream is None:
         target.copy_(source)
         return None
+    assert after is not None
     stream.wait_event(after)
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        return stream.record_event()
+        end: torch.cuda.Event = stream.record_event()
+    return end
 
 
-def _pin(tensor: torch.Tensor, *, owner: Any) -> None:
+def _pin(tensor: torch.Tensor, *, owner: object) -> None:
     """Page-locks a tensor until the owner is deleted. PyTorch's own pinned memory would have a
     power of two as its size."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -264,10 +274,13 @@ class StateFile:
         self._direct = DirectFile(self._file)
 
     def read(self, buffer: torch.Tensor, start: int) -> None:
+        """Reads from an offset in bytes."""
+
         def read(file: int, memory: memoryview, at: int) -> int:
             return os.preadv(file, [memory], at)
 
         self._direct.move(read, buffer.numpy().data, start)
 
     def write(self, buffer: torch.Tensor, start: int) -> None:
+        """Writes to an offset in bytes."""
         self._direct.move(os.pwrite, buffer.numpy().data, start)

@@ -14,7 +14,7 @@ from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
-from launcher.optimizers.low_precision import LowPrecisionAdamW, State
+from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
 from launcher.optimizers.muon import Muon, is_matrix
 from launcher.optimizers.offload import OffloadedOptimizer
 from launcher.recipe import schema
@@ -30,7 +30,7 @@ def make_optimizer(
     *,
     seed: int = 0,
     optimizer_mesh: DeviceMesh | None = None,
-    offload: schema.CpuOffload | None = None,
+    cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters, with its state. Weight decay applies to parameters
@@ -40,8 +40,8 @@ def make_optimizer(
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
     without another pass over the gradients.
 
-    seed: of stochastic rounding. optimizer_mesh, offload: of the strategy. blocks: those whose
-    matrices Muon orthogonalizes. Raises RecipeError if they have none.
+    `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
+    RecipeError if they have none.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     inner: set[str] = set()
@@ -53,34 +53,28 @@ def make_optimizer(
     pairs = []
     if optimizer_mesh is not None:
         # A scalar has no rows: each rank updates all of it
-        pairs = [
-            (p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in trained.values() if p.ndim
-        ]
-        shards = {id(whole): shard for whole, shard in pairs}
+        whole = [p for p in trained.values() if p.ndim]
+        pairs = [(p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in whole]
+        shards = {id(p): shard for p, shard in pairs}
         trained = {name: shards.get(id(p), p) for name, p in trained.items()}
-    order = ("inner", "matrices", "vectors", "scalars")
-    sorts: dict[str, list[tuple[str, torch.Tensor]]] = {sort: [] for sort in order}
-    for name, parameter in trained.items():
-        outer = ("scalars", "vectors", "matrices")[min(parameter.ndim, 2)]
-        sorts["inner" if name in inner else outer].append((name, parameter))
-    groups = [
-        {
-            "params": named,
-            "weight_decay": optimizer.weight_decay if sort in ("inner", "matrices") else 0.0,
-            "orthogonalize": sort == "inner",
-        }
-        for sort, named in sorts.items()
-        if named
-    ]
-    made: torch.optim.Optimizer = _make(groups, optimizer, seed)
-    if offload is not None and (offload.what == "optimizer" or offload.optimizer_path):
-        return OffloadedOptimizer(made, offload)
+
+    def sort(name: str, parameter: torch.Tensor) -> int:
+        return 3 if name in inner else min(parameter.ndim, 2)
+
+    groups = []
+    for number in (3, 2, 1, 0):  # orthogonalized, other matrices, vectors, scalars
+        if named := [(name, p) for name, p in trained.items() if sort(name, p) == number]:
+            decay = optimizer.weight_decay if number > 1 else 0.0
+            groups.append({"params": named, "weight_decay": decay, "orthogonalize": number == 3})
+    made = _make(groups, optimizer, seed)
+    if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
+        return OffloadedOptimizer(made, cpu_offload)
     shard_update(made, pairs)
     create_state(made)
     return made
 
 
-def _make(groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int) -> Any:
+def _make(groups: list[Group], optimizer: schema.Optimizer, seed: int) -> torch.optim.Optimizer:
     rate = optimizer.learning_rate
     adamw: dict[str, Any] = {"lr": rate, "betas": optimizer.betas, "eps": optimizer.eps}
     low = adamw | {"state_dtype": optimizer.state_dtype, "seed": seed}
@@ -98,7 +92,8 @@ def _make(groups: list[dict[str, Any]], optimizer: schema.Optimizer, seed: int) 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW, with its state made before the first step."""
 
-    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    def initial_state(self, group: Group, parameter: torch.Tensor) -> State:
+        """The moments before the first step, of zeros."""
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -109,7 +104,8 @@ class Sgd(torch.optim.SGD):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    def initial_state(self, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    def initial_state(self, group: Group, parameter: torch.Tensor) -> State:
+        """The momentum before the first step, of zeros."""
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
     @torch.no_grad()
@@ -144,12 +140,9 @@ def create_state(optimizer: Any) -> None:
 
 
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
-    """The learning rate at a step (1 to `steps`).
-
-    It warms up linearly to the peak at step `warmup_steps`. Then `cosine` and `linear` fall to peak
-    * min_ratio at the last step, `constant` stays, and `wsd` (warm-up, stable, decay) stays and
-    falls linearly over the last `decay_steps`.
-    """
+    """The learning rate of steps 1 to `steps`. It warms up linearly to the peak at `warmup_steps`.
+    Then `cosine` and `linear` fall to peak * min_ratio at the last step, `constant` stays, and
+    `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`."""
     warmup, floor = schedule.warmup_steps, schedule.min_ratio
 
     def at(step: int) -> float:
@@ -188,12 +181,13 @@ class LossScale:
         return {"value": self.value.item(), "good_steps": self._good_steps.item()}
 
     def restore(self, state: Mapping[str, float]) -> None:
+        """Continues from the state in a checkpoint."""
         if self.enabled:
             self.value.fill_(state["value"])
             self._good_steps.fill_(state["good_steps"])
 
     def update(self, skipped: torch.Tensor) -> None:
-        """skipped: a scalar, 1 if the step's gradients were not finite, else 0."""
+        """Adapts the scale. `skipped` is a scalar, 1 if gradients were not finite, else 0."""
         if not self.enabled:
             return
         skipped = skipped.to(self.value.device, non_blocking=True)

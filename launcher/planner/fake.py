@@ -196,7 +196,7 @@ class TracedOffload(ActivationOffload):
             self._tracker.mark([target], "activations")
         target.copy_(source)
 
-    def _wait(self, event: None) -> None:
+    def _wait(self, event: object) -> None:
         """Does nothing: fake tensors are not computed."""
 
 

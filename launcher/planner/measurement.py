@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from launcher.data.batching import accumulation_steps, rows_of
 from launcher.data.loader import GlobalBatch
 from launcher.distributed import process_group
 from launcher.distributed.environment import prepare_cuda, read_environment
@@ -36,6 +35,8 @@ from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.optimizers.optimizer import LossScale
+from launcher.planner.profile import with_random_weights
+from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.training.loop import Update, train_steps
@@ -222,7 +223,7 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 
     if timed:
         _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
-        sizes["seconds"] = median_step(times, _micro_batches(recipe, ranks))
+        sizes["seconds"] = median_step(times, micro_batches_of(recipe, ranks=ranks.data_size))
     return evaluate(marks, sizes, device=device.type)
 
 
@@ -243,23 +244,17 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     return statistics.median(found)
 
 
-def _micro_batches(recipe: Recipe, ranks: DataParallel) -> int:
-    batch, rows = recipe.batch, rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    size = batch.global_batch_size
-    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks.size)
-
-
 def _train(
     recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int
 ) -> dict[str, Any]:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
     device, sizes = ranks.device, dict[str, Any]()
-    random = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, init="random"))
+    random = with_random_weights(recipe, compile=recipe.model.compile)
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     wrapped = prepared.wrap(random, ranks)
-    optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
-    count = min(MICRO_BATCHES, _micro_batches(recipe, ranks))
+    optimizer = prepared.make_optimizer(wrapped, recipe)
+    count = min(MICRO_BATCHES, micro_batches_of(recipe, ranks=ranks.data_size))
     batches = data.batches(ranks, micro_batches=count, steps=steps)
     if device.type == "cpu":
         batches = map(_with_own_tensors, batches)
@@ -274,7 +269,7 @@ def _train(
     scale = LossScale(device, enabled=prepared.compute_dtype == torch.float16)
     update = Update(optimizer, lambda step: 1e-4, scale, recipe.optimizer.max_grad_norm)
     for _ in train_steps(
-        wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
+        wrapped, batches, loss=data.loss, update=update, ranks=ranks.data_size, heartbeat=heartbeat
     ):
         pass
     weights = [*module.parameters(), *module.buffers()]

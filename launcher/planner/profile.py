@@ -145,9 +145,14 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     return _PROFILES[key]
 
 
+def with_random_weights(recipe: Recipe, *, compile: bool = False) -> Recipe:
+    """The recipe without the weights of a checkpoint, which take no part in a plan."""
+    model = dataclasses.replace(recipe.model, init="random", compile=compile)
+    return dataclasses.replace(recipe, model=model)
+
+
 def _profile(recipe: Recipe, device: Device) -> ModelProfile:
-    random = dataclasses.replace(recipe.model, init="random", compile=False)
-    recipe = dataclasses.replace(recipe, model=random)
+    recipe = with_random_weights(recipe)
     prepared = prepare_model(recipe, device=torch.device(device))
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:

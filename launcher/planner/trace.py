@@ -7,7 +7,6 @@ linearly.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from launcher.planner.memory import (
     Moment,
     StepMemory,
 )
+from launcher.planner.profile import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
@@ -66,8 +66,7 @@ def trace_step(
     """
     # Otherwise each operation that fake tensors do not support is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    random = dataclasses.replace(recipe.model, init="random", compile=False)
-    recipe = dataclasses.replace(recipe, model=random)
+    recipe = with_random_weights(recipe)
     # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
     # keeps averaged gradients until those of the next micro-batch
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
@@ -144,7 +143,7 @@ def _run(
                 tracker.mark_host(wrapped.module.parameters(), pinned=pinned)
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
-            optimizer = prepared.make_optimizer(wrapped, recipe.optimizer)
+            optimizer = prepared.make_optimizer(wrapped, recipe)
             observer = _Observer(tracker, wrapped, optimizer, offload=offload)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
             scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)
@@ -154,7 +153,7 @@ def _run(
                 _batches(data, micro_batches),
                 loss=data.loss,
                 update=update,
-                ranks=ranks.size,
+                ranks=ranks.data_size,
                 heartbeat=observer.heartbeat,
             )
             try:

@@ -33,8 +33,8 @@ from launcher.data.batching import Position
 from launcher.distributed.process_group import from_rank_0
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import checkpoint_folder, is_pretrained
+from launcher.models.philox import derived_seed
 from launcher.models.safetensors_files import open_folder
-from launcher.models.shards import derived_seed
 from launcher.recipe.load import to_yaml
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.evaluation import is_better

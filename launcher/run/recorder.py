@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from launcher.console import finite
 from launcher.distributed import host_memory
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, all_gather_single
 from launcher.training.loop import Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
@@ -220,10 +219,8 @@ class StepRecorder:
         work = event = None
         if self._ranks.size > 1:
             mine, numbers = numbers, numbers.new_empty(self._ranks.size * len(numbers))
-            # Renamed in torch 2.13
-            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             # On CUDA the call does not wait anyway
-            work = all_gather(numbers, mine, group=self._ranks.group, async_op=not cuda)
+            work = all_gather_single(numbers, mine, group=self._ranks.group, async_op=not cuda)
         if cuda:
             both = torch.cat([numbers, flags])
             copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)

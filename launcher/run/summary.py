@@ -127,7 +127,7 @@ def _data(training: Training) -> Iterator[str]:
 
 
 def _batch(training: Training) -> Iterator[str]:
-    recipe, data, ranks = training.recipe, training.data, training.ranks.size
+    recipe, data, ranks = training.recipe, training.data, training.ranks.data_size
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
     if batch.micro_batch_size is not None:
         parts = (

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
 from torch.nn.attention import varlen  # noqa: F401 (registers the attention of packed documents)
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from launcher.recipe import schema
 from launcher.strategies.activation_offload import ActivationOffload
@@ -35,9 +41,8 @@ class Kept(NamedTuple):
     """Operators of a block whose results are kept."""
 
     attention: bool
-    calls: frozenset[tuple[Any, int]]
-    """Function, and the index of the call among the calls of this function in the block
-    (0-based)."""
+    calls: frozenset[tuple[OpOverload, int]]
+    """An operator, and the number of its call among its calls in the block, from 0."""
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:
@@ -48,7 +53,7 @@ def recomputation_changes_state(block: nn.Module) -> bool:
 
 
 def is_checkpointed(block: nn.Module) -> bool:
-    """Whether `checkpoint_blocks` wrapped it."""
+    """Whether `checkpoint_blocks` wrapped a block."""
     return isinstance(block, CheckpointWrapper)
 
 
@@ -60,9 +65,8 @@ def checkpoint_blocks(
 ) -> dict[str, nn.Module]:
     """Wraps every n-th block (the first, the n+1-th, ...), except blocks with BatchNorm.
 
-    Returns all blocks, wrapped or not, by name.
-
-    kept: what mode selective keeps of each block; None: attention and every other matrix product.
+    `kept` is what mode selective keeps of each block, by default attention and every other matrix
+    product. Returns all blocks, wrapped or not, by name.
     """
     result = dict(blocks)
     offload = ActivationOffload()
@@ -80,21 +84,23 @@ def checkpoint_blocks(
     return result
 
 
-def is_random(operation: Any, args: Any, kwargs: Any) -> bool:
+def is_random(operation: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether a call draws random numbers. If its result was kept, recomputation would not draw
     them, and random numbers drawn later in the block would differ."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     names = [argument.name for argument in operation._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def _contexts(chosen: Kept | None) -> Any:
     # Forward pass and recomputation count calls separately, so both make the same choice
-    seen: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
+    seen: dict[bool, Counter[OpOverload]] = {False: Counter(), True: Counter()}
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, operation: OpOverload, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         calls = seen[context.is_recompute]
         if operation in ATTENTION:
             keep = (chosen is None or chosen.attention) and not is_random(operation, args, kwargs)

@@ -1,9 +1,9 @@
 """Activation offload: inputs of blocks in host memory between their forward and backward pass.
 
-Unlike the copies of `torch.autograd.graph.save_on_cpu`, copies run on a separate stream: the input
-of a block is copied to the host while the block computes, and freed when the next block starts.
-When a block starts its backward pass, the input of the block before it is copied back. The device
-holds two inputs at a time, and the host never waits.
+Unlike those of `torch.autograd.graph.save_on_cpu`, copies run on a separate stream: the input of a
+block is copied to the host while the block computes, and freed when the next block starts. When a
+block starts its backward pass, the input of the block before it is copied back. The device holds
+two inputs at a time, and the host never waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Input:
         """On the device; None between the two copies."""
         self.device, self.buffer = tensor.device, buffer
         self.host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self.copied: Any = None
+        self.copied: torch.cuda.Event | None = None
         """The event that ends the last copy, in either direction."""
 
 
@@ -38,7 +38,7 @@ class ActivationOffload:
         self._buffers: list[torch.Tensor] = []
         """Host buffers of inputs that were copied back, for reuse; at most one for each block. A
         buffer can be reused as soon as its last copy is enqueued: all copies are on one stream."""
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the forward of a checkpointed block and offloads its first argument. Other
@@ -66,41 +66,43 @@ class ActivationOffload:
         buffer = self._buffers.pop() if self._buffers else None
         if buffer is None or buffer.nbytes < tensor.nbytes:
             buffer = self._host_memory(tensor.nbytes)
-        one = _Input(tensor, buffer)
-        one.copied = self._copy(tensor, one.host)
-        self._inputs.append(weakref.ref(one))
-        return one
+        offloaded = _Input(tensor, buffer)
+        offloaded.copied = self._copy(tensor, offloaded.host)
+        self._inputs.append(weakref.ref(offloaded))
+        return offloaded
 
-    def _to_device(self, one: _Input) -> torch.Tensor:
-        self._upload(one)
-        self._wait(one.copied)
-        tensor, one.tensor = one.tensor, None
+    def _to_device(self, offloaded: _Input) -> torch.Tensor:
+        self._upload(offloaded)
+        self._wait(offloaded.copied)
+        tensor, offloaded.tensor = offloaded.tensor, None
         assert tensor is not None
-        self._buffers.append(one.buffer)
-        self._inputs = [ref for ref in self._inputs if ref() not in (None, one)]
+        self._buffers.append(offloaded.buffer)
+        self._inputs = [ref for ref in self._inputs if ref() not in (None, offloaded)]
         if self._inputs and (before := self._inputs[-1]()) is not None:
             self._upload(before)
         return tensor
 
-    def _upload(self, one: _Input) -> None:
-        if one.tensor is None:  # allocated on the compute stream, where it is also freed
-            one.tensor = torch.empty_like(one.host, device=one.device)
-            one.copied = self._copy(one.host, one.tensor)
+    def _upload(self, offloaded: _Input) -> None:
+        if offloaded.tensor is None:  # allocated on the compute stream, where it is also freed
+            offloaded.tensor = torch.empty_like(offloaded.host, device=offloaded.device)
+            offloaded.copied = self._copy(offloaded.host, offloaded.tensor)
 
     # Methods that are overridden for traces (launcher/planner/fake.py)
 
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Starts a copy after the work enqueued on the current stream. Returns the event of its
-        end."""
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event | None:
+        """Starts a copy after the work enqueued on the current stream. Returns the event that ends
+        it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            end: torch.cuda.Event = self._stream.record_event()
+        return end
 
-    def _wait(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)

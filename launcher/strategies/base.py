@@ -19,15 +19,11 @@ InitFn = Callable[[nn.Module, torch.device, torch.device], None]
 
 
 class WrappedModel(ABC):
-    """A model distributed over its ranks.
-
-    model: the wrapper, to call. module: the wrapped model, with its parameters, names and config.
-    """
+    """A model distributed over its ranks. `model` is the wrapper, which is called; `module` is the
+    wrapped model, with its parameters, names and config."""
 
     optimizer_mesh: DeviceMesh | None = None
     """Mesh of the ranks that shard the optimizer state while parameters are replicated (ZeRO-1)."""
-
-    cpu_offload: schema.CpuOffload | None = None
 
     def __init__(self, model: nn.Module, *, module: nn.Module, ranks: DataParallel) -> None:
         self.model, self.module, self.waiting = model, module, ranks.waiting
@@ -44,7 +40,7 @@ class WrappedModel(ABC):
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Context around the forward and backward pass of a micro-batch, which sets whether
-        gradients are reduced. last: whether it is the last micro-batch of the step."""
+        gradients are reduced. `last` is true for the last micro-batch of the step."""
 
     def reshard(self) -> None:  # noqa: B027 (nothing to do without sharding)
         """Frees unsharded weights, after forward passes without a backward pass."""
@@ -66,10 +62,11 @@ def compute_dtype(strategy: schema.Strategy) -> torch.dtype:
     return dtype
 
 
-def offloads_parameters(offload: schema.CpuOffload | None) -> bool:
+def offloads_parameters(cpu_offload: schema.CpuOffload | None) -> bool:
     """Whether parameters and gradients are in host memory, where the optimizer's step runs."""
-    return offload is not None and offload.what == "all"
+    return cpu_offload is not None and cpu_offload.what == "all"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name that a recipe gives to a dtype."""
     return str(dtype).removeprefix("torch.")

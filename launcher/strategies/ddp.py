@@ -15,22 +15,27 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.distributed.process_group import DataParallel
-from launcher.recipe import schema
-from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, dtype_name
+from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.strategies.base import InitFn, WrappedModel, dtype_name
 
 
 class Ddp(WrappedModel):
     """DistributedDataParallel under autocast."""
 
     def __init__(
-        self, model: nn.Module, strategy: schema.Strategy, *, ranks: DataParallel, init_fn: InitFn
+        self,
+        model: nn.Module,
+        *,
+        param_dtype: torch.dtype,
+        shard_optimizer: bool = False,
+        sync_every_micro_batch: bool = False,
+        ranks: DataParallel,
+        init_fn: InitFn,
     ) -> None:
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
@@ -45,18 +50,16 @@ class Ddp(WrappedModel):
             **no_buffers,
             gradient_as_bucket_view=True,
         )
-        # By default DDP waits for timing events in every 100th iteration. In its first ten
-        # iterations it always does
+        # By default DDP waits for timing events in each of its first ten iterations, and in every
+        # 100th
         self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
         super().__init__(self._ddp, module=model, ranks=ranks)
-        if strategy.shard_optimizer:
+        if shard_optimizer:
             self.optimizer_mesh = DeviceMesh.from_group(
                 ranks.group, ranks.device.type, mesh_dim_names=("shard",)
             )
         self._device_type, self._group = ranks.device.type, ranks.group
-        self._param_dtype = compute_dtype(strategy)
-        # auto: gradients are reduced only after the last micro-batch
-        self._sync_every_micro_batch = strategy.sync_every_micro_batch is True
+        self._param_dtype, self._sync_every_micro_batch = param_dtype, sync_every_micro_batch
         self._reductions = 0
         self._reduction, self._reducing = ExitStack(), False
         if ranks.size > 1:
@@ -102,12 +105,12 @@ class Ddp(WrappedModel):
         self._reductions += self._reducing
 
 
-Pairs = list[tuple[nn.Parameter, Any]]
-"""Each whole parameter with its shard, which is the parameter of the optimizer."""
+Pairs = list[tuple[nn.Parameter, nn.Parameter]]
+"""Each whole parameter with its shard, a DTensor, which is the parameter of the optimizer."""
 
 
 def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A view of this rank's rows as a DTensor, divided as by FSDP. whole: not a scalar."""
+    """A view of this rank's rows as a DTensor, divided as by FSDP. A scalar has no rows."""
     size, rank = mesh.size(), mesh.get_local_rank()
     chunk = -(-whole.shape[0] // size)
     mine = whole.detach()[rank * chunk : (rank + 1) * chunk]
@@ -124,30 +127,28 @@ def shard_update(optimizer: torch.optim.Optimizer, pairs: Pairs) -> None:
     optimizer.register_step_post_hook(partial(_gather, pairs))
 
 
-def _shard_gradients(pairs: Pairs, *unused: Any) -> None:
+def _shard_gradients(pairs: Pairs, *unused: object) -> None:
     for whole, shard in pairs:
         if whole.grad is not None:
+            assert isinstance(shard, DTensor)
             shard.grad = shard_rows(whole.grad, shard.device_mesh)
 
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""`all_gather_into_tensor`, which torch 2.13 renames."""
-
-
 @torch.no_grad()
-def _gather(pairs: Pairs, *unused: Any) -> None:
+def _gather(pairs: Pairs, *unused: object) -> None:
     works = []
     for whole, shard in pairs:
+        assert isinstance(shard, DTensor)
         whole.grad = None
         group, mine = shard.device_mesh.get_group(), shard.to_local()
         if whole.shape[0] % group.size() == 0 and whole.is_contiguous():
-            works.append(_all_gather(whole.detach(), mine, group, async_op=True))
+            works.append(all_gather_single(whole.detach(), mine, group, async_op=True))
             continue
         chunk = -(-whole.shape[0] // group.size())
         rows = whole.new_empty(group.size() * chunk, *whole.shape[1:])
         padded = rows[group.rank() * chunk :][:chunk]
         padded[: len(mine)] = mine
-        _all_gather(rows, padded, group)
+        all_gather_single(rows, padded, group)
         whole.copy_(rows[: len(whole)])
     for work in works:
         work.wait()

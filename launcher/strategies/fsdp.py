@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from launcher.distributed.process_group import DataParallel
-from launcher.recipe import schema
-from launcher.strategies.base import (
-    InitFn,
-    WrappedModel,
-    compute_dtype,
-    dtype_name,
-    offloads_parameters,
-)
+from launcher.recipe.schema import CpuOffload
+from launcher.strategies.base import InitFn, WrappedModel, dtype_name, offloads_parameters
 
 
 def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
@@ -31,32 +26,43 @@ def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
     return DeviceMesh(ranks.device.type, members, mesh_dim_names=("replicate", "shard"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FsdpPolicy:
+    """How FSDP shards, gathers and reduces. The fields are keys of the recipe's `strategy`."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    reshard_after_forward: bool
+    reshard_after_backward: bool
+    cpu_offload: CpuOffload | None
+    replicate: int
+    sync_every_micro_batch: bool
+
+
 class Fsdp(WrappedModel):
     """fully_shard with a mixed-precision policy, optionally with the shards in host memory."""
 
     def __init__(
         self,
         model: nn.Module,
-        strategy: schema.Strategy,
         blocks: Sequence[nn.Module],
         outer_units: Sequence[nn.Module],
         *,
+        policy: FsdpPolicy,
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
-        self._mesh = _make_mesh(ranks, strategy.replicate)
-        self._strategy, self.cpu_offload = strategy, strategy.cpu_offload
-        precision = strategy.mixed_precision
-        reduce_dtype = "float32" if precision is None else precision.reduce_dtype
-        self._dtypes = compute_dtype(strategy), getattr(torch, reduce_dtype)
-        precisions = MixedPrecisionPolicy(*self._dtypes)
-        policies: dict[str, Any] = {"mesh": self._mesh, "mp_policy": precisions}
-        place = ranks.device
-        if (offload := self.cpu_offload) is not None and offloads_parameters(offload):
-            place, pin_memory = torch.device("cpu"), offload.pin_memory and place.type == "cuda"
+        self._mesh, self._policy = _make_mesh(ranks, policy.replicate), policy
+        policies: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype),
+        }
+        place, cpu_offload = ranks.device, policy.cpu_offload
+        if cpu_offload is not None and offloads_parameters(cpu_offload):
+            pin_memory = cpu_offload.pin_memory and place.type == "cuda"
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
-        reshard = strategy.reshard_after_forward
-        assert reshard != "auto"  # replaced before the model is wrapped
+            place = torch.device("cpu")
+        reshard = policy.reshard_after_forward
         embedding, last = outer_units[:1], outer_units[1:]
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
@@ -77,8 +83,6 @@ class Fsdp(WrappedModel):
         self._root: FSDPModule = model
         if ranks.size > 1:
             self._time_communication(ranks.device)
-        # auto: gradients are reduced after each micro-batch
-        self._sync_every_micro_batch = strategy.sync_every_micro_batch is not False
         self._last: bool | None = None
 
     def _groups(self) -> list[Any]:
@@ -96,25 +100,27 @@ class Fsdp(WrappedModel):
                 setattr(group, name, self._timed(getattr(group, name)))
 
     def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
-        def timed(*arguments: Any, **options: Any) -> None:
+        def timed(*arguments: object, **options: object) -> None:
             with self.waiting():
                 wait(*arguments, **options)
 
         return timed
 
     def description(self) -> str:
-        mesh, master, offload = self._mesh, self._parameters[0], self.cpu_offload
+        mesh, master, policy = self._mesh, self._parameters[0], self._policy
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
         offloaded = ""
-        if offload is not None:
-            offloaded = " (offloaded)" if offloads_parameters(offload) else ""
-            offloaded += f", optimizer state in {offload.optimizer_path or 'host memory'}"
-        when = "each micro-batch" if self._sync_every_micro_batch else "the last micro-batch"
+        if policy.cpu_offload is not None:
+            offloaded = " (offloaded)" if offloads_parameters(policy.cpu_offload) else ""
+            offloaded += (
+                f", optimizer state in {policy.cpu_offload.optimizer_path or 'host memory'}"
+            )
+        when = "each micro-batch" if policy.sync_every_micro_batch else "the last micro-batch"
         return (
             f"fsdp: {len(self._groups())} groups over a mesh of {' x '.join(sizes)}, "
             f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
-            f"{dtype_name(self._dtypes[0])}, gradients reduced in {dtype_name(self._dtypes[1])} "
-            f"after {when}"
+            f"{dtype_name(policy.param_dtype)}, gradients reduced in "
+            f"{dtype_name(policy.reduce_dtype)} after {when}"
         )
 
     @contextmanager
@@ -122,11 +128,11 @@ class Fsdp(WrappedModel):
         """Reduces gradients and frees unsharded weights after each micro-batch or only the last."""
         if last is not self._last:  # only on a change: these calls walk all modules
             self._root.set_is_last_backward(last)
-            if not self._sync_every_micro_batch:
+            if not self._policy.sync_every_micro_batch:
                 self._root.set_requires_gradient_sync(last)
-            if not self._strategy.reshard_after_backward:
+            if not self._policy.reshard_after_backward:
                 self._root.set_reshard_after_backward(last)
-                if self._strategy.reshard_after_forward and not last:
+                if self._policy.reshard_after_forward and not last:
                     # Freeing weights that the backward pass then keeps for later micro-batches
                     # would cost an all-gather and not lower the peak.
                     self._root.set_reshard_after_forward(False)

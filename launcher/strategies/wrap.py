@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +11,9 @@ from torch import nn
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
-from launcher.strategies.base import InitFn, WrappedModel
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.ddp import Ddp
+from launcher.strategies.fsdp import Fsdp, FsdpPolicy
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,32 @@ def wrap(
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
         for block in blocks.values():
             block.compile()
+    param_dtype, precision = compute_dtype(strategy), strategy.mixed_precision
     if strategy.kind == "ddp":
-        return Ddp(model, strategy, ranks=ranks, init_fn=init_fn)
-    from launcher.strategies.fsdp import Fsdp  # the import is slow, and DDP does not need it
-
+        return Ddp(
+            model,
+            param_dtype=param_dtype,
+            shard_optimizer=strategy.shard_optimizer,
+            sync_every_micro_batch=strategy.sync_every_micro_batch is True,
+            ranks=ranks,
+            init_fn=init_fn,
+        )
+    assert strategy.reshard_after_forward != "auto"  # replaced before the model is wrapped
+    reduce_dtype = "float32" if precision is None else precision.reduce_dtype
+    policy = FsdpPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=getattr(torch, reduce_dtype),
+        reshard_after_forward=strategy.reshard_after_forward,
+        reshard_after_backward=strategy.reshard_after_backward,
+        cpu_offload=strategy.cpu_offload,
+        replicate=strategy.replicate,
+        sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
+    )
     units = list(blocks.values()), parts.outer_units
-    return Fsdp(model, strategy, *units, ranks=ranks, init_fn=init_fn)
+    return Fsdp(model, *units, policy=policy, ranks=ranks, init_fn=init_fn)
 
 
-def _mark_documents(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _mark_documents(model: nn.Module, args: object, kwargs: Mapping[str, torch.Tensor]) -> None:
     """Marks the number of documents as dynamic. Otherwise blocks are compiled for the number in the
     first batch, and again when it changes."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):

@@ -16,7 +16,7 @@ from launcher.data.loader import StepStatistics, StepTotals, make_loader, to_dev
 from launcher.data.run_data import raise_error
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.models.loss import class_losses, classification_logits
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
@@ -53,7 +53,7 @@ class Evaluator:
     ) -> None:
         self._ranks, self._generator = ranks, generator
         self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
-        global_batch_size = micro_batch_size * ranks.size
+        global_batch_size = micro_batch_size * ranks.data_size
         for name, dataset in datasets.items():
             if not len(dataset):
                 _refuse(name, "no sample")
@@ -71,8 +71,8 @@ class Evaluator:
                 order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
                 global_batch_size=global_batch_size,
                 micro_batch_size=micro_batch_size,
-                rank=ranks.rank,
-                ranks=ranks.size,
+                rank=ranks.data_rank,
+                ranks=ranks.data_size,
                 first_step=0,
                 steps=batches if max_batches is None else min(batches, max_batches),
             )
@@ -80,7 +80,7 @@ class Evaluator:
                 dataset,
                 sampler,
                 data,
-                seed=ranks.rank,
+                seed=ranks.data_rank,
                 persistent_workers=data.persistent_workers and len(datasets) == 1,
                 device=ranks.device,
             )
@@ -124,7 +124,7 @@ class Evaluator:
                     stop_requests.read()
                 scored: dict[str, Any] | None = {}
                 if counts is not None:
-                    dist.all_reduce(counts, group=ranks.group)
+                    dist.all_reduce(counts, group=ranks.data_group)
                     scored = _classification_scores(counts)
                 elif self._generator is not None:
                     store = dataset.store  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ class Evaluator:
                 if scored is None:
                     return {}
                 more.append(scored)
-        dist.all_reduce(totals, group=ranks.group)
+        dist.all_reduce(totals, group=ranks.data_group)
         sets = list(zip(self._loaders, totals.tolist(), more, strict=True))
         for name, (_, tokens), _ in sets:
             if not tokens:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
-from launcher.models.chunked_loss import IGNORED
-from launcher.models.export import end_ids
+from launcher.models.hugging_face_files import end_ids
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -88,14 +88,14 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        for first in range(0, len(prompts), rows * ranks.size):  # micro-batches, in turn
-            mine = first + rows * ranks.rank
+        for first in range(0, len(prompts), rows * ranks.data_size):  # micro-batches, in turn
+            mine = first + rows * ranks.data_rank
             chunk = prompts[mine : mine + rows]
             found = self._complete(wrapped, chunk, ranks, proceed, width=width)
             if found is None:
                 return None
             answers[mine : mine + len(chunk)] = found[: len(chunk)] + 1
-        dist.all_reduce(answers, group=ranks.group)
+        dist.all_reduce(answers, group=ranks.data_group)
         samples = [
             self._score(prompt, [token - 1 for token in row if token])
             for prompt, row in zip(prompts, answers.tolist(), strict=False)

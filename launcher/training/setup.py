@@ -20,11 +20,9 @@ from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.attention import (
-    Masking,
     check_isolation,
     drop_causal_mask,
     isolate_documents,
-    repeat_heads_for_fused_kernels,
 )
 from launcher.models.build import (
     build_model,
@@ -39,7 +37,8 @@ from launcher.models.build import (
     vocabulary_size,
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
-from launcher.models.export import export_hugging_face
+from launcher.models.hugging_face_files import export_hugging_face
+from launcher.models.inputs import Masking
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
@@ -105,7 +104,7 @@ class Training:
             ),
             loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
-            ranks=self.ranks.size,
+            ranks=self.ranks.data_size,
             heartbeat=hooks.heartbeat,
         )
 
@@ -163,15 +162,13 @@ class PreparedModel:
             init_fn=init_fn or self.init_fn,
         )
 
-    def make_optimizer(
-        self, wrapped: WrappedModel, optimizer: schema.Optimizer, *, seed: int = 0
-    ) -> torch.optim.Optimizer:
+    def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
         return make_optimizer(
             wrapped.module,
-            optimizer,
-            seed=seed,
+            recipe.optimizer,
+            seed=recipe.run.seed,
             optimizer_mesh=wrapped.optimizer_mesh,
-            offload=wrapped.cpu_offload,
+            cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.blocks.values(),
         )
 
@@ -235,8 +232,6 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         masking = isolate_documents(
             model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
         )
-    if device.type == "cuda" and dtype == torch.float32:
-        repeat_heads_for_fused_kernels()
     transform = logits_transform(model) if sequences else None
     if transform is not None and recipe.model.chunked_loss:
         ChunkedHead(model, transform)
@@ -288,7 +283,7 @@ def assemble(
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_isolation(wrapped, device=ranks.device)
     # Dropout and the user's own code draw different random numbers on each rank
-    seed = recipe.run.seed + ranks.rank
+    seed = recipe.run.seed + ranks.data_rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -314,7 +309,7 @@ def assemble(
         data,
         _make_evaluator(recipe, data, ranks),
         _count_flops(prepared, wrapped, recipe, ranks.device),
-        prepared.make_optimizer(wrapped, recipe.optimizer, seed=recipe.run.seed),
+        prepared.make_optimizer(wrapped, recipe),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
         export,

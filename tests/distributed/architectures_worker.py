@@ -30,7 +30,7 @@ import transformers
 from launcher.distributed.process_group import DataParallel
 from launcher.models import safetensors_files
 from launcher.models.build import build_model, find_blocks, outer_units
-from launcher.models.export import export_hugging_face
+from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters

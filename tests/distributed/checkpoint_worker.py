@@ -88,7 +88,7 @@ class Run:
             *(one.replace("FOLDER", str(worker.folder)) for one in STRATEGIES[strategy]),
             *overrides,
         ]
-        recipe = load_recipe(arguments, ranks=size).recipe
+        self.recipe = recipe = load_recipe(arguments, ranks=size).recipe
         self.ranks = DataParallel(
             rank=worker.rank, size=size, group=worker.groups[size], device=CPU
         )
@@ -110,7 +110,7 @@ class Run:
             self.wrapped.module,
             recipe.optimizer,
             optimizer_mesh=self.wrapped.optimizer_mesh,
-            offload=self.wrapped.cpu_offload,
+            cpu_offload=recipe.strategy.cpu_offload,
             blocks=blocks.values(),
         )
         self.checkpointer = Checkpointer(
@@ -204,7 +204,7 @@ def load_every_pair(worker):
                         unsharded(tensors), expected
                     )
                     assert before > 0
-                    if target.wrapped.cpu_offload is None:
+                    if target.recipe.strategy.cpu_offload is None:
                         target.optimizer.state.clear()
                         create_state(target.optimizer)
                     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 from launcher.cli.main import main
 from launcher.cli.rows import _losses, _open, _recipe
 from launcher.data.origins import trained_rows
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from tests.distributed.launching import REPOSITORY, run, torchrun
 
 

@@ -16,7 +16,7 @@ from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from tests.unit.data.rows import write
 from tests.unit.small_recipe import SMALL
 

@@ -14,7 +14,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from tests.unit.data.rows import write
 

@@ -27,7 +27,7 @@ from launcher.data.tokenizer import (
     tokenizer_identity,
 )
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from tests.unit.data.rows import documents_of, store_names, write

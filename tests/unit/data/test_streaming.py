@@ -16,7 +16,7 @@ from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from tests.unit.data.rows import write

@@ -15,7 +15,7 @@ from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
-from launcher.models.export import add_ends, appearing, end_ids, export_hugging_face
+from launcher.models.hugging_face_files import add_ends, appearing, end_ids, export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters

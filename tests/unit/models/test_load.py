@@ -12,7 +12,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
-from launcher.models.export import export_hugging_face
+from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.load import open_checkpoint, pretrained_weights, starting_weights
 from launcher.models.safetensors_files import _sampled_blocks, open_folder
 from launcher.recipe import schema

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.models.loss import summed_loss
 
 SIZES = {

@@ -17,7 +17,6 @@ from launcher.models.attention import (
     check_isolation,
     drop_causal_mask,
     isolate_documents,
-    repeat_heads_for_fused_kernels,
 )
 from tests import varlen_on_cpu
 
@@ -144,35 +143,6 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
         torch.testing.assert_close(found, near, rtol=1e-4, atol=1e-4)
 
 
-def test_sdpa_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
-    """With grouped heads, torch would compute all scores.
-
-    transformers passes a mask only if a row has several documents. Both cases are tested.
-    """
-    torch.manual_seed(0)
-    model = build("llama", **BASE)
-    ids = torch.randint(3, 64, (2, 16))
-    rows = torch.arange(16).expand(2, -1), torch.arange(8).repeat(2).expand(2, -1)
-
-    def logits(row):
-        return model(input_ids=ids, position_ids=row, use_cache=False).logits
-
-    expected = [logits(row) for row in rows]
-    repeat_heads_for_fused_kernels()
-    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
-    attend, calls = torch.nn.functional.scaled_dot_product_attention, []
-
-    def recorded(query, key, value, **options):
-        calls.append((query.shape[1] == key.shape[1], options.get("attn_mask") is None))
-        return attend(query, key, value, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    for row, same in zip(rows, expected, strict=True):
-        torch.testing.assert_close(logits(row), same)
-    assert {equal for equal, _ in calls} == {True}
-    assert {without_mask for _, without_mask in calls} == {True, False}
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [
@@ -254,25 +224,3 @@ def test_layers_that_mix_documents_are_refused():
     message = r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"
     with pytest.raises(RecipeError, match=message):
         isolate("llama4_text", sequence_length=17, **chunked)
-
-
-def test_varlen_repeats_grouped_heads_in_float32_on_cuda(monkeypatch):
-    """CUDA's fused float32 kernel does not support grouped heads. Values must not change."""
-    query, key, value = torch.randn(1, 8, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)
-    module = types.SimpleNamespace(num_key_value_groups=4, is_causal=True, training=True)
-    seen, plain = [], torch.nn.functional.scaled_dot_product_attention
-
-    def recorded(query, key, value, **arguments):
-        seen.append(key.shape[1])
-        return plain(query, key, value, **arguments)
-
-    def attend():
-        return attention_module.varlen_attention(module, query, key, value, None)[0]
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    grouped = attend()
-    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
-    assert torch.allclose(attend(), grouped, atol=1e-6)
-    with torch.autocast("cpu", torch.bfloat16):
-        attend()
-    assert seen == [2, 8, 2]

@@ -317,8 +317,8 @@ def one_rank():
 
 def test_ddp_timers_stop_after_ten_steps(one_rank):
     """The timers wait for the device. By default DDP also uses them in every 100th step."""
-    strategy = schema.Strategy(kind="ddp", mixed_precision=None)
-    wrapped = Ddp(nn.Linear(2, 2), strategy, ranks=one_rank, init_fn=lambda *_: None)
+    single = {"param_dtype": torch.float32, "ranks": one_rank, "init_fn": lambda *_: None}
+    wrapped = Ddp(nn.Linear(2, 2), **single)
     for _ in range(101):
         wrapped.model(torch.ones(1, 2)).sum().backward()
     assert wrapped.model._get_ddp_logging_data()["iteration"] == 10
@@ -352,8 +352,13 @@ def test_scalars_are_trained_with_a_sharded_optimizer(one_rank, options):
     for shards in (False, True):
         torch.manual_seed(0)
         model = Scaled()
-        strategy = schema.Strategy(kind="ddp", mixed_precision=None, shard_optimizer=shards)
-        wrapped = Ddp(model, strategy, ranks=one_rank, init_fn=lambda *_: None)
+        wrapped = Ddp(
+            model,
+            param_dtype=torch.float32,
+            shard_optimizer=shards,
+            ranks=one_rank,
+            init_fn=lambda *_: None,
+        )
         settings = schema.Optimizer(learning_rate=0.1, **options)
         mesh = wrapped.optimizer_mesh
         made = make_optimizer(model, settings, optimizer_mesh=mesh, blocks=[model.inner])

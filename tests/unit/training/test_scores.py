@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from launcher.data.token_store import TokenStore
-from launcher.models.chunked_loss import IGNORED
+from launcher.models.inputs import IGNORED
 from launcher.training.evaluation import (
     EarlyStopping,
     Evaluated,

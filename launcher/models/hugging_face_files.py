@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,23 +18,20 @@ from torch.distributed.tensor import DTensor
 
 from launcher.console import task
 from launcher.models.initialization import clean_name
-from launcher.models.lora import (
-    Read,
-    adapted_weights,
-    adapter_names,
-    merged_reader,
-    peft_config,
-)
+from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
 COMPANIONS = ("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of a checkpoint that an export copies."""
+"""Files of a checkpoint that an export copies: what a model of images needs, and the license."""
 
 
 def export_hugging_face(
@@ -45,13 +42,13 @@ def export_hugging_face(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Writes `folder` for `from_pretrained` of transformers, or of peft if the model has adapters.
     It is written as a scratch folder, and renamed when it is complete.
 
-    Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it. dtype:
-    of floating-point weights. merged: writes the whole model, adapters added in.
+    Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it.
+    `dtype` is that of floating-point weights. `merged` writes the whole model, adapters added in.
     """
     tensors = named_weights(module)
 
@@ -63,7 +60,7 @@ def export_hugging_face(
 
     if rank != 0:
         for _ in exported_tensors(module, read, merged=merged, convert=False):
-            pass
+            pass  # its part in the all-gathers
         return
     with appearing(folder) as scratch:
         write_weights(module, scratch, read, dtype=dtype, merged=merged)
@@ -74,8 +71,8 @@ def export_hugging_face(
 def write_weights(
     model: Any, folder: Path, read: Read, *, dtype: torch.dtype, merged: bool
 ) -> None:
-    """Writes a model or its adapters, with its config. model: only its names are used, so it
-    may be on meta."""
+    """Writes a model or its adapters, with its config. The model may be on meta: only its names are
+    used."""
     adapter = None if merged else peft_config(model)
     in_float32 = [] if adapter else model._keep_in_fp32_modules_strict or ()
     write_tensors(
@@ -98,10 +95,8 @@ def write_weights(
 def exported_tensors(
     model: Any, read: Read, *, merged: bool, convert: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an exported model or of its adapters, by the names of the hub or of peft.
-
-    read: by clean name. convert: false: only calls `read`, for a rank that does not write.
-    """
+    """The tensors of an exported model or of its adapters, by the names of the hub or of peft. They
+    are read by clean name. Without `convert` they are only read, for a rank that does not write."""
     names = list(named_weights(model))
     if (config := peft_config(model)) is not None:
         stored = adapter_names(model)
@@ -145,7 +140,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     parts = [getattr(config, name, None) for name in config.sub_configs]
     for part in [config, *parts]:
@@ -156,29 +151,22 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
         config_untied(config)
     config.save_pretrained(folder)
     if config.name_or_path:
-        _copy_companions(Path(config.name_or_path), folder)
-    if hasattr(config, "auto_map"):  # the checkpoint's own code
-        for file in Path(config.name_or_path).glob("*.py"):
-            shutil.copy2(file, folder / file.name)
+        code = ("*.py",) if hasattr(config, "auto_map") else ()
+        for pattern in (*COMPANIONS, *code):
+            for file in Path(config.name_or_path).glob(pattern):
+                if file.is_file():
+                    shutil.copy2(file, folder / file.name)
     _write_generation_config(model, folder)
 
 
-def _write_generation_config(model: Any, folder: Path) -> None:
+def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         # save_pretrained would refuse settings that many models on the hub have
         generation.to_json_file(folder / "generation_config.json")
 
 
-def _copy_companions(source: Path, folder: Path) -> None:
-    """Copies what a model of images needs beside weights and tokenizer, and the license."""
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copy2(file, folder / file.name)
-
-
-def end_ids(model: Any) -> list[int]:
+def end_ids(model: nn.Module) -> list[int]:
     """The tokens at which the model stops: eos_token_id of its generation config, or config."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         if (ends := getattr(config, "eos_token_id", None)) is not None:
@@ -186,9 +174,11 @@ def end_ids(model: Any) -> list[int]:
     return []
 
 
-def add_ends(model: Any, ends: Sequence[int], names: Callable[[list[int]], Any]) -> None:
+def add_ends(
+    model: PreTrainedModel, ends: Sequence[int], names: Callable[[list[int]], Sequence[str]]
+) -> None:
     """Adds the ends of answers in the training data to the model's generation config: the model of
-    the checkpoint may stop at another token. names: of tokens, for the log."""
+    the checkpoint may stop at another token. `names` gives the names of tokens, for the log."""
     known = end_ids(model)
     more = [end for end in ends if end not in known]
     if not more or getattr(model, "generation_config", None) is None or not model.can_generate():
