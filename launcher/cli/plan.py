@@ -18,7 +18,7 @@ from launcher.cli.app import Overrides, flag, option, read_size
 from launcher.distributed import host_memory
 from launcher.distributed.environment import cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
-from launcher.metrics.report import write
+from launcher.metrics.page import write
 from launcher.planner import machine as machines
 from launcher.planner.formatting import as_json, as_text
 from launcher.planner.machine import Machine

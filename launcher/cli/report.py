@@ -16,7 +16,7 @@ from launcher.cli.app import flag, option
 from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
 from launcher.console import bytes_as_text, finite, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.metrics import report as page
+from launcher.metrics import page
 from launcher.planner.formatting import NAMES, as_json
 from launcher.planner.machine import known_machine
 from launcher.planner.page import component_amounts

@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher import __version__
 from launcher.console import bytes_as_text
-from launcher.metrics import report
+from launcher.metrics import page
 from launcher.planner.formatting import NAMES, as_text
 
 
@@ -38,7 +38,7 @@ def plan_page(plan: dict[str, Any]) -> dict[str, Any]:
         "runs": [{"name": "", "events": []}],
         "charts": [{"title": "Tensors during a step", "unit": "bytes", "series": [curve]}],
         "sections": [
-            report.bars("Memory at the peak of each phase", peaks, bytes_as_text),
+            page.bars("Memory at the peak of each phase", peaks, bytes_as_text),
             {"kind": "charts", "title": ""},
             {"kind": "text", "title": "The whole plan", "open": True, "text": text},
         ],

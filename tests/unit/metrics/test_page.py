@@ -8,7 +8,7 @@ import re
 import pytest
 
 from launcher.cli import main
-from launcher.metrics import report
+from launcher.metrics import page
 from launcher.planner.formatting import as_json
 from launcher.planner.page import plan_page
 from launcher.recipe.load import load_recipe, to_yaml
@@ -191,7 +191,7 @@ def test_page_of_several_runs(tmp_path, browser):
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path / "sweep"), f"out={out}"]) == 0
     chart = next(c for c in embedded(out)["charts"] if c["title"] == "Loss")
-    assert 1000 < len(chart["series"][0]["y"]) <= report.MOST_POINTS
+    assert 1000 < len(chart["series"][0]["y"]) <= page.MOST_POINTS
     browser.open(out, width=1280)
     text = browser.evaluate("document.body.innerText")
     assert "the longest has 5,000" in text
@@ -233,7 +233,7 @@ def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
 def test_page_of_a_plan(tmp_path, browser):
     plan = as_json(RECIPE, example_plan(), example_search())
     out = tmp_path / "plan.html"
-    report.write(plan_page(plan), out)
+    page.write(plan_page(plan), out)
     browser.open(out, width=400)
     text = browser.evaluate("document.body.innerText")
     for shown in ("Plan of llama_3_1_8b", "backward\n46.9 GiB", "activations", "To take one"):
@@ -249,11 +249,11 @@ def test_thinned_curves_keep_extremes():
     points = [(n, float(n), math.sin(n)) for n in range(1, 100_000)]
     points[500] = (501, 501.0, 99.0)
     points[70_000] = (70_001, 70_001.0, None)
-    kept = report.thin(points)
-    assert len(kept) <= report.MOST_POINTS
+    kept = page.thin(points)
+    assert len(kept) <= page.MOST_POINTS
     assert kept == sorted(kept, key=lambda point: point[0])
     assert {points[0], points[500], points[70_000], points[-1]} <= set(kept)
-    assert report.thin(points[:2000]) == points[:2000]
+    assert page.thin(points[:2000]) == points[:2000]
 
 
 def test_page_of_incomplete_runs(tmp_path, capsys):
@@ -267,10 +267,10 @@ def test_page_of_incomplete_runs(tmp_path, capsys):
         stream.write('{"step": 21, "lo')
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
-    page = embedded(out)
-    assert [run["name"] for run in page["runs"]] == ["fresh", "torn"]
-    assert {series["run"] for chart in page["charts"] for series in chart["series"]} == {1}
-    assert page["charts"][0]["series"][0]["step"][-1] == 20
+    data = embedded(out)
+    assert [run["name"] for run in data["runs"]] == ["fresh", "torn"]
+    assert {series["run"] for chart in data["charts"] for series in chart["series"]} == {1}
+    assert data["charts"][0]["series"][0]["step"][-1] == 20
     text = out.read_text()
     assert "No values in metrics.jsonl: Evaluation loss." in text
     assert "unknown key; did you mean name?" in text
