@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.schema import Dtype, Recipe
 from launcher.reliability.run_directory import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def export(
@@ -70,11 +73,11 @@ def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool, trust_run
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
         checkpoint = _checkpoint(run)
-        found = files.read_marker(checkpoint).step if checkpoint is not None else None
-        if step is not None and found is not None and found <= step:
+        valid = files.read_marker(checkpoint).step if checkpoint is not None else None
+        if step is not None and valid is not None and valid <= step:
             checkpoint = None  # the newer ones are damaged
         else:
-            step = found
+            step = valid
     if checkpoint is None and not exported:
         what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
         raise RecipeError(
@@ -127,7 +130,7 @@ def _verify(run: Path, out: Path, *, trust_run: bool) -> int:
     return EXIT_NO if differences else EXIT_DONE
 
 
-def _tokenizer(recipe: Recipe) -> Any:
+def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase | None:
     from launcher.data.setup import tokenizer_to_keep
 
     return tokenizer_to_keep(recipe.data, model_path=recipe.model.path)

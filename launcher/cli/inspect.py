@@ -41,13 +41,13 @@ def inspect(
 
 
 def _sets_of(data: Data, name: str) -> dict[str, Any]:
-    """The sets of a name (`train`, `validation` or one of theirs, training sets first): kind,
-    files, validation."""
+    """Kind, files and validation of each set of a name: `train`, `validation`, or that of a set in
+    them, where training sets come first."""
     sets = {tuple(full.split(".", 2)[1:]): rest for full, *rest in data_sets(data)}
     first = next((path[0] for path in sets if name in path), "")
-    found = {path[-1]: one for path, one in sets.items() if name in path and path[0] == first}
-    if not found:
+    named = {path[-1]: rest for path, rest in sets.items() if name in path and path[0] == first}
+    if not named:
         known = list(dict.fromkeys([path[0] for path in sets] + [path[-1] for path in sets]))
         what = f"no set of that name{suggestion(name, known)}; there are {', '.join(known)}"
         raise RecipeError(f"command line: set={name}: {what}")
-    return found
+    return named

@@ -81,14 +81,14 @@ def model_inputs(model: Model) -> ModelInputs:
 
 
 def data_sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
-    """Name, kind, files, and whether it is for validation."""
+    """Name, kind and files of each set, and whether it is for validation."""
     for which, sets in (("train", data.train), ("validation", data.validation)):
-        for name, one in (sets if isinstance(sets, dict) else {"": sets}).items():
+        for name, source in (sets if isinstance(sets, dict) else {"": sets}).items():
             full = f"data.{which}.{name}".removesuffix(".")
-            if isinstance(one, Source):
-                yield full, one.kind or data.kind, one.files, False
-            elif one is not None:
-                yield full, data.kind, one, which == "validation"
+            if isinstance(source, Source):
+                yield full, source.kind or data.kind, source.files, False
+            elif source is not None:
+                yield full, data.kind, source, which == "validation"
 
 
 def _print(line: str) -> None:
