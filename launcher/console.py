@@ -18,8 +18,7 @@ LINE_SECONDS = 10.0
 """Seconds between two lines about a long task, where the output is not a terminal."""
 _CLEAR = "\r\x1b[2K"
 """Erases the line of the cursor."""
-_BAR = 10
-"""Characters of a progress bar."""
+_SHORTEST_BAR = 5
 _stream: str | None = None
 """Where messages are printed; None: nowhere."""
 
@@ -99,9 +98,10 @@ def _progress(terminal: TextIO, total: float) -> Progress:
 
     console = Console(file=terminal, highlight=False)
     progress = Progress(
-        BarColumn(_BAR),
+        BarColumn(None),
         TextColumn("{task.description}", markup=False),
         console=console,
+        expand=True,
         auto_refresh=False,
         transient=True,
         redirect_stdout=False,
@@ -200,7 +200,7 @@ class ProgressLine:
         """Redraws the line. A narrow terminal shows only the most important fields."""
         if self._bar is None:
             self._bar = _progress(terminal, self._steps)
-        left, kept = self._bar.console.width - _BAR, set()
+        left, kept = self._bar.console.width - 1 - _SHORTEST_BAR, set()
         for field in sorted(fields):
             if len(field[1]) + 2 <= left:
                 left -= len(field[1]) + 2

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from launcher.cli.prepare import model_inputs
+from launcher.cli.prepare import DataFiles, model_inputs
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler
 from launcher.data.dataset import MixtureDataset, make_order, open_dataset, pack_store
@@ -44,13 +44,12 @@ _SYMBOLS: dict[int, str] = {
 
 
 def print_page(
-    recipe: Recipe, name: str, sets: dict[str, Any], *, samples: int, tokens: int
+    recipe: Recipe, name: str, sets: dict[str, DataFiles], *, samples: int, tokens: int
 ) -> None:
-    """Prints samples, totals and histograms of sets, which are given by name as their kind, their
-    files, and whether they are for validation."""
+    """Prints samples, totals and histograms of sets, which are given by their names."""
     data, seed = recipe.data, recipe.run.seed
-    opened = {part: _open(recipe, *files) for part, files in sets.items()}
-    validates = any(validation for *_, validation in sets.values())
+    opened = {part: _open(recipe, files) for part, files in sets.items()}
+    validates = any(files.validation for files in sets.values())
     shuffle, several = data.shuffle and not validates, len(opened) > 1
     weights: tuple[float, ...] = ()
     if name == "train" and isinstance(data.train, dict):
@@ -76,21 +75,24 @@ def print_page(
         page.skipped(dataset.skipped)
 
 
-def _open(recipe: Recipe, kind: Any, files: tuple[str, ...], validation: bool) -> Any:
+def _open(recipe: Recipe, files: DataFiles) -> Any:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
-    data, model = dataclasses.replace(recipe.data, kind=kind), model_inputs(recipe.model)
-    tokenizer = data.tokenizer or recipe.model.path
-    if validation or not data.streaming:
+    data, model = dataclasses.replace(recipe.data, kind=files.kind), model_inputs(recipe.model)
+    tokenizer, patterns = data.tokenizer or recipe.model.path, files.patterns
+    if files.validation or not data.streaming:
+        validation = files.validation
         return open_dataset(
-            data, files, tokenizer=tokenizer, model=model, build=True, validation=validation
+            data, patterns, tokenizer=tokenizer, model=model, build=True, validation=validation
         )
-    encoder = make_encoder(kind, data, tokenizer=tokenizer)
-    parts = find_parts(files, kind=kind)
+    encoder = make_encoder(files.kind, data, tokenizer=tokenizer)
+    parts = find_parts(patterns, kind=files.kind)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
     store = store_rows(list(encoder.encode_rows(rows)), data.on_error)
     if not store.documents:
-        raise RecipeError(f"data: {', '.join(files)}: no documents in the first {_STREAMED:,} rows")
+        raise RecipeError(
+            f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"
+        )
     return pack_store(store, data, model)
 
 
@@ -257,7 +259,7 @@ class _Page:
         names = [""]
         if len(columns) > 1:
             names = [f">{part}" for part in columns]
-        rows = [
+        rows: list[Sequence[str | Text]] = [
             (plain(name, "dim"), *(facts[name] for facts in columns.values()))
             for name in next(iter(columns.values()))
             if any(facts[name] for facts in columns.values())

@@ -46,23 +46,15 @@ _MOST_KEYS = 6
 only."""
 
 
-@dataclass
-class _ReportedRun:
-    """What the page shows of a run."""
+@dataclass(frozen=True)
+class _ReportedRun(RunHistory):
+    """What the page shows of a run, besides its curves."""
 
-    name: str
     summary: Summary
-    records: list[dict[str, Any]]
     events: list[dict[str, Any]]
     recipe: Recipe | None
     problem: str
     """Why the recipe is not known."""
-
-    @property
-    def start(self) -> float:
-        """Time of the first start."""
-        attempts = self.summary.attempts
-        return attempts[0].started if attempts else (self.records or [{}])[0].get("time", 0.0)
 
     @property
     def built(self) -> dict[str, Any]:
@@ -93,7 +85,7 @@ def report(
     names = [path.resolve().name for path in paths]
     names = [n if names.count(n) == 1 else str(path) for n, path in zip(names, paths, strict=True)]
     runs = [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
-    charts = run_charts([RunHistory(run.name, run.records, run.start, _marks(run)) for run in runs])
+    charts = run_charts(runs)
     problems = [run.problem for run in runs if run.problem]
     differences = _differences(runs)
     with Console(stderr=True).status("planning the memory of the runs"):
@@ -126,23 +118,15 @@ def _read_run(path: Path, name: str) -> _ReportedRun:
     except (OSError, RecipeError) as error:
         problem = f"{file} cannot be read: {error}"
     records = [record for record in read_jsonl(run.metrics) if record.get("step") is not None]
-    summary = summarize(path, time.time())
-    return _ReportedRun(name, summary, records, run.read_events(), recipe, problem)
-
-
-def _marks(run: _ReportedRun) -> list[tuple[str, int, float]]:
-    """Restarts, checkpoints and skipped steps, for the charts."""
-    marks = [("restart", attempt.resumed, attempt.started) for attempt in run.summary.attempts[1:]]
-    marks += [
-        ("checkpoint", event["step"], event["time"])
-        for event in run.events
-        if event["event"] == "saved"
-    ]
-    return marks + [
-        ("skipped step", record["step"], record.get("time") or run.start)
-        for record in run.records
-        if record.get("skipped")
-    ]
+    events, summary = run.read_events(), summarize(path, time.time())
+    start: float = (records or [{}])[0].get("time") or 0.0
+    if summary.attempts:
+        start = summary.attempts[0].started
+    marks = [("restart", attempt.resumed, attempt.started) for attempt in summary.attempts[1:]]
+    marks += [("checkpoint", e["step"], e["time"]) for e in events if e["event"] == "saved"]
+    skipped = [record for record in records if record.get("skipped")]
+    marks += [("skipped step", record["step"], record.get("time") or start) for record in skipped]
+    return _ReportedRun(name, records, start, marks, summary, events, recipe, problem)
 
 
 def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> Table:
