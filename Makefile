@@ -28,7 +28,7 @@ GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(QUIC
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
 	pydantic pydantic_core annotated-types typing-inspection typer nvidia-ml-py \
-	pytest pluggy iniconfig
+	plotly narwhals pytest pluggy iniconfig
 GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 # Two processes, on two GPUs or on the CPU; one process if there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)

@@ -9,7 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LINE_SECONDS = 10.0
 """Seconds between two lines about a long task, where the output is not a terminal."""
@@ -39,13 +42,12 @@ class _ConsoleHandler(logging.Handler):
                 stream.write(_CLEAR)
             stream.write(text + "\n")
             stream.flush()
-        except Exception:
+        except Exception:  # as in logging.StreamHandler: a message that is lost ends no run
             self.handleError(record)
 
 
 def configure_logging(*, stream: str = "stdout") -> None:
-    """Prints the launcher's log messages. Called once in each process. stream: `stdout` or
-    `stderr`."""
+    """Prints the launcher's log messages on `stdout` or `stderr`. Called once in each process."""
     global _stream
     _stream = stream
     launcher = logging.getLogger("launcher")
@@ -65,7 +67,7 @@ def seconds_as_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """The value if it is a finite number."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
@@ -79,44 +81,50 @@ def bytes_as_text(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def _terminal() -> Any:
-    """The stream of messages if it is a terminal, else None."""
-    stream = getattr(sys, _stream) if _stream is not None else None
-    return stream if stream is not None and stream.isatty() else None
+def _terminal() -> TextIO | None:
+    """The terminal that messages are printed on, or None. It is not `sys.stdout`, whose text is
+    also written to the log of the rank."""
+    if _stream is None or not getattr(sys, _stream).isatty():
+        return None
+    terminal: TextIO | None = getattr(sys, f"__{_stream}__")
+    return terminal
 
 
-def _draw(terminal: Any, done: float, total: float, fields: list[tuple[int, str]]) -> None:
-    """Redraws the last line of a terminal, which log messages erase: a bar and fields. It never
-    wraps: a narrow terminal shows only the fields with the lowest numbers."""
+def _progress(terminal: TextIO, total: float) -> Progress:
+    """A bar and a text in the last line of a terminal, which log messages erase. No thread redraws
+    it: a process that is forked meanwhile could inherit its lock."""
     from rich.console import Console
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
+    from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(file=terminal, highlight=False)
-    left, kept = console.width - 1 - _SHORTEST_BAR, set()
-    for field in sorted(fields):
-        if len(field[1]) + 2 <= left:
-            left -= len(field[1]) + 2
-            kept.add(field)
-    line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    bar = ProgressBar(total=total, completed=done, width=_SHORTEST_BAR + min(left, 24))
-    line.add_row(bar, *(field[1] for field in fields if field in kept))
-    with console.capture() as captured:
-        console.print(line, end="", no_wrap=True)
-    # A single write: text with a carriage return is not written to the log of the rank
-    terminal.write(_CLEAR + captured.get().rstrip("\n"))
-    terminal.flush()
+    progress = Progress(
+        BarColumn(None),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        expand=True,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    progress.add_task("", total=total or None)
+    terminal.write(_CLEAR)
+    progress.start()
+    console.show_cursor()  # it would stay hidden if this process is killed
+    return progress
 
 
 @contextmanager
 def task(what: str, total: float, *, background: bool = False) -> Iterator[Callable[[float], None]]:
-    """Shows the progress of a long task: in a line that is redrawn on a terminal, elsewhere in a
-    log line every 10 seconds. Yields a function that adds to the amount done, for any thread.
+    """Shows the progress of a long task: with a bar on a terminal, elsewhere in a log line every 10
+    seconds. Yields a function that adds to the amount done, for any thread.
 
-    total: amount to be done; 0: not known, and the amount is a number of micro-batches. background:
-    training continues and uses the terminal's line, so this task only logs.
+    total is the amount to be done; 0 means that it is not known, and that the amount is a number of
+    micro-batches. With `background`, training continues and uses the terminal's last line, so this
+    task only logs.
     """
     terminal, lock = None if background else _terminal(), threading.Lock()
+    bar = None if terminal is None else _progress(terminal, total)
     started = last = time.monotonic()
     done = 0.0
 
@@ -125,25 +133,25 @@ def task(what: str, total: float, *, background: bool = False) -> Iterator[Calla
         with lock:
             done += amount
             now = time.monotonic()
-            if now - last < (LINE_SECONDS if terminal is None else 0.5):
+            if now - last < (LINE_SECONDS if bar is None else 0.5):
                 return
-            last = now
-            share = min(done / total, 1.0) if total else 0.0
-            fields = [what, f"{share:.0%}" if total else f"{done:,.0f} micro-batches"]
-            if share:
-                passed = now - started
-                fields.append(f"{seconds_as_text(passed / share - passed)} left")
-            if terminal is None:
-                logger.info(f"{what}: {', '.join(fields[1:])}")
+            last, text = now, f"{done:,.0f} micro-batches"
+            if total:
+                share = min(done / total, 1.0)
+                left = (now - started) * (1 / share - 1) if share else math.inf
+                text = f"{share:.0%}, {seconds_as_text(left)} left"
+            if bar is None:
+                logger.info(f"{what}: {text}")
             else:
-                _draw(terminal, done, total, list(enumerate(fields)))
+                bar.update(
+                    bar.task_ids[0], completed=done, description=f"{what}: {text}", refresh=True
+                )
 
     try:
         yield advance
     finally:
-        if terminal is not None:
-            terminal.write(_CLEAR)
-            terminal.flush()
+        if bar is not None:
+            bar.stop()
 
 
 class ProgressLine:
@@ -151,12 +159,13 @@ class ProgressLine:
 
     def __init__(self, steps: int) -> None:
         self._steps, self._terminal = steps, _terminal()
+        self._bar: Progress | None = None
         self._last = 0.0
         self._seconds: float | None = None
         self._loss: float | None = None
 
     def step(self, record: dict[str, Any], *, note: str | None = None) -> None:
-        """note: shown with the step, such as a slow rank."""
+        """Shows the record of a step, and a note such as a slow rank."""
         self._seconds = _smoothed(self._seconds, record["step_seconds"])
         if record["loss"] is not None:
             self._loss = _smoothed(self._loss, record["loss"])
@@ -185,7 +194,19 @@ class ProgressLine:
         if self._terminal is None or edge:
             logger.info("  ".join(text for _, text in fields))
         else:
-            _draw(self._terminal, record["step"], self._steps, fields)
+            self._draw(self._terminal, record["step"], fields)
+
+    def _draw(self, terminal: TextIO, step: int, fields: list[tuple[int, str]]) -> None:
+        """Redraws the line. A narrow terminal shows only the most important fields."""
+        if self._bar is None:
+            self._bar = _progress(terminal, self._steps)
+        left, kept = self._bar.console.width - 1 - _SHORTEST_BAR, set()
+        for field in sorted(fields):
+            if len(field[1]) + 2 <= left:
+                left -= len(field[1]) + 2
+                kept.add(field)
+        text = "  ".join(field[1] for field in fields if field in kept)
+        self._bar.update(self._bar.task_ids[0], completed=step, description=text, refresh=True)
 
 
 def _smoothed(mean: float | None, value: float) -> float:

@@ -122,7 +122,7 @@ def _examine_machine(checks: dict[str, Any], file: Path | None) -> int:
         print("\nnothing was measured: fix the problems first")
     else:
         print(f"\nmeasuring with {ranks} {'rank' if ranks == 1 else 'ranks'} ...", flush=True)
-        report = measured(ranks, report)
+        report = measure_rates(ranks, report)
         print_findings(report.findings[len(findings) :], hosts=False)
         print_rates(report)
     finish(report, file)
@@ -139,15 +139,15 @@ def _prints(environment: Environment) -> bool:
     return environment.main if node is None else environment.local_rank == 0 and node == "0"
 
 
-def measured(ranks: int, report: Report) -> Report:
+def measure_rates(ranks: int, report: Report) -> Report:
     """Measures with this number of ranks. Returns the report with the rates, or a bad finding."""
     ended = run_ranks(
         "launcher.diagnostics.group_checks", {}, ranks=ranks, seconds=MEASURING_SECONDS
     )
     if ended.status is not None and ended.result is not None:
-        found = ended.result
-        findings = report.findings + [Finding(**finding) for finding in found.pop("findings")]
-        return Report(**found | {"findings": findings, "versions": report.versions})
+        measurements = [Finding(**finding) for finding in ended.result.pop("findings")]
+        findings = report.findings + measurements
+        return Report(**ended.result | {"findings": findings, "versions": report.versions})
     if ended.status is None:
         why = f"{ranks} ranks did not finish within {MEASURING_SECONDS} s: one of them hangs"
     else:

@@ -70,11 +70,11 @@ def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool, trust_run
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
         checkpoint = _checkpoint(run)
-        found = files.read_marker(checkpoint).step if checkpoint is not None else None
-        if step is not None and found is not None and found <= step:
+        valid = files.read_marker(checkpoint).step if checkpoint is not None else None
+        if step is not None and valid is not None and valid <= step:
             checkpoint = None  # the newer ones are damaged
         else:
-            step = found
+            step = valid
     if checkpoint is None and not exported:
         what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
         raise RecipeError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher.cli.app import Overrides, option
-from launcher.cli.prepare import data_sets
+from launcher.cli.prepare import DataFiles, data_sets
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
 from launcher.recipe.load import load_recipe
@@ -40,14 +40,14 @@ def inspect(
     return EXIT_DONE
 
 
-def _sets_of(data: Data, name: str) -> dict[str, Any]:
-    """The sets of a name (`train`, `validation` or one of theirs, training sets first): kind,
-    files, validation."""
-    sets = {tuple(full.split(".", 2)[1:]): rest for full, *rest in data_sets(data)}
+def _sets_of(data: Data, name: str) -> dict[str, DataFiles]:
+    """The sets of a name: `train`, `validation`, or that of a set in them, where training sets come
+    first."""
+    sets = {tuple(files.key.split(".", 2)[1:]): files for files in data_sets(data)}
     first = next((path[0] for path in sets if name in path), "")
-    found = {path[-1]: one for path, one in sets.items() if name in path and path[0] == first}
-    if not found:
+    named = {path[-1]: files for path, files in sets.items() if name in path and path[0] == first}
+    if not named:
         known = list(dict.fromkeys([path[0] for path in sets] + [path[-1] for path in sets]))
         what = f"no set of that name{suggestion(name, known)}; there are {', '.join(known)}"
         raise RecipeError(f"command line: set={name}: {what}")
-    return found
+    return named

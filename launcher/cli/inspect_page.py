@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from rich import box
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
-from launcher.cli.prepare import model_inputs
+from launcher.cli.prepare import DataFiles, model_inputs
+from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler
 from launcher.data.dataset import MixtureDataset, make_order, open_dataset, pack_store
 from launcher.data.encoder import make_encoder
@@ -45,12 +44,12 @@ _SYMBOLS: dict[int, str] = {
 
 
 def print_page(
-    recipe: Recipe, name: str, sets: dict[str, Any], *, samples: int, tokens: int
+    recipe: Recipe, name: str, sets: dict[str, DataFiles], *, samples: int, tokens: int
 ) -> None:
-    """sets: kind, files, and whether they are for validation, by name."""
+    """Prints samples, totals and histograms of sets, which are given by their names."""
     data, seed = recipe.data, recipe.run.seed
-    opened = {part: _open(recipe, *one) for part, one in sets.items()}
-    validates = any(validation for *_, validation in sets.values())
+    opened = {part: _open(recipe, files) for part, files in sets.items()}
+    validates = any(files.validation for files in sets.values())
     shuffle, several = data.shuffle and not validates, len(opened) > 1
     weights: tuple[float, ...] = ()
     if name == "train" and isinstance(data.train, dict):
@@ -76,21 +75,24 @@ def print_page(
         page.skipped(dataset.skipped)
 
 
-def _open(recipe: Recipe, kind: Any, files: tuple[str, ...], validation: bool) -> Any:
-    """A set, tokenized; of a stream the first rows, packed as they are without streaming."""
-    data, model = dataclasses.replace(recipe.data, kind=kind), model_inputs(recipe.model)
-    tokenizer = data.tokenizer or recipe.model.path
-    if validation or not data.streaming:
+def _open(recipe: Recipe, files: DataFiles) -> Any:
+    """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
+    data, model = dataclasses.replace(recipe.data, kind=files.kind), model_inputs(recipe.model)
+    tokenizer, patterns = data.tokenizer or recipe.model.path, files.patterns
+    if files.validation or not data.streaming:
+        validation = files.validation
         return open_dataset(
-            data, files, tokenizer=tokenizer, model=model, build=True, validation=validation
+            data, patterns, tokenizer=tokenizer, model=model, build=True, validation=validation
         )
-    encoder = make_encoder(kind, data, tokenizer=tokenizer)
-    parts = find_parts(files, kind=kind)
+    encoder = make_encoder(files.kind, data, tokenizer=tokenizer)
+    parts = find_parts(patterns, kind=files.kind)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
     store = store_rows(list(encoder.encode_rows(rows)), data.on_error)
     if not store.documents:
-        raise RecipeError(f"data: {', '.join(files)}: no documents in the first {_STREAMED:,} rows")
+        raise RecipeError(
+            f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"
+        )
     return pack_store(store, data, model)
 
 
@@ -121,14 +123,14 @@ def _padding(dataset: Any, recipe: Recipe, *, shuffle: bool) -> str:
 
 
 class Decoder(NamedTuple):
-    """Ids to text."""
+    """Turns ids into text."""
 
     text: Callable[[Sequence[int]], str]
     special: frozenset[int]
 
 
 def load_decoder(tokenizer: str | None) -> Decoder:
-    """tokenizer: `bytes`, a folder or a hub id; None shows ids as numbers."""
+    """The decoder of a tokenizer: `bytes`, a folder or a hub id. None shows ids as numbers."""
     if tokenizer is None:
         return Decoder(lambda ids: "".join(f"{token} " for token in ids), frozenset())
     loaded = hugging_face_tokenizer(tokenizer)
@@ -156,7 +158,7 @@ class Span(NamedTuple):
 
 
 def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterator[Span]:
-    """Runs of tokens with and without loss; a special token is a run of its own."""
+    """Spans of tokens with and without loss; a special token is a span of its own."""
     sorts = [
         (learned, index if token in decoder.special else None)
         for index, (token, learned) in enumerate(zip(ids, loss, strict=True))
@@ -172,19 +174,21 @@ def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterato
         before = whole
 
 
-def _marked(found: Iterator[Span]) -> Text:
-    """Tokens with loss in brackets; on a terminal also in colour."""
+def _marked(all_spans: Iterator[Span]) -> Text:
+    """Tokens with loss in brackets; on a terminal also in color."""
     text = Text()
-    for loss, run in itertools.groupby(found, key=lambda span: span.loss):
+    for loss, group in itertools.groupby(all_spans, key=lambda span: span.loss):
+        usual, special = ("green", "black on green") if loss else ("dim", "black on white")
         text.append("⟦" if loss else "")
-        for span in run:
-            plain, special = ("green", "black on green") if loss else ("dim", "black on white")
-            text.append(span.text, style=special if span.special else plain)
+        for span in group:
+            text.append(span.text, style=special if span.special else usual)
         text.append("⟧" if loss else "")
     return text
 
 
 class _Page:
+    """Prints with colors on a terminal, at most 120 characters wide."""
+
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else _WIDTH
         self._console = Console(highlight=False, width=width, emoji=False, markup=False)
@@ -199,6 +203,7 @@ class _Page:
         self._console.print(rule)
 
     def title(self, title: str, what: str) -> None:
+        """Prints what is inspected."""
         self._print()
         self._print(Text.assemble((title, "bold"), (f"   {what}", "dim")))
         self._print(Text.assemble(("⟦tokens with loss⟧", "green"), ", and tokens without"))
@@ -250,20 +255,18 @@ class _Page:
             self._print(text, "yellow")
 
     def totals(self, columns: dict[str, dict[str, str]]) -> None:
-        """columns: `_facts` of each set."""
-        several = len(columns) > 1
-        style = box.SIMPLE_HEAD if several else None
-        table = Table(box=style, show_header=several, pad_edge=False)
-        table.add_column("", style="dim")
-        for part in columns:
-            table.add_column(part, justify="right" if several else "left")
-        for name in next(iter(columns.values())):
-            values = [column[name] for column in columns.values()]
-            if any(values):
-                table.add_row(name, *values)
+        """Prints the `_facts` of each set."""
+        names = [""]
+        if len(columns) > 1:
+            names = [f">{part}" for part in columns]
+        rows: list[Sequence[str | Text]] = [
+            (plain(name, "dim"), *(facts[name] for facts in columns.values()))
+            for name in next(iter(columns.values()))
+            if any(facts[name] for facts in columns.values())
+        ]
         self._print()
         self._rule(("in all", "bold"))
-        self._console.print(table)
+        self._console.print(make_table(["", *names], rows))
 
     def histogram(self, part: str, dataset: Any) -> None:
         """Prints how many documents have how many tokens."""
@@ -282,6 +285,7 @@ class _Page:
             self._print(Text.assemble(*row, f" {count:>{len(f'{largest:,}')},}"))
 
     def skipped(self, rows: list[dict[str, str]]) -> None:
+        """Prints the first rows that cannot be used."""
         for row in rows[:_SHOWN_PROBLEMS]:
             self._print(f"skipped: {row['where']}: {row['problem']}")
         if (more := len(rows) - _SHOWN_PROBLEMS) > 0:

@@ -18,11 +18,10 @@ from launcher.cli.app import Overrides, flag, option, read_size
 from launcher.distributed import host_memory
 from launcher.distributed.environment import cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
-from launcher.metrics.report import write
 from launcher.planner import machine as machines
 from launcher.planner.formatting import as_json, as_text
 from launcher.planner.machine import Machine
-from launcher.planner.page import plan_page
+from launcher.planner.page import write_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
@@ -113,7 +112,7 @@ def plan(
         print(error, file=sys.stderr)
         return EXIT_FAILED
     if html is not None:
-        write(plan_page(report), html)
+        write_plan(report, html)
     print(json.dumps(report, indent=1) if print_json else "\n".join(as_text(report)))
     if report["measured"] is not None and report["measured"]["best"] is None:
         return EXIT_FAILED

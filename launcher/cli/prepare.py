@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from launcher.cli.app import Overrides
 from launcher.console import bytes_as_text, configure_logging
@@ -39,38 +39,36 @@ def prepare(overrides: Overrides) -> int:
         folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False)
         _print(f"tokenizer  {data.tokenizer}: {folder}")
     offline = True
-    for name, kind, patterns, validation in data_sets(data):
-        if data.streaming and not validation:
-            remote = [pattern for pattern in patterns if is_hub_id(pattern)]
+    for files in data_sets(data):
+        if data.streaming and not files.validation:
+            remote = [pattern for pattern in files.patterns if is_hub_id(pattern)]
             network = f", {', '.join(remote)} through the network" if remote else ""
-            _print(f"{name}: read while training (data.streaming){network}")
+            _print(f"{files.key}: read while training (data.streaming){network}")
             offline = offline and not remote
         else:
-            _tokenize(recipe, name, kind, patterns, validation)
+            _tokenize(recipe, files)
     what = ": training needs no network now, and with HF_HUB_OFFLINE=1 it requests nothing"
     _print(f"ready{what if offline else ''}")
     return EXIT_DONE
 
 
-def _tokenize(
-    recipe: Recipe, name: str, kind: DataKind, patterns: tuple[str, ...], validation: bool
-) -> None:
+def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     from launcher.data.token_store import open_store
 
     store = open_store(
-        patterns,
-        dataclasses.replace(recipe.data, kind=kind),
+        files.patterns,
+        dataclasses.replace(recipe.data, kind=files.kind),
         tokenizer=recipe.data.tokenizer or recipe.model.path,
         model=model_inputs(recipe.model),
-        validation=validation,
+        validation=files.validation,
         build=True,
     )
     assert store.folder is not None
     what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
-    _print(f"{name}: {what}: {store.folder} ({_size(store.folder)})")
+    _print(f"{files.key}: {what}: {store.folder} ({_size(store.folder)})")
     if skipped := store.skipped:
         first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
-        _print(f"{name}: {len(skipped):,} rows cannot be used and are skipped, first {first}")
+        _print(f"{files.key}: {len(skipped):,} rows cannot be used and are skipped, first {first}")
 
 
 def model_inputs(model: Model) -> ModelInputs:
@@ -80,15 +78,25 @@ def model_inputs(model: Model) -> ModelInputs:
     return ModelInputs(vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels)
 
 
-def data_sets(data: Data) -> Iterator[tuple[str, DataKind, tuple[str, ...], bool]]:
-    """Name, kind, files, and whether it is for validation."""
+class DataFiles(NamedTuple):
+    """A set in data.train or data.validation."""
+
+    key: str
+    """Such as `data.train.web`."""
+    kind: DataKind
+    patterns: tuple[str, ...]
+    validation: bool
+
+
+def data_sets(data: Data) -> Iterator[DataFiles]:
+    """The sets of a recipe, those for training first."""
     for which, sets in (("train", data.train), ("validation", data.validation)):
-        for name, one in (sets if isinstance(sets, dict) else {"": sets}).items():
+        for name, source in (sets if isinstance(sets, dict) else {"": sets}).items():
             full = f"data.{which}.{name}".removesuffix(".")
-            if isinstance(one, Source):
-                yield full, one.kind or data.kind, one.files, False
-            elif one is not None:
-                yield full, data.kind, one, which == "validation"
+            if isinstance(source, Source):
+                yield DataFiles(full, source.kind or data.kind, source.files, False)
+            elif source is not None:
+                yield DataFiles(full, data.kind, source, which == "validation")
 
 
 def _print(line: str) -> None:

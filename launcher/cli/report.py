@@ -16,7 +16,17 @@ from launcher.cli.app import flag, option
 from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
 from launcher.console import bytes_as_text, finite, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.metrics import report as page
+from launcher.metrics.page import (
+    Charts,
+    RunHistory,
+    Section,
+    Table,
+    Text,
+    bars,
+    run_charts,
+    timed_parts,
+    write_page,
+)
 from launcher.planner.formatting import NAMES, as_json
 from launcher.planner.machine import known_machine
 from launcher.planner.page import component_amounts
@@ -34,23 +44,17 @@ _SAMPLES = 8
 _MOST_KEYS = 6
 """Keys with different values that the overview of several runs shows; more are in their own table
 only."""
-_MARKS = "Dashed: restarts. Ticks at the bottom: checkpoints, at the top: skipped steps."
 
 
-@dataclass
-class _Run:
-    """What the page shows of a run."""
+@dataclass(frozen=True)
+class _ReportedRun(RunHistory):
+    """What the page shows of a run, besides its curves."""
 
-    name: str
     summary: Summary
-    records: list[dict[str, Any]]
     events: list[dict[str, Any]]
     recipe: Recipe | None
-
-    @property
-    def start(self) -> float:
-        attempts = self.summary.attempts
-        return attempts[0].started if attempts else (self.records or [{}])[0].get("time", 0.0)
+    problem: str
+    """Why the recipe is not known."""
 
     @property
     def built(self) -> dict[str, Any]:
@@ -79,101 +83,95 @@ def report(
 
     paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
     names = [path.resolve().name for path in paths]
-    runs, notes = [], []
-    for path, name in zip(paths, names, strict=True):
-        run, recipe = RunFolder(path), None
-        try:
-            text = (path / "recipe.yaml").read_text(encoding="utf-8", errors="replace")
-            recipe = recorded_recipe(text, file=path / "recipe.yaml", strict=True)
-        except (OSError, RecipeError) as error:
-            notes.append(f"{path / 'recipe.yaml'} cannot be read: {error}")
-        records = [line for line in read_jsonl(run.metrics) if line.get("step") is not None]
-        shown = name if names.count(name) == 1 else str(path)
-        summary = summarize(path, time.time())
-        runs.append(_Run(shown, summary, records, run.read_events(), recipe))
-    charts, missing = page.make_charts([(run.records, run.start) for run in runs])
+    names = [n if names.count(n) == 1 else str(path) for n, path in zip(names, paths, strict=True)]
+    runs = [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    charts = run_charts(runs)
+    problems = [run.problem for run in runs if run.problem]
     differences = _differences(runs)
     with Console(stderr=True).status("planning the memory of the runs"):
         memory = _memory(runs, trust_run=trust_run)
-    recipes = [
-        {"kind": "text", "title": f"{run.name}: recipe.yaml", "text": to_yaml(run.recipe)}
-        for run in runs
-        if run.recipe is not None
+    sections: list[Section] = [
+        _overview(runs, differences),
+        replace(charts, note=" ".join([charts.note, *problems])),
+        *_times(runs),
+        memory,
+        *_samples(runs),
+        differences,
+        *(Text(f"{run.name}: recipe.yaml", to_yaml(run.recipe)) for run in runs if run.recipe),
+        _environment(runs),
     ]
-    content = {
-        "title": f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs",
-        "runs": [{"name": run.name, "events": list(_events(run))} for run in runs],
-        "charts": charts,
-        "sections": [
-            _overview(runs, differences),
-            {"kind": "charts", "title": "", "note": " ".join([_MARKS, *missing, *notes])},
-            *_times(runs),
-            memory,
-            *_samples(runs),
-            differences,
-            *recipes,
-            _environment(runs),
-        ],
-        "footer": f"launcher {__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}: "
-        + ", ".join(str(path.resolve()) for path in paths),
-    }
-    page.write(content, out)
+    title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs"
+    sources = ", ".join(str(path.resolve()) for path in paths)
+    footer = f"launcher {__version__}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {sources}"
+    write_page(out, title, sections, footer=footer)
     print(out)
     return EXIT_DONE
 
 
-def _events(run: _Run) -> Iterator[dict[str, Any]]:
-    """What is marked in the charts: restarts, checkpoints, skipped steps."""
-    saved = [event for event in run.events if event["event"] == "saved"]
-    skipped = [record for record in run.records if record.get("skipped")]
-    found = [("restart", attempt.resumed, attempt.started) for attempt in run.summary.attempts[1:]]
-    found += [("checkpoint", event["step"], event["time"]) for event in saved]
-    found += [("skipped", record["step"], record.get("time") or run.start) for record in skipped]
-    for kind, step, when in found:
-        yield {"kind": kind, "step": step, "time": round(when - run.start, 3)}
+def _read_run(path: Path, name: str) -> _ReportedRun:
+    run, file, recipe, problem = RunFolder(path), path / "recipe.yaml", None, ""
+    try:
+        if file.exists() and not file.is_file():  # a pipe would block
+            raise RecipeError("not a regular file")
+        text = file.read_text(encoding="utf-8", errors="replace")
+        recipe = recorded_recipe(text, file=file, strict=True)
+    except (OSError, RecipeError) as error:
+        problem = f"{file} cannot be read: {error}"
+    records = [record for record in read_jsonl(run.metrics) if record.get("step") is not None]
+    events, summary = run.read_events(), summarize(path, time.time())
+    start: float = (records or [{}])[0].get("time") or 0.0
+    if summary.attempts:
+        start = summary.attempts[0].started
+    marks = [("restart", attempt.resumed, attempt.started) for attempt in summary.attempts[1:]]
+    marks += [("checkpoint", e["step"], e["time"]) for e in events if e["event"] == "saved"]
+    skipped = [record for record in records if record.get("skipped")]
+    marks += [("skipped step", record["step"], record.get("time") or start) for record in skipped]
+    return _ReportedRun(name, records, start, marks, summary, events, recipe, problem)
 
 
-def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> dict[str, Any]:
+def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> Table:
     """A table with a column for each of `facts`, and a row for each name in them."""
-    names = dict.fromkeys(name for each in facts for name, text in each.items() if text)
-    rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
-    return {"kind": "table", "title": title, "columns": ["", *columns], "rows": rows}
+    names = dict.fromkeys(name for column in facts for name, text in column.items() if text)
+    rows = [[name, *(column.get(name, "") for column in facts)] for name in names]
+    return Table(title, ["", *columns], rows)
 
 
-def _overview(runs: list[_Run], differences: dict[str, Any]) -> dict[str, Any]:
+def _overview(runs: list[_ReportedRun], differences: Table) -> Table:
     """State and last values of each run; of a sweep also the keys in which they differ."""
     own = ("run.dir", "run.name")
-    swept = [row for row in differences["rows"] if len(set(row[2:])) > 1 and row[0] not in own]
+    swept = [row for row in differences.rows if len(set(row[2:])) > 1 and row[0] not in own]
     swept = swept if len(swept) <= _MOST_KEYS else []
     facts = []
     for number, run in enumerate(runs, start=2):
         texts = {name: text for name, text, _ in describe(run.summary, time.time()) if name}
-        evaluated = [loss for r in run.records if (loss := finite(r.get("eval_loss")))]
-        texts |= {"lowest evaluation": f"{min(evaluated):.4f}"} if evaluated else {}
-        texts |= {"error": run.summary.status.get("error") or ""}
+        losses = [loss for line in run.records if (loss := finite(line.get("eval_loss")))]
+        if losses:
+            texts["lowest evaluation"] = f"{min(losses):.4f}"
+        texts["error"] = run.summary.status.get("error") or ""
         facts.append({row[0]: row[number] for row in swept} | texts)
     table = _table("State", [run.name for run in runs], facts)
     if len(runs) > 1:  # a row for each run
-        table["columns"], *table["rows"] = zip(table["columns"], *table["rows"], strict=True)
+        columns, *rows = zip(table.columns, *table.rows, strict=True)
+        table = replace(table, columns=columns, rows=rows)
     return table
 
 
-def _times(runs: list[_Run]) -> Iterator[dict[str, Any]]:
+def _times(runs: list[_ReportedRun]) -> Iterator[Charts]:
     """Where the time went: of each run, and of a step."""
     labels = {"counted": "steps that counted", "repeated": "steps trained again"}
     labels |= {"between": "no process", "rest": "starting, evaluating, saving"}
-    rows, parts = [], []
+    of_runs, of_steps = [], []
     for run in runs:
         spent = time_spent(run.summary) if run.summary.attempts else {}
-        rows.append((run.name, {text: spent[name] for name, text in labels.items() if spent}))
-        for name, (seconds, share) in page.timed_parts(run.records).items():
-            parts.append((f"{run.name}: {name}, {share:.1%}", {name: seconds}))
-    yield page.bars("Time", rows, seconds_as_text)
+        of_runs.append((run.name, {text: spent[name] for name, text in labels.items() if spent}))
+        for name, (seconds, share) in timed_parts(run.records).items():
+            of_steps.append((f"{run.name}: {name}, {share:.1%}", {name: seconds}))
+    yield bars("Time", of_runs, seconds_as_text)
     note = "Means of all steps, and their shares of step_seconds; parts may overlap."
-    yield page.bars("Time of a step", parts, lambda s: f"{1000 * s:,.3g} ms") | {"note": note}
+    yield bars("Time of a step", of_steps, lambda s: f"{1000 * s:,.3g} ms", note=note)
 
 
-def _memory(runs: list[_Run], *, trust_run: bool) -> dict[str, Any]:
+def _memory(runs: list[_ReportedRun], *, trust_run: bool) -> Charts:
     """Planned and measured peak by component."""
     rows, notes = [], ["Planned by a trace of the run's recipe; measured: the largest peak."]
     for run in runs:
@@ -191,10 +189,10 @@ def _memory(runs: list[_Run], *, trust_run: bool) -> dict[str, Any]:
             }
             rest = {"other, measured": max(0, peak - sum(held.values()))}
             rows.append((f"{run.name}, measured", held | rest))
-    return page.bars("Memory at the peak", rows, bytes_as_text) | {"note": " ".join(notes)}
+    return bars("Memory at the peak", rows, bytes_as_text, note=" ".join(notes))
 
 
-def _planned(run: _Run, *, trust_run: bool) -> dict[str, int]:
+def _planned(run: _ReportedRun, *, trust_run: bool) -> dict[str, int]:
     """Bytes of each component at the peak. Raises RecipeError if they are not known."""
     recipe, built = run.recipe, run.built
     known = ("ranks", "ranks_per_node", "device")
@@ -222,7 +220,7 @@ def _planned(run: _Run, *, trust_run: bool) -> dict[str, int]:
     return component_amounts(plan, plan["peak"], outside=machine.device == "cpu")
 
 
-def _samples(runs: list[_Run]) -> Iterator[dict[str, Any]]:
+def _samples(runs: list[_ReportedRun]) -> Iterator[Table]:
     """Answers generated in the last evaluation of each run."""
     for run in runs:
         samples = read_jsonl(run.summary.path / "samples.jsonl")
@@ -231,12 +229,12 @@ def _samples(runs: list[_Run]) -> Iterator[dict[str, Any]]:
         if last:
             columns = [name for name in last[0] if name != "step"]
             rows = [[str(sample.get(name, "")) for name in columns] for sample in last[:_SAMPLES]]
+            title = f"{run.name}: answers in the evaluation after step {step}"
             note = f"{len(rows)} of {len(last)}; all are in samples.jsonl."
-            table = {"kind": "table", "columns": columns, "rows": rows, "note": note}
-            yield table | {"title": f"{run.name}: answers in the evaluation after step {step}"}
+            yield Table(title, columns, rows, note)
 
 
-def _differences(runs: list[_Run]) -> dict[str, Any]:
+def _differences(runs: list[_ReportedRun]) -> Table:
     """Keys in which a run differs from the shipped recipe of its name, or from the defaults."""
     names = {run.recipe.run.name for run in runs if run.recipe}
     shipped, base = "default", DEFAULT
@@ -249,8 +247,7 @@ def _differences(runs: list[_Run]) -> dict[str, Any]:
     recipes = [base, *(run.recipe for run in runs)]
     facts = [dict(_leaves(asdict(recipe))) if recipe else {} for recipe in recipes]
     table = _table("Recipe: what differs", [shipped, *(run.name for run in runs)], facts)
-    table["rows"] = [row for row in table["rows"] if len(set(row[1:])) > 1]
-    return table
+    return replace(table, rows=[row for row in table.rows if len(set(row[1:])) > 1])
 
 
 def _leaves(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -261,11 +258,11 @@ def _leaves(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, str
             yield f"{above}{key}", json.dumps(value, ensure_ascii=False)
 
 
-def _environment(runs: list[_Run]) -> dict[str, Any]:
+def _environment(runs: list[_ReportedRun]) -> Table:
     """Devices and versions of the last start of each run."""
-    shown = ("host", "ranks", "ranks_per_node", "device", "device_memory")
+    names = ("host", "ranks", "ranks_per_node", "device", "device_memory")
     facts = []
-    for built in (run.built for run in runs):
-        found = {name: built.get(name) for name in shown} | (built.get("versions") or {})
-        facts.append({name: str(value) for name, value in found.items() if value is not None})
+    for run in runs:
+        values = {name: run.built.get(name) for name in names} | (run.built.get("versions") or {})
+        facts.append({name: str(value) for name, value in values.items() if value is not None})
     return _table("Environment", [run.name for run in runs], facts)

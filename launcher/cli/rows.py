@@ -13,6 +13,7 @@ import typer
 from launcher.checkpoint import files
 from launcher.checkpoint.resume import data_changes
 from launcher.cli.app import flag, option
+from launcher.cli.tables import make_table, print_parts
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, first_line
 from launcher.recipe.functions import TRUST_HELP, refuse_code
@@ -57,13 +58,13 @@ def rows(
 
     from launcher.data.origins import trained_rows
 
-    found = trained_rows(opened, positions, tokenizer=tokenizer)
-    if not found:
+    trained = trained_rows(opened, positions, tokenizer=tokenizer)
+    if not trained:
         raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
-    title = f"step {step}: {found[-1].sequence:,} sequences, {len(found):,} rows"
+    title = f"step {step}: {trained[-1].sequence:,} sequences, {len(trained):,} rows"
     print(title + (f"; {skipped:,} batches before it were skipped" if skipped else ""))
-    losses = _losses(run, recipe, step, found, trust_run=trust_run) if loss else None
-    _print(found, losses, tokenizer)
+    losses = _losses(run, recipe, step, trained, trust_run=trust_run) if loss else None
+    _print_rows(trained, losses, tokenizer)
     return EXIT_DONE
 
 
@@ -93,8 +94,8 @@ def positions_of(
     """The positions of a step's samples in the data, and how many batches the run had skipped
     before it because it diverged on them.
 
-    events: of events.jsonl. global_batch_size: where they do not have it. Raises RecipeError if
-    another run trained the step.
+    events are those of events.jsonl; global_batch_size is for events that do not have it. Raises
+    RecipeError if another run trained the step.
     """
     size, skipped, end = global_batch_size, 0, sys.maxsize
     other, other_step, from_scratch = run, 0, True
@@ -172,7 +173,7 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def _losses(
-    run: Path, recipe: Recipe, step: int, found: list[TrainedRow], *, trust_run: bool
+    run: Path, recipe: Recipe, step: int, rows: list[TrainedRow], *, trust_run: bool
 ) -> list[float]:
     """The loss of each row, in float32, without dropout and without the rest of its sequence."""
     import torch
@@ -198,7 +199,7 @@ def _losses(
             title += f"; the step's loss in training was {line['loss']}"
     print(title)
     model, losses = weights.load(device), []
-    for row in found:
+    for row in rows:
         collated = row.dataset.collate([row.sample])
         with torch.no_grad():
             summed = float(row.dataset.loss(model, to_device(collated["tensors"], device)))
@@ -207,25 +208,22 @@ def _losses(
     return losses
 
 
-def _print(found: list[TrainedRow], losses: list[float] | None, tokenizer: str | None) -> None:
+def _print_rows(rows: list[TrainedRow], losses: list[float] | None, tokenizer: str | None) -> None:
     from launcher.cli.inspect_page import load_decoder
 
-    decoder = load_decoder(tokenizer) if found[0].of is not None else None
-    table = []
-    for row, loss in zip(found, losses or [math.nan] * len(found), strict=True):
+    decoder = load_decoder(tokenizer) if rows[0].of is not None else None
+    lines = []
+    for row, loss in zip(rows, losses or [math.nan] * len(rows), strict=True):
         tokens = text = ""
         if decoder is not None and row.of is not None:
             ids = row.sample["input_ids"].tolist()
-            part = f"{row.first:,}-{row.first + len(ids) - 1:,} of "
-            tokens = f"{part if len(ids) < row.of else ''}{row.of:,}"
+            tokens = f"{row.of:,}"
+            if len(ids) < row.of:
+                tokens = f"{row.first:,}-{row.first + len(ids) - 1:,} of {tokens}"
             text = " ".join(decoder.text(ids[:_PREVIEW]).split())[:_PREVIEW]
-        shown = "" if math.isnan(loss) else f"{loss:.4f}"
-        table.append((loss, (str(row.sequence), shown, tokens, row.where, text)))
+        loss_text = "" if math.isnan(loss) else f"{loss:.4f}"
+        lines.append((loss, (str(row.sequence), loss_text, tokens, row.where, text)))
     if losses is not None:
-        table.sort(key=lambda line: math.inf if math.isnan(line[0]) else -line[0])
-    cells = [("sequence", "loss" if losses else "", "tokens", "row", "text")]
-    cells += [line for _, line in table]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for sequence, shown, tokens, where, text in cells:
-        numbers = f"{sequence:>{widths[0]}}  {shown:>{widths[1]}}  {tokens:>{widths[2]}}"
-        print(f"{numbers}  {where:<{widths[3]}}  {text}".rstrip())
+        lines.sort(key=lambda line: math.inf if math.isnan(line[0]) else -line[0])
+    columns = (">sequence", ">loss" if losses else "", ">tokens", "row", "text")
+    print_parts(make_table(columns, [cells for _, cells in lines]))

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
+from launcher.cli.tables import make_table, plain, print_parts
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.recipe.decode import shown
 from launcher.reliability.json_files import last_line, read_jsonl
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
 
-_COLOURS = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
+_STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
 _SHOWN_ATTEMPTS = 12
 _OF_STEP = ("step", "loss", "time", "tokens_per_second", "step_seconds")
 
@@ -67,6 +67,7 @@ class Summary:
 
     @property
     def steps(self) -> str:
+        """The step, and of how many."""
         total = self.status.get("steps")
         return f"{self.step:,}" + (f" of {total:,}" if total else "")
 
@@ -86,9 +87,9 @@ def status(
     """
     runs, now = find_runs(folder), time.time()
     if runs == [folder]:
-        _print_one(summarize(folder, now), now)
+        _print_run(summarize(folder, now), now)
     else:
-        _print_table([summarize(path, now) for path in runs], now)
+        _print_runs([summarize(path, now) for path in runs], now)
     return EXIT_DONE
 
 
@@ -182,9 +183,7 @@ def time_spent(summary: Summary) -> dict[str, float]:
     attempts, counted = summary.attempts, 0.0
     first = trained = attempts[0].resumed
     for record in read_jsonl(RunFolder(summary.path).metrics):
-        if record.get("step_seconds") and record.get(
-            "step"
-        ):  # a mean over the steps since the last line
+        if record.get("step_seconds") and record.get("step"):  # a mean since the last line
             counted += record["step_seconds"] * (record["step"] - trained)
             trained = record["step"]
     pairs = list(itertools.pairwise(attempts))
@@ -210,61 +209,39 @@ def _ago(then: float, now: float) -> str:
     return f"{seconds_as_text(max(0.0, now - then))} ago"
 
 
-def _number(value: Any, form: str = ".4f") -> str:
+def _number(value: object, form: str = ".4f") -> str:
     return format(value, form) if isinstance(value, (int, float)) else "not finite"
 
 
-def _text(text: str, style: str = "") -> Any:
-    """A text from a file: neither markup of rich nor what a terminal obeys has an effect."""
-    from rich.text import Text
-
-    return Text("\n".join(shown(line, 4000) for line in text.splitlines()), style=style)
-
-
-def _print(*parts: Any) -> None:
-    """Prints with colours on a terminal; elsewhere plain lines that stay whole."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(*parts, sep="\n")
-        return
-    console.width = 1000
-    with console.capture() as captured:
-        console.print(*parts, sep="\n")
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-def _print_one(summary: Summary, now: float) -> None:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    for name, text, style in describe(summary, now):
-        table.add_row(name, _text(text, style))
-    _print(_text(str(summary.path), "bold"), table)
+def _print_run(summary: Summary, now: float) -> None:
+    rows = [
+        (plain(name, "dim"), plain(text, style)) for name, text, style in describe(summary, now)
+    ]
+    print_parts(plain(str(summary.path), "bold"), make_table(("", ""), rows))
     if len(summary.attempts) > 1:
-        attempts = _table(">attempt", "started", "on", ">ranks", ">from step", ">to step", "ended")
-        for attempt in summary.attempts[-_SHOWN_ATTEMPTS:]:
-            attempts.add_row(
+        columns = (">attempt", "started", "on", ">ranks", ">from step", ">to step", "ended")
+        attempts = [
+            (
                 str(attempt.number),
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started)),
-                _text(attempt.host),
+                attempt.host,
                 str(attempt.ranks or ""),
                 f"{attempt.resumed:,}",
                 "" if attempt.reached is None else f"{attempt.reached:,}",
-                _text(attempt.ended),
+                attempt.ended,
             )
-        _print(attempts)
+            for attempt in summary.attempts[-_SHOWN_ATTEMPTS:]
+        ]
+        print_parts(make_table(columns, attempts))
     if summary.status.get("error"):
-        _print(_text(summary.status["error"], "red"))
+        print_parts(plain(summary.status["error"], "red"))
 
 
 def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
     """Rows of name, text and colour; one without a name continues the row above."""
     last, steps = summary.last, summary.status.get("steps")
     why = f": {summary.reason}" if summary.reason else ""
-    yield "state", summary.state + why, _COLOURS.get(summary.state, "bold red")
+    yield "state", summary.state + why, _STYLES.get(summary.state, "bold red")
     left = f" ({summary.step / steps:.1%})" if steps else ""
     if steps and summary.state == "running" and last.get("step_seconds"):
         seconds = (steps - summary.step) * last["step_seconds"]
@@ -316,33 +293,26 @@ def _lost_time(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "", "the rest: " + ", ".join(lost), ""
 
 
-def _table(*columns: str) -> Any:
-    """An empty table. columns: their names, with > where they are right-aligned."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        name = column.removeprefix(">")
-        justify: Any = "left" if name == column else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "reason")
-    return table
-
-
-def _print_table(summaries: list[Summary], now: float) -> None:
-    numbers = (">step", ">loss", ">evaluation", ">tokens/s")
-    table = _table("run", "state", *numbers, "checkpoint", ">restarts", "reason")
+def _print_runs(summaries: list[Summary], now: float) -> None:
+    columns = (
+        *("run", "state", ">step", ">loss", ">evaluation", ">tokens/s", "checkpoint"),
+        *(">restarts", "reason"),
+    )
+    rows = []
     for summary in summaries:
         last, state = summary.last, summary.state
         step, when, _ = summary.checkpoints[-1] if summary.checkpoints else (0, 0.0, 0)
-        table.add_row(
-            _text(summary.path.name, "bold"),
-            _text(state, _COLOURS.get(state, "bold red")),
-            summary.steps,
-            _number(last["loss"]) if last else "",
-            _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
-            _number(last["tokens_per_second"], ",.0f") if last else "",
-            f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",
-            str(max(0, len(summary.attempts) - 1)),
-            _text("" if state in ("running", "finished") else summary.reason),
+        rows.append(
+            (
+                plain(summary.path.name, "bold"),
+                plain(state, _STYLES.get(state, "bold red")),
+                summary.steps,
+                _number(last["loss"]) if last else "",
+                _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
+                _number(last["tokens_per_second"], ",.0f") if last else "",
+                f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",
+                str(max(0, len(summary.attempts) - 1)),
+                "" if state in ("running", "finished") else summary.reason,
+            )
         )
-    _print(table)
+    print_parts(make_table(columns, rows))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -43,20 +42,8 @@ Sweep = list[tuple[str, list[str]]]
 """Keys with their values."""
 
 
-@dataclass(frozen=True)
-class Request:
-    plan: Sequence[str] = ()
-    """Arguments for `launcher plan`."""
-    dependency: str | None = None
-    throttle: int | None = None
-    dry_run: bool = False
-    wait: bool = False
-    follow: bool = False
-    force: bool = False
-
-
-class Run:
-    """One run of the job, or of a task of its array. label: its name among the runs of a sweep."""
+class SubmittedRun:
+    """The run of a job or of a task of its array. label is its name among the runs of a sweep."""
 
     def __init__(self, recipe: Recipe, label: str = "") -> None:
         self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
@@ -102,55 +89,43 @@ def submit(
       launcher submit recipe=fsdp nodes=2 gpus_per_node=8 time=12:00:00 partition=gpu gpu=h100
       launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
     """
-    options = {"gpu": gpu, "gpu_memory": gpu_memory}
-    request = Request(
-        plan=[f"{name}={value}" for name, value in options.items() if value is not None],
-        dependency=dependency,
-        throttle=throttle,
-        dry_run=dry_run,
-        wait=wait,
-        follow=follow,
-        force=force,
-    )
-    return main(overrides, request)
-
-
-def main(arguments: Sequence[str], request: Request) -> int:
-    """Returns 0 if it was submitted, 3 if it does not fit; with wait or follow: how it ended."""
-    overrides, sweep = sort_arguments(arguments)
-    if request.throttle is not None and not sweep:
+    overrides, sweep = sort_arguments(overrides)
+    if throttle is not None and not sweep:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
     runs = make_runs(overrides, sweep)
-    for run in runs:  # raises now what would be refused when the job starts
+    _refuse_what_the_job_would(runs)
+    script = _make_script(runs, throttle, dependency)
+    text = render(script)
+    if dry_run:
+        print(text, end="")
+        return EXIT_DONE
+    if not force:
+        device = {"gpu": gpu, "gpu_memory": gpu_memory}
+        size = [f"{name}={value}" for name, value in device.items() if value is not None]
+        status = _plan(overrides, sweep, size, script.slurm)
+        if status in (EXIT_NO, EXIT_USAGE):
+            return status
+    ids = _submit(script, text, runs)
+    _print_submitted(script, ids[0].partition("_")[0], runs)
+    return _wait(ids, runs, follow=follow) if wait or follow else EXIT_DONE
+
+
+def _refuse_what_the_job_would(runs: Sequence[SubmittedRun]) -> None:
+    """Raises RecipeError if the start of the job would, or if a run has a job already."""
+    for run in runs:
         for job, state in _queued([run]).items():
             raise RecipeError(
                 f"run.dir: {run.folder} has job {job} already ({state}); wait for it, "
                 f"end it (scancel {job}), or give another run.dir"
             )
         choose_resume(run.recipe, RunFolder(run.folder))
-    script = _make_script(request, runs)
-    text = render(script)
-    if request.dry_run:
-        print(text, end="")
-        return EXIT_DONE
-    status = EXIT_DONE if request.force else _plan(overrides, sweep, request.plan, script.slurm)
-    if status in (EXIT_NO, EXIT_USAGE):
-        return status
-    ids = _submit(script, text, runs)
-    _print_submitted(script, ids[0].partition("_")[0], runs)
-    if request.wait or request.follow:
-        return _wait(ids, runs, follow=request.follow)
-    return EXIT_DONE
 
 
-def _queued(runs: Sequence[Run]) -> dict[str, str]:
+def _queued(runs: Sequence[SubmittedRun]) -> dict[str, str]:
     """States of the runs' jobs in the queue, by id. Raises RecipeError."""
     jobs = [job for run in runs for job in submitted_jobs(run.folder)]
     active = scheduler.active_jobs() if jobs else {}
     return {job: active[job].lower() for job in jobs if job in active}
-
-
-# What to submit
 
 
 def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
@@ -183,13 +158,14 @@ def _load(arguments: Sequence[str]) -> Recipe:
     recipe = load_recipe(arguments, ranks=None).recipe
     slurm = recipe.slurm or Slurm()
     counts = node_counts(slurm)
-    each = ranks_per_node(slurm)
-    for nodes in (nodes for nodes in counts if not fits_ranks(recipe, nodes * each)):
-        try:
-            load_recipe(arguments, ranks=nodes * each)
-        except RecipeError as error:
-            where = f"on {nodes} of {slurm.nodes} nodes: " if len(counts) > 1 else ""
-            raise RecipeError([where + problem for problem in error.problems]) from None
+    for nodes in counts:
+        ranks = nodes * ranks_per_node(slurm)
+        if not fits_ranks(recipe, ranks):
+            try:
+                load_recipe(arguments, ranks=ranks)
+            except RecipeError as error:
+                where = f"on {nodes} of {slurm.nodes} nodes: " if len(counts) > 1 else ""
+                raise RecipeError([where + problem for problem in error.problems]) from None
     return recipe
 
 
@@ -197,10 +173,10 @@ def _combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
     return itertools.product(*([f"{key}={value}" for value in values] for key, values in sweep))
 
 
-def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[Run]:
+def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[SubmittedRun]:
     """The run, or a run for each combination of a sweep's values, in folders below run.dir."""
     if not sweep:
-        return [Run(_load(overrides))]
+        return [SubmittedRun(_load(overrides))]
     runs = []
     short = [key.rsplit(".", 1)[-1] for key, _ in sweep]
     names = [
@@ -212,7 +188,7 @@ def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[Run]:
         label = ",".join(f"{name}={value}" for name, value in zip(names, plain, strict=True))
         folder = str(Path(recipe.run.dir) / label)
         run = dataclasses.replace(recipe.run, name=f"{recipe.run.name} {label}", dir=folder)
-        runs.append(Run(dataclasses.replace(recipe, run=run), label))
+        runs.append(SubmittedRun(dataclasses.replace(recipe, run=run), label))
     if len({run.label for run in runs}) < len(runs):
         problem = "two runs would have the same name and folder; give each value once"
         raise RecipeError(f"command line: sweep: {problem}")
@@ -231,7 +207,9 @@ def _half(limit: str | None) -> int:
     return max(1, (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 2)
 
 
-def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
+def _make_script(
+    runs: Sequence[SubmittedRun], throttle: int | None, dependency: str | None
+) -> JobScript:
     first, slurm = runs[0], runs[0].recipe.slurm or Slurm()
     folder = Path(str(runs[0].parent).replace("%", "%%"))  # sbatch replaces what follows a %
     measured = [lead for run in runs if (lead := measured_lead(run.folder)) is not None]
@@ -243,12 +221,9 @@ def _make_script(request: Request, runs: Sequence[Run]) -> JobScript:
         directory=Path.cwd(),
         runs=tuple((run.folder, run.recipe_file) for run in runs),
         python=Path(sys.executable),
-        throttle=request.throttle,
-        dependency=request.dependency,
+        throttle=throttle,
+        dependency=dependency,
     )
-
-
-# Whether it fits
 
 
 def _plan(overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Slurm) -> int:
@@ -289,10 +264,7 @@ def print_plan(arguments: Sequence[str]) -> int:
     return subprocess.run(words, env=scheduler.slurm_environment()).returncode
 
 
-# Submission
-
-
-def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
+def _submit(script: JobScript, text: str, runs: Sequence[SubmittedRun]) -> list[str]:
     """Returns the ids of the job, or of the tasks of its array."""
     files = {run.recipe_file: run.yaml for run in runs} | {runs[0].script_file: text}
     try:
@@ -315,7 +287,7 @@ def _submit(script: JobScript, text: str, runs: Sequence[Run]) -> list[str]:
     return ids
 
 
-def _print_submitted(script: JobScript, job: str, runs: Sequence[Run]) -> None:
+def _print_submitted(script: JobScript, job: str, runs: Sequence[SubmittedRun]) -> None:
     slurm, folder, gpus = script.slurm, runs[0].parent, script.slurm.gpus_per_node
     each = plural(gpus, "GPU") if gpus else f"{plural(ranks_per_node(slurm), 'rank')} on CPUs"
     array = f", {len(runs)} runs" if len(runs) > 1 else ""
@@ -336,10 +308,7 @@ def _print_submitted(script: JobScript, job: str, runs: Sequence[Run]) -> None:
     )
 
 
-# Waiting
-
-
-def _wait(ids: Sequence[str], runs: Sequence[Run], *, follow: bool) -> int:
+def _wait(ids: Sequence[str], runs: Sequence[SubmittedRun], *, follow: bool) -> int:
     """Waits until the jobs and their successors have left the queue; returns how the runs ended."""
     log = runs[0].folder / "log" / "rank_0.log"
     offset = log.stat().st_size if log.exists() else 0

@@ -47,11 +47,11 @@ def train(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
     options = ["--standalone", f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
     run = RunFolder(Path(recipe.run.dir))
-    found = run.read_status()
+    before = run.read_status()
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
     # Under torchrun a stopped run exits with 0; status.json has the outcome, if this start wrote it
     status = run.read_status()
-    state = status.get("state") if status != found else None
+    state = status.get("state") if status != before else None
     if exit_status == EXIT_DONE and requests.first is not None and state is None:
         state = "stopped"  # before a rank had taken the folder
     return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status

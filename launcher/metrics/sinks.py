@@ -26,12 +26,13 @@ uploaded at the end. In between wandb has a process of its own."""
 
 
 class Sink(Protocol):
-    """Takes the records of steps and evaluations; `samples` are an evaluation's answers."""
+    """Takes the records of steps and evaluations."""
 
-    def write(self, record: dict[str, Any]) -> None: ...
+    def write(self, record: dict[str, Any]) -> None:
+        """Takes a record. The `samples` of an evaluation are the answers that it generated."""
 
     def close(self, state: str) -> None:
-        """state: of the run at its end."""
+        """Called at the end of the run, with its state."""
 
 
 class JsonLines:
@@ -41,6 +42,7 @@ class JsonLines:
         self._lines = Lines(path)
 
     def remove_later_steps(self, step: int) -> int:
+        """See `remove_later_steps`."""
         return remove_later_steps(self._lines, step)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -95,7 +97,7 @@ class OptionalSink:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever a library raises, the run continues
             self._sink = None
             problem = first_line(error)
             logger.warning(f"{self._name} is disabled from now on, training continues: {problem}")
@@ -140,7 +142,7 @@ class Wandb:
         }
         try:
             self._run = library.init(mode=wandb.mode, **settings)
-        except Exception as error:
+        except Exception as error:  # wandb raises many kinds if its server cannot be reached
             if wandb.mode == "offline":
                 raise
             library.teardown()

@@ -21,10 +21,10 @@ LASTING_SECONDS = 3.0
 
 
 class SlowRanks:
-    """Compares the ranks' own times of a step, without waits for other ranks."""
+    """Compares the ranks' own times of a step, without waits for other ranks. Messages name the
+    host of a rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        """hosts: of each rank."""
         self._hosts = hosts
         self._recent: deque[tuple[int, float, Sequence[float]]] = deque(maxlen=RECORDS)
         self._since: dict[int, tuple[int, float]] = {}
@@ -35,10 +35,8 @@ class SlowRanks:
         """The slowest rank now, for a line of a step."""
 
     def update(self, step: int, own_seconds: Sequence[float]) -> list[str]:
-        """Messages about ranks that became slow or are no longer slow.
-
-        own_seconds: of each rank, for a step.
-        """
+        """Takes the seconds that each rank needed for a step. Returns messages about ranks that
+        became slow or are no longer slow."""
         self._recent.append((step, time.monotonic(), own_seconds))
         if len(self._recent) < RECORDS:
             return []
@@ -70,8 +68,8 @@ class SlowRanks:
     def _begin(self, rank: int, limit: float) -> tuple[int, float]:
         """Step and time of the first of the last records in which a rank took this long."""
         begin = self._recent[-1][:2]
-        for step, moment, own_seconds in reversed(self._recent):
+        for step, when, own_seconds in reversed(self._recent):
             if own_seconds[rank] < limit:
                 break
-            begin = step, moment
+            begin = step, when
         return begin

@@ -20,7 +20,7 @@ FREE_MEMORY = 0.25
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepProfile:
     """Where the time of a step goes, and the shape of the run."""
 
     shares: Mapping[str, float]
@@ -39,7 +39,8 @@ def step_shares(totals: Mapping[str, float], *, recomputed_share: float) -> dict
     forward and backward without communication and recomputation. With CPU offload, communication
     includes copies between host and device.
 
-    totals: `StepRecorder.totals`. recomputed_share: of the operations of forward and backward.
+    totals are those of `StepRecorder`. recomputed_share is the share of the operations of forward
+    and backward that are recomputation.
     """
     shares = {name: totals[name] / totals["step"] for name in ("data", "optimizer", "logging")}
     waits = totals["communication"] / totals["timed"] if totals["timed"] else 0.0
@@ -50,29 +51,29 @@ def step_shares(totals: Mapping[str, float], *, recomputed_share: float) -> dict
     return shares
 
 
-def verdict(measured: Measured, recipe: Recipe) -> str:
+def verdict(profile: StepProfile, recipe: Recipe) -> str:
     """The bottleneck, and the override that most likely helps, in one sentence."""
-    over = {name: measured.shares[name] / most for name, most in TOLERATED.items()}
+    over = {name: profile.shares[name] / most for name, most in TOLERATED.items()}
     name = max(over, key=lambda name: over[name])
     if over[name] <= 1:
         name = "compute"
-    candidates = _overrides(name, measured, recipe).items()
+    candidates = _overrides(name, profile, recipe).items()
     override = next((text for text, applies in candidates if applies), None)
     advice = "no override is likely to help" if override is None else f"try {override}"
     shown = "compute (forward and backward)" if name == "compute" else name
     if name == "communication":
-        if measured.slow_rank is not None:
-            advice = f"the other ranks wait for one, look at it first: {measured.slow_rank}"
+        if profile.slow_rank is not None:
+            advice = f"the other ranks wait for one, look at it first: {profile.slow_rank}"
         if recipe.strategy.cpu_offload is not None:
             shown = "host copies and communication"
-    return f"bottleneck: {shown}, {measured.shares[name]:.0%} of a step; {advice}"
+    return f"bottleneck: {shown}, {profile.shares[name]:.0%} of a step; {advice}"
 
 
-def _overrides(name: str, measured: Measured, recipe: Recipe) -> dict[str, bool]:
+def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, bool]:
     """Whether each candidate applies. The most effective comes first."""
     strategy, batch, checkpointing = recipe.strategy, recipe.batch, recipe.activation_checkpointing
-    gpu, accumulates = measured.free_memory is not None, measured.micro_batches > 1
-    memory = measured.free_memory is None or measured.free_memory >= FREE_MEMORY
+    gpu, accumulates = profile.free_memory is not None, profile.micro_batches > 1
+    memory = profile.free_memory is None or profile.free_memory >= FREE_MEMORY
     fsdp, offload = strategy.kind != "ddp" and memory, strategy.cpu_offload is not None and memory
     syncs = strategy.sync_every_micro_batch
     gathers = strategy.reshard_after_forward is not False
@@ -89,8 +90,8 @@ def _overrides(name: str, measured: Measured, recipe: Recipe) -> dict[str, bool]
         },
         "communication": {
             "strategy.cpu_offload=null": offload,
-            f"strategy.replicate={measured.nodes}": (
-                fsdp and measured.nodes > 1 and strategy.replicate == 1
+            f"strategy.replicate={profile.nodes}": (
+                fsdp and profile.nodes > 1 and strategy.replicate == 1
             ),
             "strategy.sync_every_micro_batch=false": (
                 accumulates and (syncs is True or (fsdp and syncs is not False))
@@ -106,7 +107,7 @@ def _overrides(name: str, measured: Measured, recipe: Recipe) -> dict[str, bool]
         },
         "optimizer": {
             "strategy.cpu_offload=null": offload,
-            "strategy.shard_optimizer=true": whole_state and measured.ranks > 1,
+            "strategy.shard_optimizer=true": whole_state and profile.ranks > 1,
             "optimizer.state_dtype=float32": memory and low,
             larger: True,
         },

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from launcher import __version__
 from launcher.console import bytes_as_text
-from launcher.metrics import report
+from launcher.metrics.page import Charts, Section, Text, bars, curve_figure, write_page
 from launcher.planner.formatting import NAMES, as_text
 
 
 def component_amounts(
     plan: dict[str, Any], moment: dict[str, Any], *, outside: bool
 ) -> dict[str, int]:
-    """Names and bytes of a moment's components. outside: also context and margin."""
-    more = {"context": plan["context"], "margin": plan["margin"]} if outside else {}
-    amounts = moment["components"] | more
+    """Names and bytes of a moment's components; with `outside` also the context and the margin."""
+    amounts = dict(moment["components"])
+    if outside:
+        amounts |= {"context": plan["context"], "margin": plan["margin"]}
     return {NAMES[name]: amount for name, amount in amounts.items() if amount}
 
 
-def plan_page(plan: dict[str, Any]) -> dict[str, Any]:
-    """The page of a plan, for `write`. plan: as `as_json` returns it."""
-    moments, phases = plan["timeline"], plan["phases"]
-    peaks = [(name, component_amounts(plan, one, outside=True)) for name, one in phases.items()]
-    curve = {
-        "run": 0,
-        "name": "",
-        "dash": 0,
-        "step": list(range(len(moments))),
-        "y": [one["total"] for one in moments],
-        "labels": [f"{one['phase']} {one['where']}" for one in moments],
-    }
-    text = "\n".join(as_text(plan))
-    return {
-        "title": f"Plan of {plan['recipe']}",
-        "footer": f"launcher {__version__}",
-        "runs": [{"name": "", "events": []}],
-        "charts": [{"title": "Tensors during a step", "unit": "bytes", "series": [curve]}],
-        "sections": [
-            report.bars("Memory at the peak of each phase", peaks, bytes_as_text),
-            {"kind": "charts", "title": ""},
-            {"kind": "text", "title": "The whole plan", "open": True, "text": text},
-        ],
-    }
+def write_plan(plan: dict[str, Any], file: Path) -> None:
+    """Writes a plan, as `as_json` returns it, as a page. Raises RecipeError."""
+    peaks = [
+        (phase, component_amounts(plan, peak, outside=True))
+        for phase, peak in plan["phases"].items()
+    ]
+    moments = plan["timeline"]
+    labels = [f"{moment['phase']} {moment['where']}" for moment in moments]
+    sizes = [moment["total"] for moment in moments]
+    sections: list[Section] = [
+        bars("Memory at the peak of each phase", peaks, bytes_as_text),
+        Charts([curve_figure("Tensors during a step", labels, sizes)]),
+        Text("The whole plan", "\n".join(as_text(plan)), open=True),
+    ]
+    write_page(file, f"Plan of {plan['recipe']}", sections, footer=f"launcher {__version__}")

@@ -22,7 +22,7 @@ from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import Measured, step_shares, verdict
+from launcher.metrics.verdict import StepProfile, step_shares, verdict
 from launcher.reliability.json_files import Lines, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
@@ -148,7 +148,7 @@ class Reporter:
         if self._device.type == "cuda":
             free = 1 - self._peak / torch.cuda.get_device_properties(self._device).total_memory
         shares = step_shares(totals, recomputed_share=self._flops.recomputed_share)
-        measured = Measured(
+        profile = StepProfile(
             shares,
             ranks=len(self._hosts),
             nodes=len(set(self._hosts)),
@@ -156,7 +156,7 @@ class Reporter:
             free_memory=free,
             slow_rank=self._slow.note,
         )
-        text, rate = verdict(measured, self._recipe), totals["tokens"] / totals["step"]
+        text, rate = verdict(profile, self._recipe), totals["tokens"] / totals["step"]
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         peak = f"{bytes_as_text(self._peak)} at the peak"
         logger.info(f"{text}\n  {rate:,.0f} tokens/s, {peak}; {parts}")

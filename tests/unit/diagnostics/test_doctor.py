@@ -339,7 +339,7 @@ def findings_of_doctor(monkeypatch, tmp_path):
         rates = group_checks.slowest_rates([RATES], source="here")
         return Report(**vars(report) | {"rates": rates})
 
-    monkeypatch.setattr(command, "measured", measured)
+    monkeypatch.setattr(command, "measure_rates", measured)
     return findings
 
 
@@ -383,7 +383,7 @@ sys.exit(1)
 def test_failed_and_hanging_ranks_are_reported(monkeypatch):
     def measured(program):
         monkeypatch.setattr(spawn, "TORCHRUN", [sys.executable, "-c", program])
-        return bad_findings(command.measured(2, make_report()).findings)
+        return bad_findings(command.measure_rates(2, make_report()).findings)
 
     assert measured(FAILING_RANK) == ["measuring: the ranks failed: RuntimeError: NCCL error"]
     printed = measured("import sys; print('Killed'); sys.exit(1)")

@@ -15,7 +15,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import TOLERATED, Measured, step_shares, verdict
+from launcher.metrics.verdict import TOLERATED, StepProfile, step_shares, verdict
 from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
@@ -163,7 +163,7 @@ VERDICTS = [
 def test_verdict_names_bottleneck_and_one_override(override, shares, shape, expected, folder):
     recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=1).recipe
     whole = dict.fromkeys(TOLERATED, 0.0) | shares
-    text = verdict(Measured(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
+    text = verdict(StepProfile(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
     assert text.startswith("bottleneck: ")
     assert expected in text
     assert text.count("=") <= 1

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from launcher.cli import main
-from launcher.metrics import report
+from launcher.metrics import page
 from launcher.planner.formatting import as_json
-from launcher.planner.page import plan_page
+from launcher.planner.page import write_plan
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.json_files import append_line, read_jsonl
 from launcher.reliability.run_directory import RunFolder
@@ -19,22 +19,22 @@ from tests.unit.planner.example_plans import RECIPE, example_plan, example_searc
 
 START = 1_800_000_000.0
 CHARTS = {
-    "Loss": "loss",
-    "Evaluation loss": "eval_loss",
-    "Evaluation: exact_match": "eval_exact_match",
-    "Learning rate": "learning_rate",
-    "Gradient norm before clipping": "grad_norm",
-    "Tokens per second, all ranks": "tokens_per_second",
-    "Seconds per step": "step_seconds",
-    "FLOPs utilization (MFU)": "mfu",
-    "Peak memory of a rank": "peak_memory_bytes",
+    "Loss": {"training": "loss", "evaluation": "eval_loss"},
+    "Evaluation: exact_match": {"exact_match": "eval_exact_match"},
+    "Gradient norm before clipping": {"": "grad_norm"},
+    "Learning rate": {"": "learning_rate"},
+    "Tokens per second, all ranks": {"": "tokens_per_second"},
+    "FLOPs utilization": {"MFU": "mfu"},
+    "Peak memory of a rank": {"allocated": "peak_memory_bytes"},
+    "Seconds per step": {"": "step_seconds"},
 }
-"""Chart titles and their keys in metrics.jsonl."""
+"""Chart titles, the names of their curves, and their keys in metrics.jsonl."""
+FACTORS = {"mfu": 100, "peak_memory_bytes": 2**-30}
+"""From values in metrics.jsonl to those of a chart."""
 NO_HORIZONTAL_SCROLL = (
     "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
 )
 """JavaScript: the page does not scroll horizontally."""
-UNITS = {"": 1, "%": 0.01, " MiB": 2**20, " GiB": 2**30}
 SMALL_MODEL = [
     "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, vocab_size: 260, "
     "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2}",
@@ -94,32 +94,51 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
 
 
 def embedded(file):
+    """Return the figures in a page by their titles."""
     text = re.search(r'id="data">(.*?)</script>', file.read_text(), re.DOTALL)[1]
-    return json.loads(text)
+    return {figure["title"]: figure for figure in json.loads(text)}
+
+
+def curves(traces):
+    """Return the curves of a chart, without the marks, as {(run, name): [(x, y), ...]}."""
+    return {
+        (trace["meta"], trace["name"]): list(zip(trace["x"], trace["y"], strict=True))
+        for trace in traces
+        if "name" in trace
+    }
+
+
+def drawn(browser, title):
+    """Return the visible traces that plotly has of a chart, and the type of its value axis."""
+    return browser.evaluate(
+        f"""(() => {{
+            const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
+            const shown = plot.data.filter(trace => trace.visible !== false);
+            return [shown, plot._fullLayout.yaxis.type];
+        }})()"""
+    )
 
 
 def hover(browser, title, share):
-    """Hover over the chart at `share` of its width; return name, step and text for each run."""
+    """Move the pointer to `share` of the width of a chart. Return the lines of the label."""
     x, y = browser.evaluate(
         f"""(() => {{
-            const heading = [...document.querySelectorAll("h3")].find(
-                one => one.textContent === {json.dumps(title)});
-            const svg = heading.parentNode.querySelector("svg");
-            svg.scrollIntoView({{ block: "center" }});
-            const box = svg.getBoundingClientRect();
-            return [box.left + LEFT + {share} * (box.width - LEFT - RIGHT), box.top + 100];
+            const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
+            plot.scrollIntoView({{ block: "center" }});
+            const box = plot.querySelector(".nsewdrag").getBoundingClientRect();
+            return [box.left + {share} * box.width, box.top + box.height / 2];
         }})()"""
     )
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    rows = browser.evaluate('[...document.querySelectorAll(".tip div")].map(d => d.textContent)')
-    return [re.match(r"(.*?) step (\d+): (\S+(?: [GM]iB)?)", row).groups() for row in rows]
-
-
-def value_of(text):
-    if text == "not":  # from "not finite"
-        return None
-    number, unit = re.fullmatch(r"([\d.,]+)(.*)", text).groups()
-    return float(number.replace(",", "")) * UNITS[unit]
+    return browser.evaluate(
+        """(async () => {
+            for (let frame = 0; frame < 600; frame++) {
+                const shown = document.querySelectorAll(".hoverlayer text");
+                if (shown.length) return [...shown].map(text => text.textContent);
+                await new Promise(requestAnimationFrame);
+            }
+        })()"""
+    )
 
 
 def test_page_of_a_run(tmp_path, browser, capsys):
@@ -127,57 +146,68 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     assert main.main(["report", str(run.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     records = read_jsonl(run.metrics)
-    charts = {chart["title"]: chart["series"] for chart in embedded(out)["charts"]}
-    assert set(charts) == set(CHARTS)
-    for title, key in CHARTS.items():
-        (curve,) = charts[title]
-        lines = [record for record in records if key in record]
-        assert curve["y"] == [line[key] for line in lines]
-        assert curve["step"] == [line["step"] for line in lines]
-        assert curve["time"] == [line["time"] - START for line in lines]
+    charts = embedded(out)
+    assert list(charts) == [*CHARTS, "Time", "Time of a step", "Memory at the peak"]
+
+    def expected(key, along):
+        return [
+            (along(r), r[key] and pytest.approx(r[key] * FACTORS.get(key, 1)))
+            for r in records
+            if key in r
+        ]
+
+    def without_gap(points):  # between the attempts
+        return [point for n, point in enumerate(points) if n != gaps.get(len(points))]
 
     backgrounds = set()
-    for width in (1280, 400):
+    for width in (1280, 390):
         for scheme in ("light", "dark"):
             browser.open(out, width=width, scheme=scheme)
-            assert browser.evaluate("document.querySelectorAll('svg').length") == len(CHARTS)
+            assert browser.evaluate("document.querySelectorAll('.main-svg').length") >= len(charts)
             assert browser.evaluate(NO_HORIZONTAL_SCROLL)
-            colour = "getComputedStyle(document.body).backgroundColor"
-            backgrounds.add(browser.evaluate(colour))
-    assert len(backgrounds) == 2
+            for element in ("document.body", "document.querySelector('.plot .bg')"):
+                style = f"getComputedStyle({element})"
+                backgrounds.add(browser.evaluate(f"{style}.backgroundColor + {style}.fill"))
+    assert len(backgrounds) == 4
 
     browser.open(out, width=1280)
-    seen = set()
+    gaps = {51: 10, 11: 2}  # the second attempt begins after step 10
     for axis in ("step", "time"):
-        for title, key in CHARTS.items():
-            for share in (0.01, 0.122, 0.4, 0.7, 0.99):
-                ((_, step, text),) = hover(browser, title, share)
-                expected = next(r[key] for r in records if r["step"] == int(step) and key in r)
-                assert value_of(text) == (expected and pytest.approx(expected, rel=1e-5))
-                seen.add((axis, int(step)))
+        for title, keys in CHARTS.items():
+            traces, _ = drawn(browser, title)
+            found = curves(traces)
+            assert set(found) == {(0, name) for name in keys}
+            for name, key in keys.items():
+                points = found[0, name]
+                assert points[gaps[len(points)]][1] is None
+                if axis == "step":
+                    assert without_gap(points) == expected(key, lambda r: r["step"])
+                else:
+                    minutes = expected(
+                        key, lambda r: pytest.approx((r["time"] - START) / 60, abs=1e-3)
+                    )
+                    assert without_gap(points) == minutes
+            marks = {
+                trace["hovertemplate"].removesuffix("<extra></extra>"): trace["x"][0]
+                for trace in traces
+                if "name" not in trace
+            }
+            assert set(marks) == {"restart", "checkpoint", "skipped step"}
+            if axis == "step":
+                assert marks == {"restart": 10, "checkpoint": 10, "skipped step": 7}
         browser.evaluate('document.getElementById("axis").click()')
-    assert {("step", 1), ("step", 50), ("step", 7), ("time", 50)} <= seen
 
-    # The heights of the curve are a linear function of the values
-    path = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
-    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)h0", path)]
-    losses = [r["loss"] for r in records if r.get("loss") is not None]
-    factor = (heights[-1] - heights[0]) / (losses[-1] - losses[0])
-    expected = [heights[0] + factor * (loss - losses[0]) for loss in losses]
-    assert heights == pytest.approx(expected, abs=0.2)
-    assert path.count("M") == 2  # a gap at the skipped step
-    browser.evaluate('document.getElementById("axis").click()')
-    curve = browser.evaluate('document.querySelector(".curve").getAttribute("d")')
-    assert curve.count("M") == 3  # over time, there is also a gap between the attempts
-    for kind in ("restart", "checkpoint", "skipped"):
-        marks = f'document.querySelectorAll(".{kind}").length'
-        assert browser.evaluate(marks) == len(CHARTS), kind
+    assert hover(browser, "Learning rate", 0.999)[:2] == ["50", "0.05"]
+    assert drawn(browser, "Loss")[1] == "linear"
+    browser.evaluate('document.querySelector(".log").click()')
+    assert drawn(browser, "Loss")[1] == "log"
+    assert drawn(browser, "Learning rate")[1] == "linear"
 
-    text = browser.evaluate("document.body.innerText")
+    text = browser.evaluate("document.body.textContent")
     for shown in (
         *("Run a<b> & c", "Bound by <data>.", "lowest evaluation"),
         *("data, 14.3%", "forward, 28.6%"),  # shares of 1.75 s
-        *("planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB is measured
+        *("a<b> & c, planned", "512.2 MiB", "driver and libraries"),  # 512.2 MiB is measured
         *("optimizer.learning_rate", "2.13.0"),
         *("answers in the evaluation after step 50", "50 + 1 =", "<b>5</b>"),
     ):
@@ -190,8 +220,12 @@ def test_page_of_several_runs(tmp_path, browser):
     make_run(tmp_path / "sweep/short", 40, device="NVIDIA H100 80GB HBM3", device_memory=80 << 30)
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path / "sweep"), f"out={out}"]) == 0
-    chart = next(c for c in embedded(out)["charts"] if c["title"] == "Loss")
-    assert 1000 < len(chart["series"][0]["y"]) <= report.MOST_POINTS
+    found = curves(embedded(out)["Loss"]["data"])
+    assert set(found) == {(0, "training"), (1, "training"), (1, "evaluation")}
+    assert 1000 < len(found[0, "training"]) <= page.MOST_POINTS + 1
+    records = {r["step"]: r["loss"] for r in read_jsonl(long.metrics)}
+    for step, loss in found[0, "training"]:
+        assert loss is None or loss == records[step]
     browser.open(out, width=1280)
     text = browser.evaluate("document.body.innerText")
     assert "the longest has 5,000" in text
@@ -203,14 +237,12 @@ def test_page_of_several_runs(tmp_path, browser):
     assert columns["optimizer.learning_rate"] == ["0.0001", "0.001"]
     assert columns["lowest evaluation"] == ["", "2.6000"]
 
-    records = {r["step"]: r["loss"] for r in read_jsonl(long.metrics)}
-    (first, step, text), second = hover(browser, "Loss", 0.5)
-    assert (first, second[:2]) == ("long", ("short", "40"))
-    assert value_of(text) == pytest.approx(records[int(step)], rel=1e-5)
-    browser.evaluate('document.querySelectorAll("nav button")[0].click()')
-    assert [name for name, *_ in hover(browser, "Loss", 0.5)] == ["short"]
-    browser.evaluate('document.querySelectorAll("nav button")[1].click()')
-    assert hover(browser, "Loss", 0.5) == []
+    step, *labels = hover(browser, "Tokens per second, all ranks", 0.5)
+    assert any(re.fullmatch(rf"long .*{1000 + int(step.replace(',', '')):,}", t) for t in labels)
+    for hidden in ({0}, {0, 1}):
+        browser.evaluate(f'document.querySelectorAll("nav button")[{max(hidden)}].click()')
+        shown, _ = drawn(browser, "Loss")
+        assert {trace["meta"] for trace in shown} == {0, 1} - hidden
     assert browser.problems == []
 
 
@@ -233,14 +265,15 @@ def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
 def test_page_of_a_plan(tmp_path, browser):
     plan = as_json(RECIPE, example_plan(), example_search())
     out = tmp_path / "plan.html"
-    report.write(plan_page(plan), out)
-    browser.open(out, width=400)
-    text = browser.evaluate("document.body.innerText")
-    for shown in ("Plan of llama_3_1_8b", "backward\n46.9 GiB", "activations", "To take one"):
+    write_plan(plan, out)
+    browser.open(out, width=390)
+    text = browser.evaluate("document.body.textContent")
+    for shown in ("Plan of llama_3_1_8b", "backward: 46.9 GiB", "activations", "To take one"):
         assert shown in text
-    bars = browser.evaluate('[...document.querySelectorAll(".bar")].map(b => b.children.length)')
-    assert bars == [10, 10, 7]
-    assert [p["total"] for p in plan["timeline"]] == embedded(out)["charts"][0]["series"][0]["y"]
+    peaks, timeline = embedded(out).values()
+    assert [sum(trace["x"][n] > 0 for trace in peaks["data"]) for n in range(3)] == [10, 10, 7]
+    sizes = [size * 2**30 for size in timeline["data"][0]["y"]]
+    assert sizes == pytest.approx([moment["total"] for moment in plan["timeline"]])
     assert browser.evaluate(NO_HORIZONTAL_SCROLL)
     assert browser.problems == []
 
@@ -249,11 +282,11 @@ def test_thinned_curves_keep_extremes():
     points = [(n, float(n), math.sin(n)) for n in range(1, 100_000)]
     points[500] = (501, 501.0, 99.0)
     points[70_000] = (70_001, 70_001.0, None)
-    kept = report.thin(points)
-    assert len(kept) <= report.MOST_POINTS
+    kept = page.thin(points)
+    assert len(kept) <= page.MOST_POINTS
     assert kept == sorted(kept, key=lambda point: point[0])
     assert {points[0], points[500], points[70_000], points[-1]} <= set(kept)
-    assert report.thin(points[:2000]) == points[:2000]
+    assert page.thin(points[:2000]) == points[:2000]
 
 
 def test_page_of_incomplete_runs(tmp_path, capsys):
@@ -263,18 +296,25 @@ def test_page_of_incomplete_runs(tmp_path, capsys):
     torn = make_run(tmp_path / "runs/torn", 20, every=None)
     (torn.path / "recipe.yaml").write_text("run: {nme: x}\n")
     torn.events.unlink()
+    torn.metrics.write_text(torn.metrics.read_text().replace("step_seconds", "other"))
     with torn.metrics.open("a") as stream:
         stream.write('{"step": 21, "lo')
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
-    page = embedded(out)
-    assert [run["name"] for run in page["runs"]] == ["fresh", "torn"]
-    assert {series["run"] for chart in page["charts"] for series in chart["series"]} == {1}
-    assert page["charts"][0]["series"][0]["step"][-1] == 20
+    (points,) = curves(embedded(out)["Loss"]["data"]).values()
+    assert points[-1][0] == 20
     text = out.read_text()
-    assert "No values in metrics.jsonl: Evaluation loss." in text
+    assert "No values in metrics.jsonl: Seconds per step." in text
     assert "unknown key; did you mean name?" in text
     assert "torn is not planned: its recipe or its device is not recorded." in text
+
+
+def test_recipe_that_is_a_pipe_does_not_block(tmp_path):
+    run, out = make_run(tmp_path / "run", 3), tmp_path / "report.html"
+    (run.path / "recipe.yaml").unlink()
+    os.mkfifo(run.path / "recipe.yaml")
+    assert main.main(["report", str(run.path), f"out={out}"]) == 0
+    assert "recipe.yaml cannot be read: not a regular file" in out.read_text()
 
 
 def test_unwritable_page_is_an_error(tmp_path, capsys):
