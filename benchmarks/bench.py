@@ -386,7 +386,7 @@ class Bench:
         """
         folder = self._new_folder(f"{name}-{side}")
         if side in LAUNCHER:
-            changes = {"model": {"chunked_loss": side == "launcher"}}
+            changes: dict[str, Any] = {"model": {"chunked_loss": side == "launcher"}}
             started = self._launcher(MODES[name], folder, **changes)
             return self._read_metrics(folder / "run" / "metrics.jsonl", started)
         command = self._loop(side, MODES[name], folder / "metrics.jsonl", weights)

@@ -92,17 +92,13 @@ def worker(options: argparse.Namespace) -> None:
     assert world is not None
     folder, width, layers = Path(options.folder), 1024, 0
     layers = max(1, round(options.megabytes * 1e6 / (12 * width * width)))
-    model: nn.Module = nn.Sequential(
-        *(nn.Linear(width, width, bias=False) for _ in range(layers))
-    ).to(device)
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device)
     if options.strategy == "fsdp":
         mesh = init_device_mesh(device.type, (options.ranks,))
-        for layer in model.children():
+        for layer in module.children():
             fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    else:
-        model = nn.parallel.DistributedDataParallel(model)
-    module = model.module if options.strategy == "ddp" else model
+        fully_shard(module, mesh=mesh)
+    model = module if options.strategy == "fsdp" else nn.parallel.DistributedDataParallel(module)
     optimizer = make_optimizer(module, Optimizer(learning_rate=1e-5))
     batch = torch.randn(options.rows, width, device=device)
 

@@ -76,11 +76,11 @@ def main() -> int:
         "|---|---|---|---:|",
     ]
     for name, runs in found.items():
-        step, cpu = (
+        step_time, cpu_time = (
             ratios([run[k] for run in runs], [run[k] for run in found["none"]]) for k in (0, 1)
         )
         peak = statistics.median(run[2] for run in runs) / 2**20
-        lines.append(f"| {name} | {step} | {cpu} | {peak:,.0f} |")
+        lines.append(f"| {name} | {step_time} | {cpu_time} | {peak:,.0f} |")
     publish("\n".join(lines) + "\n", arguments.output)
     return 0
 

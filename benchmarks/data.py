@@ -147,7 +147,8 @@ def run(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
         check=True,
         timeout=3600,
     )
-    return json.loads(done.stdout.splitlines()[-1]) | {"process": time.perf_counter() - started}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result | {"process": time.perf_counter() - started}
 
 
 def main() -> None:

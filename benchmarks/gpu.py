@@ -295,7 +295,7 @@ def machine_here(commit: str | None) -> dict[str, Any]:
     described = subprocess.run(words, capture_output=True, text=True, check=False)
     if described.returncode:
         refuse(f"torch does not work here:\n{described.stderr[-2000:]}")
-    machine = describe_machine() | json.loads(described.stdout.splitlines()[-1])
+    machine: dict[str, Any] = describe_machine() | json.loads(described.stdout.splitlines()[-1])
     del machine["date"]  # each part records its own date
     machine["driver"] = None
     with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench import MODES, SIZES, Bench, RunFailedError, describe_machine, publish
 
@@ -136,7 +137,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="file for the table")
     parser.add_argument("--plot", type=Path, help="SVG file for the plot")
     arguments = parser.parse_args()
-    machine, results, failed = describe_machine(), {}, []
+    machine, failed = describe_machine(), []
+    results: dict[tuple[str, str], Any] = {}
     for quantity in arguments.quantities:
         try:
             found = measure(quantity, arguments)

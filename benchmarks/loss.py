@@ -46,11 +46,11 @@ def peak(loss: Loss, arguments: tuple[torch.Tensor, ...], device: torch.device) 
     tensor_bytes = 2 * sum(t.nbytes for t in arguments[:2])  # with gradients
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        loss(*arguments).backward()
+        loss(*arguments).backward()  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated(device) - tensor_bytes - arguments[2].nbytes
     meter = CpuMeter()
     meter.start()
-    loss(*arguments).backward()
+    loss(*arguments).backward()  # type: ignore[no-untyped-call]
     most: int = max(mark.peak for mark in meter.stop())
     return most - tensor_bytes // 2
 
@@ -98,11 +98,11 @@ def compare(
         for side, loss in sides.items():
             hidden.grad = weight.grad = None
             begin = time.perf_counter()
-            loss(hidden, weight, targets).backward()
+            loss(hidden, weight, targets).backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds[side].append(time.perf_counter() - begin)
-    rows = []
+    rows: list[str] = []
     exact: torch.Tensor | None = None
     for side, loss in sides.items():
         hidden.grad = weight.grad = None

@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench import publish
@@ -33,7 +34,7 @@ from launcher.planner.memory import OVER, UNDER, peak_holds
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 
-SIZES: dict[str, tuple[dict[str, object], int]] = {
+SIZES: dict[str, tuple[dict[str, Any], int]] = {
     "tiny": (
         {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}
         | {"num_attention_heads": 4, "num_key_value_heads": 2},

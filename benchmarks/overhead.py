@@ -59,7 +59,10 @@ class OverheadBench(Bench):
             checkpoint={"every_steps": None},
         )
         ranks = [json.loads((folder / f"cpu.{rank}").read_text()) for rank in range(self.ranks)]
-        return 1000 * statistics.median([sum(step) for step in zip(*ranks, strict=True)][skip:])
+        milliseconds: float = 1000 * statistics.median(
+            [sum(step) for step in zip(*ranks, strict=True)][skip:]
+        )
+        return milliseconds
 
 
 def use_null_gpus(folder: Path, ranks: int) -> None:

@@ -123,7 +123,7 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
 
     meters: list[Meter] = []
 
-    class AfterStep(TrainerCallback):
+    class AfterStep(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *unused: Any, **more: Any) -> None:
             meters.append(make_meter(arguments))
 
@@ -133,7 +133,7 @@ def trainer_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
                 loss = torch.tensor(logs["loss"] / dist.get_world_size())
                 meters[0].record(state.global_step, loss, torch.tensor(logs["grad_norm"]))
 
-    class SameOptimizer(Trainer):
+    class SameOptimizer(Trainer):  # type: ignore[misc]
         def create_optimizer(self, model: Any = None) -> Any:
             self.optimizer = make_optimizer(model or self.model, arguments.learning_rate)
             return self.optimizer
@@ -182,7 +182,8 @@ def fabric_loop(arguments: argparse.Namespace, model: nn.Module) -> None:
         policy = fsdp_policy(arguments)
         for layer in module.model.layers:  # type: ignore[union-attr]
             fully_shard(layer, mesh=mesh["data_parallel"], mp_policy=policy)
-        return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy)
+        fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy)
+        return module
 
     fsdp = arguments.strategy == "fsdp"
     count = int(os.environ["WORLD_SIZE"])
@@ -238,7 +239,8 @@ def loss_share(total: torch.Tensor, arguments: argparse.Namespace) -> torch.Tens
 
     total: sum of the micro-batches' mean losses. All micro-batches have the same number of tokens.
     """
-    return total / (arguments.accumulation * dist.get_world_size())
+    share: torch.Tensor = total / (arguments.accumulation * dist.get_world_size())
+    return share
 
 
 LOOPS = {"accelerate": accelerate_loop, "trainer": trainer_loop, "fabric": fabric_loop}

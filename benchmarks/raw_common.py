@@ -131,13 +131,14 @@ def load_weights(model: nn.Module, file: Path) -> None:
     with safe_open(file, framework="pt") as weights:
         for name, parameter in model.named_parameters():
             whole = weights.get_tensor(name.replace("_checkpoint_wrapped_module.", ""))
+            target: torch.Tensor = parameter
             if isinstance(parameter, DTensor):
                 # fully_shard splits dim 0 like chunk; ranks beyond the last chunk have empty shards
                 chunks = whole.chunk(parameter.device_mesh.size())
                 rank = parameter.device_mesh.get_local_rank()
                 whole = chunks[rank] if rank < len(chunks) else whole[:0]
-                parameter = parameter.to_local()
-            parameter.copy_(whole)
+                target = parameter.to_local()
+            target.copy_(whole)
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:

@@ -39,7 +39,7 @@ def main() -> None:
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
     )
-    ddp.train()
+    ddp.train()  # type: ignore[no-untyped-call]
     optimizer = make_optimizer(model, arguments.learning_rate)
     parameters = list(model.parameters())
     # All rows are full, so the number of targets per step is known without an all-reduce. With

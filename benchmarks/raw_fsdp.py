@@ -97,7 +97,8 @@ def main() -> None:
             )
             (loss * (ranks / valid_tokens)).backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = norm.full_tensor()  # type: ignore[attr-defined]
         rate = learning_rate_at(
             step, peak=arguments.learning_rate, warmup_steps=arguments.warmup_steps, steps=steps
         )

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from benchmarks.shapes import LLAMA_8B
+from shapes import LLAMA_8B
+
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe

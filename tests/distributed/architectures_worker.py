@@ -476,7 +476,7 @@ def local(tensor):
 
 
 def unsharded(tensor):
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def stored_names(folder):

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,7 +183,7 @@ def load_every_pair(worker):
         ]
         deviations, names = {}, []
         for source in runs:
-            shared = [None]
+            shared: list[Any] = [None]
             if source.takes_part:
                 for _ in range(2):
                     source.step()
@@ -193,7 +194,7 @@ def load_every_pair(worker):
                 assert expected[names[-1]] >= 2, names[-1]
                 shared = [(expected, str(outcome.path))]
             dist.broadcast_object_list(shared, src=0)
-            expected, path = shared[0]
+            ((expected, path),) = shared
             for target in runs:
                 if target.takes_part and target is not source:
                     tensors = target.tensors()

@@ -62,10 +62,10 @@ def make_data(folder):
     (folder / "labelled.csv").write_text("\n".join(["text,label", *labelled, ""]))
     (folder / "texts").mkdir()
     for index in range(3):
-        sizes = [generator.choice([3, 20, 90]) for _ in range(40)]
-        words = ["".join(generator.choices("abcdefgh ", k=size)) for size in sizes]
-        rows = [json.dumps({"text": text}) + "\n" for text in words]
-        (folder / f"texts/{index}.jsonl").write_text("".join(rows))
+        lengths = [generator.choice([3, 20, 90]) for _ in range(40)]
+        words = ["".join(generator.choices("abcdefgh ", k=length)) for length in lengths]
+        lines = [json.dumps({"text": text}) + "\n" for text in words]
+        (folder / f"texts/{index}.jsonl").write_text("".join(lines))
 
 
 class Worker:

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import plain_loop
 
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import StepStatistics
@@ -32,6 +30,7 @@ from launcher.recipe.schema import CpuOffload, Strategy
 from launcher.strategies.wrap import Parts, wrap
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
+from tests.distributed import plain_loop
 from tests.unit.models.odd_model import Odd
 
 STEPS, BATCH = 6, 16
@@ -94,7 +93,7 @@ INITIAL = {"ddp": {"kind": "ddp"}, "fsdp": {}, "offload": {"cpu_offload": CpuOff
 
 
 def unsharded(tensor):
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def weights(training):

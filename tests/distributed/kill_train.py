@@ -148,11 +148,9 @@ def record_phases(file):
         record("forward")
         return loss(self, model, micro_batch)
 
-    manager.CheckpointManager.restore, SequenceDataset.loss, run.Progress = (
-        restore_and_record,
-        loss_and_record,
-        RecordedProgress,
-    )
+    manager.CheckpointManager.restore = restore_and_record
+    SequenceDataset.loss = loss_and_record
+    run.Progress = RecordedProgress  # type: ignore[misc]
 
 
 def slow_forward(rank, first, last, seconds):
@@ -202,8 +200,8 @@ def start():
         if "PHASES" in os.environ:
             record_phases(os.environ["PHASES"])
         if "SLOW_RANK" in os.environ:
-            *numbers, seconds = os.environ["SLOW_RANK"].split(",")
-            slow_forward(*map(int, numbers), float(seconds))
+            rank, first, last, seconds = os.environ["SLOW_RANK"].split(",")
+            slow_forward(int(rank), int(first), int(last), float(seconds))
         if "NAN" in os.environ:
             inject_nan_loss(int(os.environ["NAN"]))
         if "FILL" in os.environ:

@@ -11,7 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.distributed.launching import PATIENCE, REPOSITORY
+from tests import REPOSITORY
+from tests.distributed.launching import PATIENCE
 
 DEVICE = "eth0"
 _NETWORK = "10.213.77"

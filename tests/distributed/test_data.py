@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import PATIENCE, REPOSITORY, run, torchrun, wait_until
+from tests import REPOSITORY
+from tests.distributed.launching import PATIENCE, run, torchrun, wait_until
 from tests.distributed.test_train import SMALL, TRAIN, status
 
 ROWS = 12_000

@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from tests.distributed.launching import REPOSITORY, torchrun
+from tests import REPOSITORY
+from tests.distributed.launching import torchrun
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from launcher.cli.main import main
 from launcher.cli.rows import _losses, _open, _recipe
 from launcher.data.origins import trained_rows
 from launcher.models.inputs import IGNORED
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from launcher.recipe.load import load_recipe
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
 
 FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
 RECIPE = """

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from launcher.cli.main import main
-from tests.distributed.launching import REPOSITORY, run, torchrun, wait_until
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun, wait_until
 from tests.full_disk import full_disk
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
@@ -156,7 +157,7 @@ def killer(run_dir, times, seed):
             # The agent ends the other ranks and restarts all; wait for this before the next kill
             wait_for_event("started", number + 2, process)
 
-    during.killed = killed
+    during.killed = killed  # type: ignore[attr-defined]
     return during
 
 

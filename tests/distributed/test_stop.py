@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import REPOSITORY, run, wait_until
+from tests import REPOSITORY
+from tests.distributed.launching import run, wait_until
 from tests.distributed.test_data import INSTRUCT, rows_file
 from tests.distributed.test_train import SMALL, status
 

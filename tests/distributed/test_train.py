@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from launcher.cli import main
-from tests.distributed.launching import PATIENCE, REPOSITORY, free_port, run, torchrun, wait_until
+from tests import REPOSITORY
+from tests.distributed.launching import PATIENCE, free_port, run, torchrun, wait_until
 from tests.wandb_files import history, read_records
 
 TRAIN = REPOSITORY / "launcher/train.py"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from docs import memory_chart
-from tests.distributed.launching import REPOSITORY
+from tests import REPOSITORY
 from tests.unit.test_documents import DOCUMENTS, code_blocks, commands
 
 TUTORIALS = REPOSITORY / "docs/tutorials"

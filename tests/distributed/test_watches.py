@@ -15,7 +15,8 @@ import pytest
 
 from launcher.distributed.environment import Environment
 from launcher.reliability.lock import Ownership
-from tests.distributed.launching import REPOSITORY, free_port, run, wait_until
+from tests import REPOSITORY
+from tests.distributed.launching import free_port, run, wait_until
 
 WATCHED = REPOSITORY / "tests/distributed/watched.py"
 

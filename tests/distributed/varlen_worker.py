@@ -9,6 +9,7 @@ also with compilation, which takes minutes.
 import json
 import os
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -97,7 +98,7 @@ def main(folder, cases):
     attention.has_varlen_kernel = lambda tensor: True
     # The test covers the graphs only; compiling them with a C++ compiler would take a minute
     compile_block = nn.Module.compile
-    nn.Module.compile = lambda module: compile_block(module, backend="aot_eager", fullgraph=True)
+    nn.Module.compile = partialmethod(compile_block, backend="aot_eager", fullgraph=True)
     for strategy, mode, compiled in cases:
         overrides = [
             *STRATEGIES[strategy],

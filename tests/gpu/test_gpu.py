@@ -14,7 +14,8 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no CUDA device here")]

@@ -8,7 +8,8 @@ import sys
 import pytest
 import yaml
 
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
 
 TRAIN = REPOSITORY / "tests/nullgpu/train.py"
 # Device memory contains zeros or garbage, so gradients may be non-finite

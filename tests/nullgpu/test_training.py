@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import REPOSITORY, run, torchrun
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
 from tests.nullgpu import devices
 from tests.nullgpu.matrix_worker import (
     LAYERS,

@@ -27,7 +27,7 @@ from tests.nullgpu.devices import preloaded  # noqa: E402
 
 LIBRARY = preloaded()
 # Without values, the device counts no target in an evaluation
-evaluation._refuse = lambda name, problem: None  # type: ignore[assignment]
+evaluation._refuse = lambda name, problem: None
 step_done = Progress.step_done
 
 
@@ -58,5 +58,5 @@ def marked(self: Progress, step: int) -> None:
 
 
 if __name__ == "__main__":
-    Progress.step_done = marked  # type: ignore[method-assign]
+    Progress.step_done = marked
     end_process(main())

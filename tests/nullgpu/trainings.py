@@ -25,7 +25,7 @@ from launcher.train import main  # noqa: E402
 from tests.nullgpu.train import LIBRARY, marked  # noqa: E402
 
 if __name__ == "__main__":
-    Progress.step_done = marked  # type: ignore[method-assign]
+    Progress.step_done = marked
     gc.freeze()  # exclude imported modules: scanning them would take most of the time
     for name, arguments in json.loads(sys.argv[1]).items():
         LIBRARY.nullgpu_mark(f"training {name}".encode())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.launching import REPOSITORY
+from tests import REPOSITORY
 from tests.unit.small_recipe import says
 
 RECIPE = """
@@ -35,6 +35,10 @@ CANCELLED = "we ird'\"; $(touch HACKED) `touch HACKED` # %j &"
 
 class Jobs:
     """Runs launcher commands in a folder and reads the files of its runs."""
+
+    limited = disturbed = lost = cancelled = killed = failing = sweep = refused = ""
+    """Ids of the jobs of the first part."""
+    whole: subprocess.Popen[str]
 
     def __init__(self, cluster, folder, *, every_steps=30):
         self.cluster, self.folder = cluster, folder

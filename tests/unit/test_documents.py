@@ -11,12 +11,14 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from typing import cast
 
 import pytest
 import typer.main
 import yaml
+from shapes import LLAMA_1B, LLAMA_8B
+from typer.core import TyperGroup
 
-from benchmarks.shapes import LLAMA_1B, LLAMA_8B
 from launcher.cli.main import app, main
 from launcher.errors import RecipeError
 from launcher.planner.machine import known_machine
@@ -28,7 +30,7 @@ from tests import REPOSITORY
 from tests.distributed.launching import torchrun
 from tests.unit.recipe.test_recipe import FINETUNE_DATA
 
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = cast(TyperGroup, typer.main.get_command(app)).commands
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "

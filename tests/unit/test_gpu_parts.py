@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from tests import REPOSITORY
-
 LOG = """
 collecting ... collected 9 items / 3 deselected / 6 selected
 
@@ -24,9 +22,8 @@ FAILED tests/gpu/test_gpu.py::test_b - assert 1 == 2
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu():
     """The module benchmarks/gpu.py. Signal handlers are restored after the test."""
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield importlib.import_module("gpu")
     for number, handler in handlers.items():

@@ -6,7 +6,8 @@ import re
 
 from docs import hooks
 from launcher.recipe.decode import dotted, keys
-from tests.unit.test_documents import COMMANDS, DOCUMENTS, REPOSITORY
+from tests import REPOSITORY
+from tests.unit.test_documents import COMMANDS, DOCUMENTS
 
 
 def test_files_in_the_documents_exist():

@@ -116,7 +116,7 @@ def fingerprint(tmp_path):
         )
         return json.loads(json.dumps(opened.fingerprint))
 
-    found.a, found.b = files
+    found.a, found.b = files  # type: ignore[attr-defined]
     return found
 
 

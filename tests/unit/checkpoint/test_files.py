@@ -381,7 +381,7 @@ def test_one_process_saves_and_loads(saved, group):
 
 
 def test_checkpoint_of_another_model_is_refused(saved, group):
-    tensors = state.model_and_optimizer(*module_and_optimizer(second=2))
+    tensors = dict(state.model_and_optimizer(*module_and_optimizer(second=2)))
     del tensors["buffer.1.running_mean"]
     text = "is of another model or optimizer: .*holds buffer.1.running_mean, which the .*more"
     with pytest.raises(RecipeError, match=text):

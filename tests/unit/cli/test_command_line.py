@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 import typer.main
@@ -14,7 +15,7 @@ from launcher.cli.main import app, main, run
 from launcher.errors import RecipeError
 from launcher.reliability.run_directory import RunFolder
 
-GROUP = typer.main.get_command(app)
+GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
 LAUNCHER = [sys.executable, "-m", "launcher.cli.main"]
 
@@ -96,7 +97,7 @@ def test_shell_completes_commands_options_and_keys():
         line = " ".join(("launcher", *words))
         variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
         variables |= os.environ | {"_LAUNCHER_COMPLETE": "complete_bash"}
-        options = {"env": variables, "capture_output": True, "text": True, "timeout": 300}
+        options: Any = {"env": variables, "capture_output": True, "text": True, "timeout": 300}
         return subprocess.run(LAUNCHER, **options, check=False).stdout.split()
 
     assert completed("sel") == ["selftest"]

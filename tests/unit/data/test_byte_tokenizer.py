@@ -75,7 +75,7 @@ def test_chat_template_marks_assistant_text(tokenizer):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
-class ForcedTokens(LogitsProcessor):
+class ForcedTokens(LogitsProcessor):  # type: ignore[misc]
     """Forces the model to generate the given tokens."""
 
     def __init__(self, tokens):

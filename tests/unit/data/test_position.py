@@ -1,6 +1,7 @@
 """Resumes with another global batch size: every sample once, whatever the order."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_each_sample_is_trained_once_when_the_batch_size_changes(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "rows.jsonl", ROWS)
     write(tmp_path / "more.jsonl", [{"input_ids": [number] * 2} for number in range(60, 80)])
-    options = dict(MODES[mode])
+    options: dict[str, Any] = {**MODES[mode]}
     if mode == "mixture":
         options["train"] = {name: schema.Source(**one) for name, one in options["train"].items()}
     run = {"max_steps": 30}

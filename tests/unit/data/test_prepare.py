@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_model_in_the_hub_cache_is_found(recipe, tmp_path):
 
     def prepare(*overrides):
         command = [sys.executable, "-m", "launcher.cli.main", "prepare", "recipe=hub.yaml"]
-        options = {"capture_output": True, "text": True, "timeout": 300}
+        options: Any = {"capture_output": True, "text": True, "timeout": 300}
         environment = os.environ | home | {"PYTHONPATH": str(REPOSITORY)}
         return subprocess.run([*command, *overrides], env=environment, **options)
 

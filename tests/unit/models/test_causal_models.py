@@ -45,7 +45,7 @@ def calls(monkeypatch):
         found.append(query.shape)
         return original(query, key, value, *arguments, **options)
 
-    strict.__signature__ = inspect.signature(original)
+    strict.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", strict)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

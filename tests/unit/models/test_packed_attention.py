@@ -80,10 +80,10 @@ def test_packed_documents_match_separate_documents(model_type, attention):
     ids, weight = torch.randint(64, (2, 16)), torch.randn(2, 16, 64)
     rows = []
     for row, sizes in zip(ids, DOCUMENTS, strict=True):
-        separate = [
+        documents = [
             model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)
         ]
-        rows.append(torch.cat(separate, dim=1))
+        rows.append(torch.cat(documents, dim=1))
     separate = torch.cat(rows)
     parameters = [parameter for _, parameter in sorted(model.named_parameters())]
     expected = torch.autograd.grad((separate * weight).sum(), parameters, allow_unused=True)

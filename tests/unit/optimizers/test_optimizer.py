@@ -189,7 +189,7 @@ def test_skipped_step_changes_nothing(name):
     for gradient, found_inf in ((torch.nan, 1.0), (torch.inf, 1.0), (1.0, 0.0)):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
-        optimizer.found_inf = torch.tensor(found_inf)
+        optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
         optimizer.step()
         if found_inf:
             assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def file_contents(folder):
 
 def test_only_one_of_several_processes_gets_the_lock(tmp_path):
     command = [sys.executable, "-c", RACE, str(tmp_path / "run"), str(time.time() + 1.0)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen(command, cwd=REPOSITORY, **pipes) for _ in range(4)]
     try:
         lines = [racer.stdout.readline().strip() for racer in racers]

@@ -7,6 +7,7 @@ import socket
 import threading
 import types
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -206,7 +207,7 @@ def test_ranks_agree_on_device_without_a_process_group(monkeypatch, second, want
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus[host()] > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus[host()])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    store, found = dist.HashStore(), {}
+    store, found = dist.HashStore(), dict[int, Any]()
 
     def choose(rank):
         rank_environment = environment(rank=rank, world_size=4, local_rank=rank % 2)
@@ -362,7 +363,7 @@ def test_scalars_are_trained_with_a_sharded_optimizer(one_rank, options):
         settings = schema.Optimizer(learning_rate=0.1, **options)
         mesh = wrapped.optimizer_mesh
         made = make_optimizer(model, settings, optimizer_mesh=mesh, blocks=[model.inner])
-        made.grad_scale, made.found_inf = None, torch.zeros(())
+        vars(made).update(grad_scale=None, found_inf=torch.zeros(()))
         norms = []
         for _ in range(3):
             wrapped.model(torch.ones(2, 4)).square().sum().backward()
@@ -455,7 +456,7 @@ def test_offloaded_inputs_return_one_block_ahead(offload):
 
 def test_shared_block_arguments_stay_on_the_device(offload):
     class Scaled(Block):
-        def forward(self, x, scale, *, shift):
+        def forward(self, x, scale, *, shift):  # type: ignore[override]
             return super().forward(x) * scale + shift
 
     model = nn.Sequential(*[Scaled(nn.LayerNorm(4)) for _ in range(2)])
