@@ -117,9 +117,7 @@ def drop_causal_mask(model: PreTrainedModel) -> None:
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 
-def _use_varlen(
-    model: PreTrainedModel, inputs: dict[str, Any], fits: Callable[[Call], bool]
-) -> bool:
+def _use_varlen(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool]) -> bool:
     """Replaces the model's attention if all its calls fit. transformers makes no mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -131,9 +129,7 @@ def _use_varlen(
     return replaced
 
 
-def _all_calls(
-    model: PreTrainedModel, inputs: dict[str, Any], fits: Callable[[Call], bool]
-) -> bool:
+def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool]) -> bool:
     """Runs a copy of the model on meta until a layer of each kind has called attention. Returns
     whether there were calls and all fit. A copy, because some models keep what they compute."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -143,8 +139,13 @@ def _all_calls(
     fitting: list[bool] = []
 
     def trial(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **arguments: Any
-    ) -> Any:
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object = None,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, None]:
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         others = [arguments.get(key) for key in ("position_bias", "softcap", "s_aux")]
@@ -214,9 +215,7 @@ def varlen_attention(
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="attention of one document after the other, on a CPU"
 )
-def _each_document(
-    module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]
-) -> torch.Tensor:
+def _each_document(module: nn.Module, inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
     sizes = document_lengths(options["cu_seq_lens_q"])
     parts = []
@@ -226,7 +225,7 @@ def _each_document(
     return torch.cat(parts)
 
 
-def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     device = inputs[0].device.type
     if torch.is_autocast_enabled(device):
         inputs = [tensor.to(torch.get_autocast_dtype(device)) for tensor in inputs]
@@ -257,7 +256,7 @@ def _kernel(inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor
     return out if value_size == width else out[..., :value_size]
 
 
-def _dense(module: nn.Module, inputs: list[torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+def _dense(module: nn.Module, inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Causal attention within each row, in the layout of `varlen_attention`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

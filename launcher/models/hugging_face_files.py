@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def export_hugging_face(
 
 
 def write_weights(
-    model: Any, folder: Path, read: Read, *, dtype: torch.dtype, merged: bool
+    model: PreTrainedModel, folder: Path, read: Read, *, dtype: torch.dtype, merged: bool
 ) -> None:
     """Writes a model or its adapters, with its config. The model may be on meta: only its names are
     used."""
@@ -93,7 +93,7 @@ def write_weights(
 
 
 def exported_tensors(
-    model: Any, read: Read, *, merged: bool, convert: bool = True
+    model: PreTrainedModel, read: Read, *, merged: bool, convert: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an exported model or of its adapters, by the names of the hub or of peft. They
     are read by clean name. Without `convert` they are only read, for a rank that does not write."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -65,7 +65,9 @@ class ModelCheckpoint:
         return read
 
 
-def open_checkpoint(folder: Path, model: Any, *, key: str = "model.path") -> ModelCheckpoint:
+def open_checkpoint(
+    folder: Path, model: PreTrainedModel, *, key: str = "model.path"
+) -> ModelCheckpoint:
     """Plans how a folder's weights become those of a meta model of transformers, not yet wrapped.
 
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is

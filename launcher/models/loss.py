@@ -13,11 +13,13 @@ from launcher.models.inputs import IGNORED
 
 _TARGETS = ("targets", "target_positions")
 
-Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+MicroBatch = Mapping[str, Any]
+"""Tensors, and whatever else a model takes, by name."""
+Loss = Callable[[nn.Module, MicroBatch], torch.Tensor]
 """loss(model, micro-batch): the sum over the micro-batch's targets, a float32 scalar."""
 
 
-def summed_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """Sum of the next-token cross-entropies of a micro-batch, a float32 scalar.
 
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
@@ -79,14 +81,14 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     return result
 
 
-def classification_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+def classification_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The logits of a micro-batch, (batch, classes), float32."""
     inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
     logits: torch.Tensor = model(**inputs).logits
     return logits.float()
 
 
-def summed_classification_loss(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+def summed_classification_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar. A micro-batch has
     `input_ids` and `attention_mask` (batch, tokens), and `targets` (batch,), or IGNORED."""
     return class_losses(classification_logits(model, micro_batch), micro_batch["targets"])

@@ -11,12 +11,16 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import Tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 
 @dataclass
@@ -25,11 +29,11 @@ class Conversion:
 
     first: str
     """The name that the converter is called with."""
-    converter: Any
+    converter: WeightConverter | None
     """A WeightConverter of transformers; None: one tensor whose name changes."""
     model: SimpleNamespace
     """The attributes of the model that the converter reads."""
-    renamings: list[Any] = field(default_factory=list)
+    renamings: list[WeightRenaming] = field(default_factory=list)
     """In an export: applied to the names of the results."""
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Names of the source tensors by pattern, in order."""
@@ -44,7 +48,7 @@ class Conversion:
         """Converts the source tensors, by name. Returns the target tensors."""
         if self.converter is None:
             (name,) = self.names()
-            made: dict[str, Any] = {self.first: tensors[name]}
+            made: dict[str, torch.Tensor | list[torch.Tensor]] = {self.first: tensors[name]}
         else:
             converter = copy.deepcopy(self.converter)
             for pattern, names in self.sources.items():
@@ -60,7 +64,7 @@ class Conversion:
         """Whether each row of the target is made from one source of each pattern (experts)."""
         from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
-        def keeps_rows(operation: Any) -> bool:
+        def keeps_rows(operation: ConversionOps) -> bool:
             if isinstance(operation, Concatenate):
                 return bool(operation.dim > 0)
             swaps = isinstance(operation, Transpose) and not operation.check_dims
@@ -78,7 +82,7 @@ class Conversion:
         return replace(self, sources=sources)
 
 
-def _shapes_of(model: Any) -> SimpleNamespace:
+def _shapes_of(model: PreTrainedModel) -> SimpleNamespace:
     """The config of a model, sharded or not, and the whole shapes of its parameters."""
     shapes = {
         clean_name(name): torch.empty(tensor.shape, device="meta")
@@ -87,7 +91,7 @@ def _shapes_of(model: Any) -> SimpleNamespace:
     return SimpleNamespace(config=model.config, get_parameter=shapes.__getitem__)
 
 
-def record_conversions(model: Any) -> None:
+def record_conversions(model: PreTrainedModel) -> None:
     """Stores transformers' conversions on a model, for `export_conversions`: they depend on class
     names, which sharding changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -98,7 +102,9 @@ def record_conversions(model: Any) -> None:
     model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
-def load_conversions(model: Any, stored: Tensors) -> tuple[list[Conversion], list[str], list[str]]:
+def load_conversions(
+    model: PreTrainedModel, stored: Tensors
+) -> tuple[list[Conversion], list[str], list[str]]:
     """How a checkpoint's tensors, on meta, become the model's: conversions, unexpected names,
     problems. Stores the mapping that was used in the model, for `export_conversions`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -130,7 +136,7 @@ def load_conversions(model: Any, stored: Tensors) -> tuple[list[Conversion], lis
     return list(by_name.values()), unexpected, problems
 
 
-def export_conversions(model: Any, names: Iterable[str]) -> list[Conversion]:
+def export_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
     """How the model's tensors become those of a checkpoint: the reverse of `load_conversions`."""
     renamings, converters, by_pattern = _by_kind(
         [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
@@ -146,7 +152,9 @@ def export_conversions(model: Any, names: Iterable[str]) -> list[Conversion]:
     return list(by_name.values())
 
 
-def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str | None, Any]]:
+def _by_kind(
+    table: Iterable[object],
+) -> tuple[list[WeightRenaming], list[WeightConverter], dict[str | None, WeightConverter]]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -155,7 +163,7 @@ def _by_kind(table: list[Any]) -> tuple[list[Any], list[Any], dict[str | None, A
     return renamings, converters, by_pattern
 
 
-def _renamed(name: str, renamings: list[Any]) -> str:
+def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name

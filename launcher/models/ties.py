@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from launcher.models.initialization import clean_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -36,7 +39,7 @@ def untie(model: nn.Module, name: str) -> None:
     getattr(model, "all_tied_weights_keys", {}).pop(name, None)
 
 
-def config_untied(config: Any) -> None:
+def config_untied(config: PreTrainedConfig) -> None:
     """Changes a config of transformers so that the output embedding has weights of its own."""
     for part in (config, config.get_text_config(decoder=True)):
         part.tie_word_embeddings = False
