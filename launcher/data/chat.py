@@ -127,8 +127,8 @@ def read_history(value: Any) -> list[tuple[str, str]]:
     """Alpaca's `history`: the earlier questions and answers, a list or a list as JSON."""
     rounds: Any = read_list(value, "column 'history'") or []
     if not all(
-        isinstance(one, list) and len(one) == 2 and all(isinstance(text, str) for text in one)
-        for one in rounds
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in rounds
     ):
         raise RowError("column 'history' must hold a list of pairs of texts, [question, answer]")
     return [(question, answer) for question, answer in rounds]
@@ -153,9 +153,9 @@ def _parsed(value: Any, what: str) -> Any:
     if "role" in value or not isinstance(arguments := value.get("arguments"), str):
         return parsed
     try:
-        found = json.loads(arguments) if arguments.strip() else {}
+        parsed_arguments = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what}: the arguments of a tool call are not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed_arguments, dict):
         raise RowError(f"{what}: the arguments of a tool call must be an object; got {arguments}")
-    return {**parsed, "arguments": found}
+    return {**parsed, "arguments": parsed_arguments}

@@ -100,8 +100,8 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     """
     plain, origins = _read(find_recipe(arguments))
     overrides = [argument for argument in arguments if not argument.startswith("recipe=")]
-    found = (_override(plain, argument, origins.places) for argument in overrides)
-    problems = [problem for problem in found if problem is not None]
+    refused = (_override(plain, argument, origins.places) for argument in overrides)
+    problems = [problem for problem in refused if problem is not None]
     problems += _interpolate(plain, origins)
     problems += _characters(plain, {problem.path for problem in problems})
     reported = {problem.path for problem in problems}
