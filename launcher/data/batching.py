@@ -225,8 +225,8 @@ class TokenBatchSampler(_RankPart):
     def groups(self, step: int) -> list[list[int]]:
         """All ranks' micro-batches of a step; rank r has every ranks-th one from r on."""
         start = self.start_of(step)
-        found = map(self.order.sample, range(start, start + self.global_batch_size))
-        samples = [sample for sample in found if sample != NO_SAMPLE]
+        drawn = map(self.order.sample, range(start, start + self.global_batch_size))
+        samples = [sample for sample in drawn if sample != NO_SAMPLE]
         samples.sort(key=lambda sample: -int(self.lengths[sample]))
         groups: list[list[int]] = []
         while samples:

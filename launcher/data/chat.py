@@ -77,7 +77,7 @@ def _message(turn: Message, what: str) -> Message:
 
 def _tool_calls(value: Any, what: str) -> list[Any] | None:
     """A list of calls, or a list as JSON; None: there are none. Raises RowError."""
-    calls = read_list(value, f"tool_calls of {what}")
+    calls = read_list(value, f"{what}: tool_calls")
     functions = [
         call.get("function", call) if isinstance(call, dict) else 0 for call in calls or []
     ]
@@ -88,18 +88,18 @@ def _tool_calls(value: Any, what: str) -> list[Any] | None:
 
 def read_tools(value: Any) -> list[Any] | None:
     """A row's `tools`: a list, or a list as JSON. Raises RowError."""
-    return read_list(value, "tools")
+    return read_list(value, "column 'tools'")
 
 
-def read_list(value: Any, column: str) -> list[Any] | None:
+def read_list(value: Any, where: str) -> list[Any] | None:
     """A list, or a list as JSON; None or an empty text: there is none. Raises RowError."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"column {column!r} is not JSON: {error}") from None
+            raise RowError(f"{where} is not JSON: {error}") from None
     if value and not isinstance(value, list):
-        raise RowError(f"column {column!r} must hold a list; got {type(value).__name__}")
+        raise RowError(f"{where} must hold a list; got {type(value).__name__}")
     return value or None
 
 
@@ -125,10 +125,10 @@ def read_text(value: Any, column: str) -> str:
 
 def read_history(value: Any) -> list[tuple[str, str]]:
     """Alpaca's `history`: the earlier questions and answers, a list or a list as JSON."""
-    rounds: Any = read_list(value, "history") or []
+    rounds: Any = read_list(value, "column 'history'") or []
     if not all(
-        isinstance(one, list) and len(one) == 2 and all(isinstance(text, str) for text in one)
-        for one in rounds
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in rounds
     ):
         raise RowError("column 'history' must hold a list of pairs of texts, [question, answer]")
     return [(question, answer) for question, answer in rounds]
@@ -153,9 +153,9 @@ def _parsed(value: Any, what: str) -> Any:
     if "role" in value or not isinstance(arguments := value.get("arguments"), str):
         return parsed
     try:
-        found = json.loads(arguments) if arguments.strip() else {}
+        parsed_arguments = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what}: the arguments of a tool call are not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed_arguments, dict):
         raise RowError(f"{what}: the arguments of a tool call must be an object; got {arguments}")
-    return {**parsed, "arguments": found}
+    return {**parsed, "arguments": parsed_arguments}

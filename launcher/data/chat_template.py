@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from launcher.data.template_marks import (
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +83,12 @@ class ChatTemplate:
     """A tokenizer's chat template, or one that replaces it."""
 
     def __init__(
-        self, tokenizer: Any, name: str, template: str | None, *, day: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        template: str | None,
+        *,
+        day: str | None = None,
     ) -> None:
         """name: of the tokenizer, for messages. day: YYYY-MM-DD, for a template that prints today's
         date; None: today. Raises RecipeError if no template can be used."""
@@ -116,13 +124,13 @@ class ChatTemplate:
         if marked and not any(start < end for start, end in layout.generation):
             raise RowError("the template's {% generation %} marks enclose nothing here")
         conversation = _Conversation(self, messages, tools, layout)
-        found: dict[int, Turn] = {}
+        learned_turns: dict[int, Turn] = {}
         problem = RowError("the template marks no turn that may carry loss")
         try:
             for index in learned:
                 if not marked or layout.generated(index):
                     try:
-                        found[index] = conversation.turn(index)
+                        learned_turns[index] = conversation.turn(index)
                     except NotAsServedError as error:
                         problem = error
                         self._note(error)
@@ -131,9 +139,11 @@ class ChatTemplate:
                 raise
             closed = closed and turns[-1] in learned
             return Rendered(layout.text, _marked_turns(layout, turns, learned), closed)
-        if not found:
+        if not learned_turns:
             raise problem
-        return Rendered(layout.text, list(found.values()), closed and turns[-1] in found)
+        return Rendered(
+            layout.text, list(learned_turns.values()), closed and turns[-1] in learned_turns
+        )
 
     def _note(self, error: NotAsServedError) -> None:
         if not self._noted:
@@ -148,7 +158,7 @@ class ChatTemplate:
         appended with loss. Raises RecipeError if the tokenizer has no eos_token.
         """
         encoded = self._tokenizer(
-            [one.text for one in rendered],
+            [conversation.text for conversation in rendered],
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
@@ -248,7 +258,7 @@ class ChatTemplate:
         """The special tokens, with white space between them, at the end of text[start:stop]."""
         end = begin = start + len(text[start:stop].rstrip())
         while text.endswith(self._special_texts, start, begin):
-            tokens = (one for one in self._special_texts if text.endswith(one, start, begin))
+            tokens = (token for token in self._special_texts if text.endswith(token, start, begin))
             begin -= max(map(len, tokens))
             begin = start + len(text[start:begin].rstrip())
         return begin + len(text[begin:end]) - len(text[begin:end].lstrip()), end
@@ -275,7 +285,9 @@ class _Conversation:
         text, parts = self._layout.text, self._layout.messages
         last = index == len(self._messages) - 1
         following = self._messages[index + 1 : index + 2]
-        if index not in parts or any(one["content"] for one in following) > (index + 1 in parts):
+        if index not in parts or any(message["content"] for message in following) > (
+            index + 1 in parts
+        ):
             raise UnverifiedError(index)
         begin, stop = parts[index]
         # A template may write the results of tools in the turn that called them
@@ -294,21 +306,23 @@ class _Conversation:
 
     def _prompt(self, index: int, written: str) -> int:
         """Length of the generation prompt, which begins what the template writes for a message."""
-        first = next(at for at, one in enumerate(self._messages) if one["role"] == "assistant")
+        first = next(
+            at for at, message in enumerate(self._messages) if message["role"] == "assistant"
+        )
         prompts = self._generation_prompts(first)
         if not any(map(written.startswith, prompts)):
             prompts = self._generation_prompts(index)
-        found = next(filter(written.startswith, prompts), None)
-        if found is None and not prompts:
+        prompt = next(filter(written.startswith, prompts), None)
+        if prompt is None and not prompts:
             raise UnverifiedError(index)
-        if found is None:
+        if prompt is None:
             what = f"the chat template's generation prompt ends in {prompts[0][-40:]!r}"
             raise NotAsServedError(
                 f"message {index + 1}: {what}, and it renders this turn without that, so the model "
                 "would learn to answer another prompt; give the turn its reasoning, or set "
                 "data.chat_template to a template in which both agree"
             )
-        return len(found)
+        return len(prompt)
 
     def _generation_prompts(self, index: int) -> list[str]:
         """What a template adds before the answer to messages[:index]: by default, and without
@@ -316,7 +330,7 @@ class _Conversation:
         if index in self._prompts:
             return self._prompts[index]
         before = self._messages[:index] or [{"role": "user", "content": "a"}]
-        apply, found = self._template.apply, []
+        apply, prompts = self._template.apply, []
         try:
             bare = apply(before, self._tools)
             for options in _MODES:
@@ -326,17 +340,17 @@ class _Conversation:
                     _, end = layout.messages.get(len(before) - 1, (0, 0))
                     bare = layout.text[:end]
                 if bare and full.startswith(bare):
-                    found.append(full.removeprefix(bare))
-            if found and not any(found):
+                    prompts.append(full.removeprefix(bare))
+            if prompts and not any(prompts):
                 # There is none, but a heading of the turn is not part of the answer
                 answer = {"role": "assistant", "content": _PLACEHOLDER}
                 full = apply([*before, answer], self._tools)
                 heading, *rest = full.removeprefix(bare).split(_PLACEHOLDER)
                 known = full.startswith(bare) and len(rest) == 1
-                found = [heading, *([] if heading.strip() else [""])] if known else []
+                prompts = [heading, *([] if heading.strip() else [""])] if known else []
         except RowError:
-            found = []
-        return self._prompts.setdefault(index, found)
+            prompts = []
+        return self._prompts.setdefault(index, prompts)
 
     def _served_end(self, index: int) -> str | None:
         """The special tokens that end such a turn while it is the last one. A turn with tool calls

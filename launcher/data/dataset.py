@@ -24,14 +24,16 @@ from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
 Sample = dict[str, Integers]
+Piece = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Ids and targets of a run of tokens of one document."""
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 
 
-def make_sample(pieces: Iterable[tuple[npt.NDArray[Any], npt.NDArray[Any]]]) -> Sample:
-    """pieces: the ids and targets of each piece. Positions start at 0 in each piece."""
+def make_sample(pieces: Iterable[Piece]) -> Sample:
+    """Joins pieces. Positions start at 0 in each piece."""
     ids, targets = zip(*pieces, strict=True)
     return {
         "input_ids": np.concatenate(ids, dtype=np.int64),
@@ -173,9 +175,9 @@ def collate_sequences(
         "targets": _padded([row["targets"] for row in rows], width, IGNORED),
     }
     starts = [row["position_ids"] for row in rows]
-    if packed and any(int((one == 0).sum()) > 1 for one in starts):
+    if packed and any(int((row == 0).sum()) > 1 for row in starts):
         # Padding is a document of its own: its positions start at 0 again
-        positions = np.stack([np.append(one, np.arange(width - len(one))) for one in starts])
+        positions = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
         tensors["position_ids"] = torch.from_numpy(positions)
         if masking == "varlen":
             bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
@@ -319,6 +321,12 @@ def open_dataset(
     return pack_store(store, data, model)
 
 
+def first_names(names: Iterable[str]) -> str:
+    """The first five names, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:5]) + (" ..." if listed[5:] else "")
+
+
 def no_targets(files: str, data: schema.Data) -> str:
     """The message for data without any token with loss."""
     why = "all labels are -100, or rows have a single token"
@@ -341,9 +349,8 @@ def pack_store(
         )
         return ClassificationDataset(store, sequences, length, model.padding)
     if not sequences.targets:
-        names = list(store.fingerprint.get("files", ()))
-        listed = ", ".join(names[:5]) + (" ..." if names[5:] else "")
-        raise RecipeError(no_targets(listed, data))
+        names = store.fingerprint.get("files", ())
+        raise RecipeError(no_targets(first_names(names), data))
     return SequenceDataset(store, sequences, length, data.packing, model.masking)
 
 

@@ -24,7 +24,7 @@ from launcher.data.chat import (
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
-from launcher.data.sources import Row
+from launcher.data.sources import Row, Values
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
@@ -136,7 +136,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     """The encoder of `kind`, without the settings that it does not use: they must not change the
     store.
 
-    tokenizer: data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
+    tokenizer is data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
     read.
     """
     file, template = data.chat_template, None
@@ -165,7 +165,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
 # For each kind: reading the columns of a row, which raises RowError, and encoding a batch
 
 
-def _read_text(encoder: Encoder, row: dict[str, Any]) -> str:
+def _read_text(encoder: Encoder, row: Values) -> str:
     column, text = _column(encoder, row, "text_column", str, "text")
     return _encodable(text, f"column {column!r}")
 
@@ -176,7 +176,7 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
         yield _document(tokenizer, ids) if text else ids, None, None
 
 
-def _read_tokens(encoder: Encoder, row: dict[str, Any]) -> _Tokens:
+def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
     ids = _integers(row, "input_ids")
     if (least := int(ids.min(initial=0))) < 0:
         raise RowError(f"input_ids must not be negative; got {least}")
@@ -196,22 +196,18 @@ def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
     return batch
 
 
-def _read_chat(encoder: Encoder, row: dict[str, Any]) -> Rendered:
+def _read_chat(encoder: Encoder, row: Values) -> Rendered:
     names = ("messages", "conversations")
     column, value = _column(encoder, row, "messages_column", object, "messages", names)
     return _render(encoder, row, with_system(read_messages(value, column), row.get("system")))
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
-    return [
-        (ids, labels, None)
-        for ids, labels in _load_template(encoder.tokenizer, encoder.template, encoder.day).tokens(
-            batch
-        )
-    ]
+    template = _load_template(encoder.tokenizer, encoder.template, encoder.day)
+    return [(ids, labels, None) for ids, labels in template.tokens(batch)]
 
 
-def _read_instruct(encoder: Encoder, row: dict[str, Any]) -> Rendered | tuple[str, str]:
+def _read_instruct(encoder: Encoder, row: Values) -> Rendered | tuple[str, str]:
     """Prompt and response, to be joined as they are; or a conversation, if either is a list of
     messages, or if the recipe has a chat template."""
     kinds, what, as_chat = (str, list), "text or a list of messages", encoder.template is not None
@@ -247,7 +243,7 @@ def _turns(role: str, value: str | list[Any], column: str) -> list[Message]:
     return read_messages(value, column)
 
 
-def _instruction(row: dict[str, Any], rounds: list[tuple[str, str]], *, headings: bool) -> str:
+def _instruction(row: Values, rounds: list[tuple[str, str]], *, headings: bool) -> str:
     """Instruction and input as one prompt. headings: in Alpaca's form, after earlier rounds."""
     parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
     for name, text in parts.items():
@@ -278,7 +274,7 @@ def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
             yield document, labels, None
 
 
-def _read_classification(encoder: Encoder, row: dict[str, Any]) -> tuple[str, int]:
+def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
     text = _read_text(encoder, row)
     if not text:
         raise RowError(f"column {encoder.text_column!r} is empty")
@@ -312,7 +308,7 @@ def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> li
     return [(ids, None, category, cut) for ids, category, cut in rows]
 
 
-_Read = Callable[[Encoder, dict[str, Any]], Any]
+_Read = Callable[[Encoder, Values], Any]
 _Encode = Callable[[Encoder, list[Any]], Iterable[_Tokens]]
 _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
     "text": (_read_text, _encode_texts),
@@ -325,7 +321,7 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
 
 def _column(
     encoder: Encoder,
-    row: dict[str, Any],
+    row: Values,
     key: str,
     kinds: Any,
     what: str,
@@ -333,8 +329,8 @@ def _column(
 ) -> tuple[str, Any]:
     """Name and value of the column that data.KEY names; if it is null, of the first of `names` that
     is in the row."""
-    found = [name for name in names if name in row]
-    column = encoder.columns[key] or (found or names)[0]
+    present = [name for name in names if name in row]
+    column = encoder.columns[key] or (present or names)[0]
     value = row.get(column)
     if value is not None and isinstance(value, kinds):
         return column, value
@@ -344,7 +340,7 @@ def _column(
     raise RowError(f"column {column!r} must hold {what}; {got}; columns: {columns} ({hint})")
 
 
-def _integers(row: dict[str, Any], column: str) -> Ids:
+def _integers(row: Values, column: str) -> Ids:
     values = row.get(column)
     if values is None:
         raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
@@ -379,9 +375,7 @@ def _load_template(name: str | None, template: str | None, day: str | None) -> C
     return ChatTemplate(hugging_face_tokenizer(name), name, template, day=day)
 
 
-def _render(
-    encoder: Encoder, row: dict[str, Any], messages: list[Message], loss_from: int = 0
-) -> Rendered:
+def _render(encoder: Encoder, row: Values, messages: list[Message], loss_from: int = 0) -> Rendered:
     tools, parsed = read_tools(row.get("tools")), parse_arguments(messages)
     template = _load_template(encoder.tokenizer, encoder.template, encoder.day)
     try:

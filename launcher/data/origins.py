@@ -47,19 +47,21 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
             rows += _rows_of(opened.training, index, sequence)
     sources: Any = {"": (data.kind, data.train)}
     if isinstance(data.train, dict):
-        sources = {name: (one.kind or data.kind, one.files) for name, one in data.train.items()}
+        sources = {name: (part.kind or data.kind, part.files) for name, part in data.train.items()}
     for name in {row.source for row in rows if row.of is not None}:
         kind, files = sources[name]
         mine = [row for row in rows if row.source == name]
         encoder = make_encoder(kind, data, tokenizer=tokenizer)
-        found: Any = read_all(find_parts(files, kind=kind), column=encoder.text_column)
+        file_rows: Any = read_all(find_parts(files, kind=kind), column=encoder.text_column)
         # A store does not record where documents come from: read the rows again. Tokenize them
         # only if some have no document
         store = mine[0].dataset.store
         if store.empty or store.skipped:
-            found = (encoded.row for encoded in encoder.encode_rows(found) if encoded.ids.size)
+            file_rows = (
+                encoded.row for encoded in encoder.encode_rows(file_rows) if encoded.ids.size
+            )
         wanted = {row.document for row in mine}
-        read = enumerate(itertools.islice(found, max(wanted) + 1))
+        read = enumerate(itertools.islice(file_rows, max(wanted) + 1))
         where = {number: row.where for number, row in read if number in wanted}
         for row in mine:
             row.where = where[row.document]

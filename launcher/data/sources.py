@@ -14,10 +14,10 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
@@ -37,6 +37,10 @@ _NOT_TEXT = {
     *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
 }
 
+Form = Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
+Values = dict[str, Any]
+"""A row: the value of each column."""
+
 
 @dataclass(frozen=True)
 class SourcePart:
@@ -44,7 +48,7 @@ class SourcePart:
 
     name: str
     """Path, or hub id with its split. A folder of `save_to_disk` has the form of a hub data set."""
-    form: Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
+    form: Form
     start: int = 0
     """jsonl: a byte, where a line starts; parquet: a row group; hub: a row; hub_stream: a shard."""
     end: int | None = None
@@ -57,11 +61,13 @@ class SourcePart:
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """A row of a file or hub data set, or why it cannot be read."""
+
     part: SourcePart
     number: int
     """From 1: the line in the part (jsonl), the line in the file (csv, text), else the row. 0: the
     whole file."""
-    values: dict[str, Any] | None
+    values: Values | None
     """None: it cannot be read."""
     problem: str = ""
 
@@ -135,7 +141,7 @@ def _inside(folder: Path, kind: str) -> list[Path]:
     infos = {path.parent for path in inside if path.name in ("dataset_info.json", SAVED_DICT)}
     saved = {parent for parent in infos if is_saved_data_set(parent)}
     outside = (path for path in inside if saved.isdisjoint(path.parents))
-    return [one for one in outside if one in saved or _wanted(one.relative_to(folder), kind)]
+    return [path for path in outside if path in saved or _wanted(path.relative_to(folder), kind)]
 
 
 def _wanted(relative: Path, kind: str) -> bool:
@@ -149,7 +155,7 @@ def _wanted(relative: Path, kind: str) -> bool:
 def file_part(file: Path) -> SourcePart:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix, compression = suffixes(file)
-    form: Any = suffix[1:] if suffix in ROW_FILES else "text"
+    form = cast(Form, suffix[1:] if suffix in ROW_FILES else "text")
     if compression and form == "parquet":
         hint = "decompress it; parquet compresses its own columns"
         raise RecipeError(f"{file}: a compressed .parquet cannot be read: {hint}")
@@ -172,7 +178,7 @@ def split(part: SourcePart, size: int) -> list[SourcePart]:
     """
     if part.form == "jsonl" and part.size > size and not suffixes(Path(part.name))[1]:
         cuts = [part.start, *_line_starts(part, size), part.start + part.size]
-        ends: Any = range(cuts[-1] + 1)
+        ends: Sequence[int] = range(cuts[-1] + 1)
     elif part.form == "parquet" and part.end is None:
         ends = [0, *itertools.accumulate(_row_group_sizes(part.name))]
         cuts = [0]
@@ -304,8 +310,9 @@ def _json(part: SourcePart) -> Iterator[Row]:
 def _csv(part: SourcePart) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
-    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with io.TextIOWrapper(open_binary(part.name), **options) as stream:
+    with io.TextIOWrapper(
+        open_binary(part.name), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    ) as stream:
         reader = csv.reader(stream, strict=True)
         header: list[str] = []
         while True:
@@ -365,7 +372,7 @@ def _hub_stream(part: SourcePart) -> Iterator[Row]:
         yield Row(part, number, _without_nulls(values))
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(row: Values) -> Values:
     """A row of Arrow without the null fields of its structs, at every depth. All structs of a
     column have the same fields, so most of these nulls were not in the data that was converted.
     Null columns and null items of lists stay."""

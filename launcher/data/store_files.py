@@ -23,16 +23,11 @@ def store_problem(folder: Path) -> str:
         offsets = np.load(folder / "offsets.npy", mmap_mode="r")
         if [len(offsets) - 1, offsets[-1]] != [meta["documents"], meta["tokens"]]:
             return "offsets.npy does not agree with meta.json"
-        # An earlier version did not write the sizes
-        known = (name for name in ("ids.bin", "labels.bin") if (folder / name).exists())
-        sizes = meta.get("sizes") or {"ids.bin": 0} | dict.fromkeys(known, 4 * meta["tokens"])
-        if not meta.get("sizes") and (folder / "classes.npy").exists():
-            np.load(folder / "classes.npy", mmap_mode="r")
-        for name, size in sizes.items():
+        for name, size in meta["sizes"].items():
             # An opened file has its present size, also where another node wrote it
             with (folder / name).open("rb") as file:
-                if (found := file.seek(0, os.SEEK_END)) != size:
-                    return f"{name} has {found:,} bytes instead of {size:,}"
+                if (present := file.seek(0, os.SEEK_END)) != size:
+                    return f"{name} has {present:,} bytes instead of {size:,}"
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{Path(error.filename).name}: {error.strerror}"
     except OSError as error:

@@ -38,13 +38,15 @@ from launcher.data.batching import RankBatchSampler
 from launcher.data.dataset import (
     EMPTY,
     Collated,
+    Piece,
     Sample,
     collate_sequences,
+    first_names,
     make_sample,
     no_targets,
 )
 from launcher.data.encoder import Encoded, Encoder
-from launcher.data.sources import SourcePart, read_rows, split
+from launcher.data.sources import Row, SourcePart, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -103,7 +105,7 @@ def _divide(part: SourcePart, size: int) -> list[SourcePart]:
     return [replace(part, form="hub_stream", start=index, end=count) for index in range(count)]
 
 
-def _through_buffer(rows: Iterator[Any], size: int, generator: random.Random) -> Iterator[Any]:
+def _through_buffer(rows: Iterator[Row], size: int, generator: random.Random) -> Iterator[Row]:
     """The rows in random order: each leaves a buffer of `size` rows at random."""
     buffer = list(itertools.islice(rows, size))
     for row in rows:
@@ -157,7 +159,7 @@ class _Shard:
         """The documents, each with its pass, part and row."""
         first, part, row, token = self.position
         # The rows before a start inside a pass are not seen, so they count as documents
-        found = (part, row, token) != (0, 0, 0)
+        any_document = (part, row, token) != (0, 0, 0)
         dropped, stream = False, self._stream
         for turn in itertools.count(first):
             for encoded, position in self._pass(turn, part, row):
@@ -170,16 +172,16 @@ class _Shard:
                         if self._list_bad_rows and turn == 0:
                             self._list(replace(encoded, problem=_NO_TARGETS))
                         continue
-                    found = True
+                    any_document = True
                     yield encoded, position
-            if not found:
-                names = list(dict.fromkeys(one.name for one in stream.shards[self._number]))
-                listed = ", ".join(names[:5]) + (" ..." if names[5:] else "")
+            if not any_document:
+                names = dict.fromkeys(part.name for part in stream.shards[self._number])
+                listed = first_names(names)
                 hint = "leave these files out, or use streaming: false"
                 what = f"data.streaming: no document with text in {listed}"
                 what = no_targets(listed, stream.data) if dropped else what
                 raise RecipeError(f"{what}; {hint}")
-            part, row, found = 0, 0, False
+            part, row, any_document = 0, 0, False
 
     def _learnable(self, encoded: Encoded) -> bool:
         """Whether a document has a target, after it is cut."""
@@ -211,7 +213,7 @@ class _Shard:
         """
         data = self._stream.data
         kind, length, packing = data.kind, data.sequence_length, data.packing
-        pieces: list[Any] = []
+        pieces: list[Piece] = []
         room, done = length, self.position[3]
         for encoded, position in self._documents():
             ids, targets = encoded.ids, np.append(encoded.targets[1:], IGNORED)
@@ -234,7 +236,7 @@ class _Shard:
             done = 0
 
 
-def _any_target(pieces: list[Any]) -> bool:
+def _any_target(pieces: list[Piece]) -> bool:
     return any((targets != IGNORED).any() for _, targets in pieces)
 
 

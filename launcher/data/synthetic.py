@@ -70,8 +70,8 @@ def synthetic_data(
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = summed_classification_loss
     else:
-        found = [
+        sequences = [
             make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids
         ]
-        collated = collate_sequences(found, length=length, packed=packed, masking=masking)
+        collated = collate_sequences(sequences, length=length, packed=packed, masking=masking)
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

@@ -288,7 +288,9 @@ def _tasks(parts: list[SourcePart]) -> list[list[SourcePart]]:
     """Consecutive parts of about _TASK_BYTES: large files are split, small ones grouped."""
     pieces = [piece for part in parts for piece in split(part, _TASK_BYTES)]
     starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
-    groups = itertools.groupby(zip(starts, pieces, strict=False), lambda one: one[0] // _TASK_BYTES)
+    groups = itertools.groupby(
+        zip(starts, pieces, strict=False), lambda placed: placed[0] // _TASK_BYTES
+    )
     return [[piece for _, piece in group] for _, group in groups]
 
 

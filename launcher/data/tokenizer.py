@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.hub import model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ids = npt.NDArray[np.int32]
 
@@ -95,13 +98,13 @@ class HuggingFaceTokenizer:
             both = zip(self.ids(texts), self.ids([first for first, _ in pairs]), strict=True)
             return [(ids, _common(ids, alone)) for ids, alone in both]
         encoded = self._encode(texts, return_offsets_mapping=True)
-        found = []
+        joined = []
         rows = zip(encoded["input_ids"], encoded["offset_mapping"], pairs, strict=True)
         for ids, offsets, (first, _) in rows:
             ends = np.maximum.accumulate([end for _, end in offsets])
             index = int(np.searchsorted(ends, len(first), side="right"))
-            found.append((np.array(ids, dtype=np.int32), index))
-        return found
+            joined.append((np.array(ids, dtype=np.int32), index))
+        return joined
 
     def _encode(self, texts: Sequence[str], *, special: bool = False, **options: Any) -> Any:
         options |= {"return_attention_mask": False, "return_token_type_ids": False}
@@ -118,7 +121,7 @@ def _common(ids: Ids, others: Ids) -> int:
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
-def hugging_face_byte_tokenizer() -> Any:
+def hugging_face_byte_tokenizer() -> PreTrainedTokenizerBase:
     """Ids 0 to 255 are the bytes of UTF-8, as in ByteTokenizer; 256 to 259 are special tokens.
 
     The chat template marks the assistant's text and the end of its turn as generated.
@@ -151,7 +154,7 @@ def hugging_face_byte_tokenizer() -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def hugging_face_tokenizer(name: str) -> Any:
+def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The transformers tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if there is
     none."""
     if name == "bytes":

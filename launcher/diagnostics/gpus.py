@@ -37,14 +37,14 @@ def query_nvml() -> dict[str, Any]:
     driver: its version. gpus: index, uuid, name, memory (bytes) and problems (state and text) of
     each GPU. error: an error of NVML as a whole, or None; a missing NVIDIA driver is not an error.
     """
-    found = _NO_NVML | {"gpus": []}
+    answer = _NO_NVML | {"gpus": []}
     try:
         import pynvml as nvml
     except ImportError:
-        return found
+        return answer
     try:
         nvml.nvmlInit()
-        found["driver"] = nvml.nvmlSystemGetDriverVersion()
+        answer["driver"] = nvml.nvmlSystemGetDriverVersion()
         for index in range(nvml.nvmlDeviceGetCount()):
             gpu: dict[str, Any] = {"index": index, "uuid": "", "name": "", "memory": 0}
             try:
@@ -57,15 +57,15 @@ def query_nvml() -> dict[str, Any]:
                 if error.value == nvml.NVML_ERROR_NO_PERMISSION:  # a GPU of another job
                     continue
                 gpu["problems"] = [("bad", f"NVML does not answer for it: {error}")]
-            found["gpus"].append(gpu)
+            answer["gpus"].append(gpu)
     except nvml.NVMLError as error:
         no_driver = (
             nvml.NVML_ERROR_LIBRARY_NOT_FOUND,
             nvml.NVML_ERROR_DRIVER_NOT_LOADED,
             nvml.NVML_ERROR_FUNCTION_NOT_FOUND,  # a library that is not NVIDIA's
         )
-        found["error"] = None if error.value in no_driver else str(error)
-    return found
+        answer["error"] = None if error.value in no_driver else str(error)
+    return answer
 
 
 def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
@@ -109,23 +109,23 @@ def query_torch(*, compute: bool = True) -> dict[str, Any]:
     python, torch, cuda, rocm, nccl: versions. gpus: names. error: an error message, or None.
     compute: also computes something on each GPU.
     """
-    found = _NO_TORCH | {"gpus": []}
+    answer = _NO_TORCH | {"gpus": []}
     try:
         import torch
 
-        found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
-        found["rocm"] = torch.version.hip
+        answer |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        answer["rocm"] = torch.version.hip
         if torch.cuda.is_available():
             version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            found["nccl"] = ".".join(map(str, version))
+            answer["nccl"] = ".".join(map(str, version))
             for index in range(torch.cuda.device_count()):
-                found["gpus"].append(torch.cuda.get_device_properties(index).name)
+                answer["gpus"].append(torch.cuda.get_device_properties(index).name)
                 if compute:
                     torch.ones(8, device=f"cuda:{index}").sum().item()
     except Exception as error:
-        cannot = "torch cannot be imported: " if found["torch"] is None else ""
-        found["error"] = cannot + first_line(error)
-    return found
+        cannot = "torch cannot be imported: " if answer["torch"] is None else ""
+        answer["error"] = cannot + first_line(error)
+    return answer
 
 
 def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -201,8 +201,8 @@ def gpu_findings(
         yield Finding("torch", "bad", text)
     else:
         keys = (("cuda", "CUDA"), ("rocm", "ROCm"), ("nccl", "NCCL"), ("python", "Python"))
-        found = [f"{label} {torch[key]}" for key, label in keys if torch[key]]
-        yield Finding("torch", "good", ", ".join([torch["torch"], *found]))
+        numbers = [f"{label} {torch[key]}" for key, label in keys if torch[key]]
+        yield Finding("torch", "good", ", ".join([torch["torch"], *numbers]))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _strategies(
     )
     offload = replace(fsdp, cpu_offload=CpuOffload())
     checkpointing = recipe.activation_checkpointing or ActivationCheckpointing()
-    found: dict[str, tuple[Strategy, ActivationCheckpointing | None]] = {
+    strategies: dict[str, tuple[Strategy, ActivationCheckpointing | None]] = {
         "fsdp": (fsdp, None),
         "ddp": (ddp, None),
         "ddp, ZeRO-1": (replace(ddp, shard_optimizer=True), None),
@@ -126,12 +126,12 @@ def _strategies(
     }
     if recipe.optimizer.name in ("adamw", "sgd"):
         only_state = replace(fsdp, cpu_offload=CpuOffload(what="optimizer"))
-        found["fsdp, optimizer state offloaded"] = only_state, None
+        strategies["fsdp, optimizer state offloaded"] = only_state, None
     copies = own.replicate if own.replicate > 1 else 2
     if ranks > copies and ranks % copies == 0:
         name = f"fsdp, hybrid {copies} x {ranks // copies}"
-        found[name] = replace(fsdp, replicate=copies), None
-    return found
+        strategies[name] = replace(fsdp, replicate=copies), None
+    return strategies
 
 
 def train_variant(variant: Variant, ranks: DataParallel) -> Values:

@@ -127,19 +127,19 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _problems(plain: dict[str, Any], error: ValidationError) -> tuple[list[Problem], set[KeyPath]]:
     """A problem for each wrong key, and the missing keys whose misspelling was found."""
-    found: dict[KeyPath, list[Any]] = {}
-    for one in error.errors(include_url=False):
-        found.setdefault(_path(plain, one), []).append(one)
+    errors_by_path: dict[KeyPath, list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        errors_by_path.setdefault(_path(plain, problem), []).append(problem)
     problems: list[Problem] = []
     misspelt: set[KeyPath] = set()
     types = ("unexpected_keyword_argument", "invalid_key")
-    unknown = [path for path, errors in found.items() if errors[0]["type"] in types]
+    unknown = [path for path, errors in errors_by_path.items() if errors[0]["type"] in types]
     for path in unknown:
         message, meant = _unknown(plain, path)
         problems.append(Problem(path, message))
         misspelt |= meant
-    for path, errors in found.items():
-        more_precise = any(other != path and other[: len(path)] == path for other in found)
+    for path, errors in errors_by_path.items():
+        more_precise = any(other != path and other[: len(path)] == path for other in errors_by_path)
         if path not in unknown and not more_precise and not misspelt & {path, path[:-1]}:
             problems.append(Problem(path, _message(errors)))
     return problems, misspelt
@@ -212,5 +212,8 @@ def _quoted(value: Any) -> str:
 
 def shown(text: str, length: int = 200) -> str:
     """A text as messages show it: cut, and without characters that a terminal would obey."""
-    text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: length + 1])
+    text = "".join(
+        character if character.isprintable() else repr(character)[1:-1]
+        for character in text[: length + 1]
+    )
     return text if len(text) <= length else text[: length - 3] + "..."

@@ -60,15 +60,15 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
 def code_of(recipe: Recipe) -> list[str]:
     """The keys by which a recipe runs code that is not part of launcher, with their values."""
     builders = {"model.builder": recipe.model.builder, "data.builder": recipe.data.builder}
-    found = [f"{key}: {value}" for key, value in builders.items() if value is not None]
+    named = [f"{key}: {value}" for key, value in builders.items() if value is not None]
     if recipe.model.trust_remote_code:
-        found.append(f"model.trust_remote_code: true (the code in {recipe.model.path})")
-    return found
+        named.append(f"model.trust_remote_code: true (the code in {recipe.model.path})")
+    return named
 
 
 def refuse_code(recipe: Recipe, file: Path, *, trust_run: bool) -> None:
     """Raises RecipeError if the recipe in a file of a run would run code, unless it is trusted."""
-    found = [] if trust_run else code_of(recipe)
-    if found:
-        what = f"{file}: its recipe would run code: {', '.join(found)}"
+    named = [] if trust_run else code_of(recipe)
+    if named:
+        what = f"{file}: its recipe would run code: {', '.join(named)}"
         raise RecipeError(f"{what}. If you have read that code and trust it, add --trust-run")

@@ -93,16 +93,16 @@ def _load_saved(folder: str, splits: list[str]) -> Any:
     import datasets
 
     try:
-        found = datasets.load_from_disk(folder)
+        loaded = datasets.load_from_disk(folder)
     except Exception as error:  # damaged files raise many classes
         what = "save_to_disk wrote this folder, but it cannot be loaded"
         raise RecipeError(f"data: {folder}: {what}: {first_line(error)}") from None
-    if not isinstance(found, datasets.DatasetDict):
-        return found
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
     for split in splits:
-        if split in found:
-            return found[split]
-    named = f"name the folder of one, such as {folder}/{next(iter(found), 'train')}"
+        if split in loaded:
+            return loaded[split]
+    named = f"name the folder of one, such as {folder}/{next(iter(loaded), 'train')}"
     raise RecipeError(f"data: {folder}: has no split {' or '.join(splits)}; {named}")
 
 

@@ -11,7 +11,8 @@ import functools
 import operator
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
 
 _LARGEST_FILE = 2**20
+_MOST_INTERPOLATIONS = 500
+"""In a recipe. A text counts those in the values that it refers to, too."""
+_REFERENCE = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that neither a path nor a text file can hold: NUL and halves of surrogate pairs."""
 
@@ -96,8 +100,8 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     """
     plain, origins = _read(find_recipe(arguments))
     overrides = [argument for argument in arguments if not argument.startswith("recipe=")]
-    found = (_override(plain, argument, origins.places) for argument in overrides)
-    problems = [problem for problem in found if problem is not None]
+    refused = (_override(plain, argument, origins.places) for argument in overrides)
+    problems = [problem for problem in refused if problem is not None]
     problems += _interpolate(plain, origins)
     problems += _characters(plain, {problem.path for problem in problems})
     reported = {problem.path for problem in problems}
@@ -189,7 +193,8 @@ def _walk(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
-    """Replaces each `${...}` by its value. One without a value is a problem, and becomes null."""
+    """Replaces each `${...}` by its value. One without a value is a problem, and becomes null. Raises
+    RecipeError if there are too many."""
     if isinstance(plain.get("run"), dict):
         plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
     if not OmegaConf.has_resolver("stdlib"):
@@ -198,6 +203,12 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
         register("stdlib", lambda: sysconfig.get_path("stdlib"))  # of the running Python
     texts = [path for path, text in _walk(plain, ()) if isinstance(text, str) and "${" in text]
     problems = []
+    counter, total = _Counter({path: _get(plain, path) for path in texts}), 0
+    for path in texts:
+        total += counter.count(path) if len(texts) <= _MOST_INTERPOLATIONS else 1
+        if total > _MOST_INTERPOLATIONS:
+            what = f"more than {_MOST_INTERPOLATIONS} interpolations up to here"
+            raise RecipeError(origins.cite(Problem(path, what)))
     for path in texts:
         try:
             OmegaConf.create([_get(plain, path)])
@@ -218,6 +229,31 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             problems.append(Problem(path, f"cannot be interpolated: {what}"))
         _get(plain, path[:-1])[path[-1]] = value
     return problems
+
+
+class _Counter:
+    """How many interpolations a text stands for: OmegaConf resolves each one anew, so a few that
+    refer to one another can stand for billions."""
+
+    def __init__(self, texts: Mapping[KeyPath, str]) -> None:
+        self._texts, self._counts = texts, dict[KeyPath, int]()
+        self._below: dict[tuple[str, ...], list[KeyPath]] = defaultdict(list)
+        """The texts at each key and in each section."""
+        for path in texts:
+            for length in range(1, len(path) + 1):
+                self._below[tuple(map(str, path[:length]))].append(path)
+
+    def count(self, path: KeyPath) -> int:
+        """The number of interpolations in a text and in the values that it refers to."""
+        if path not in self._counts:
+            self._counts[path] = 0  # of one that leads back to itself, which OmegaConf reports
+            total = 0
+            for dots, key in _REFERENCE.findall(self._texts[path]):
+                above = path[: len(path) - len(dots)] if dots else ()
+                target = (*map(str, above), *re.split(r"[.\[\]]+", key.rstrip("]")))
+                total += 1 + sum(map(self.count, self._below.get(target, ())))
+            self._counts[path] = total
+        return self._counts[path]
 
 
 def _characters(plain: dict[str, Any], reported: set[KeyPath]) -> Iterator[Problem]:

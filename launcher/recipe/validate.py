@@ -23,6 +23,7 @@ from launcher.recipe.section import LARGEST_INT
 Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
+_OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
     ("model.builder", "data.builder", True),
@@ -36,22 +37,22 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.messages_column", "data.kind", "chat"),
     ("data.prompt_column data.response_column", "data.kind", "instruct"),
     ("data.label_column data.labels", "data.kind", "classification"),
-    ("data.chat_template", "data.kind", "chat instruct"),
-    ("data.date", "data.kind", "chat instruct"),
+    ("data.chat_template data.date", "data.kind", "chat instruct"),
     ("data.shuffle_buffer", "data.streaming", True),
     ("data.streaming", "data.kind", "text tokens chat instruct"),
     ("run.epochs", "data.streaming", False),
     ("run.on_divergence", "checkpoint.every_steps", True),
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
     ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
-    ("strategy.reshard_after_forward", "strategy.kind", "fsdp auto"),
-    ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
+    (
+        "strategy.reshard_after_forward strategy.reshard_after_backward",
+        "strategy.kind",
+        "fsdp auto",
+    ),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
-    ("strategy.cpu_offload.what", "optimizer.name", "adamw sgd"),
-    ("strategy.cpu_offload.optimizer_path", "optimizer.name", "adamw sgd"),
-    ("strategy.cpu_offload.what", "optimizer.momentum", True),
-    ("strategy.cpu_offload.optimizer_path", "optimizer.momentum", True),
+    (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
+    (_OFFLOADED_STATE, "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
     ("activation_checkpointing.budget", "model.builder data.builder", False),
@@ -363,8 +364,8 @@ def _data_files(recipe: Recipe) -> Found:
             if os.path.abspath(pattern).split("/")[1] in ("proc", "sys"):
                 yield (*key.split("."), index), f"{pattern} holds files of the system, not data"
                 continue
-            found = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
-            if not found and not is_hub_id(pattern):
+            exists = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
+            if not exists and not is_hub_id(pattern):
                 yield (*key.split("."), index), _missing(f"no such file or folder: {pattern}")
 
 

@@ -92,7 +92,9 @@ def parse_yaml(text: str | bytes) -> tuple[Any, dict[KeyPath, int]]:
         if isinstance(error, RecursionError):
             what = f"more than {_DEEPEST} levels of keys in one section or list"
         mark = getattr(error, "problem_mark", None)
-        if mark is not None and not isinstance(error, yaml.constructor.ConstructorError):
+        if what == "but found another document":
+            what = "a second document begins; a recipe is one"
+        elif mark is not None and not isinstance(error, yaml.constructor.ConstructorError):
             what += "; is it indented right, and is text with any of * & ! @ : [ ] { } in quotes?"
         raise NotYamlError(what, mark.line + 1 if mark else None) from None
 

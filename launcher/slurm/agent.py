@@ -62,14 +62,14 @@ def in_child() -> None:
 
 def listeners(parent: int) -> list[int]:
     """Children of a process that have a handler for SIGUSR1 (proc_pid_status(5), SigCgt)."""
-    found = []
+    ranks = []
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             with contextlib.suppress(OSError, IndexError):
                 caught = Path(f"/proc/{child}/status").read_text().split("SigCgt:")[1].split()[0]
                 if int(caught, 16) >> (signal.SIGUSR1 - 1) & 1:
-                    found.append(int(child))
-    return found
+                    ranks.append(int(child))
+    return ranks
 
 
 def run(command: Sequence[str]) -> int:

@@ -71,11 +71,11 @@ class Attempts:
         """Reads the attempts of a job; those of another job in the same folder do not count."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             values = json.loads((run_dir / "slurm" / "attempts.json").read_text())
-            found = TypeAdapter(cls).validate_python(
+            recorded = TypeAdapter(cls).validate_python(
                 {**values, "run_dir": run_dir, "max_failures": max_failures}
             )
-            if found.job == job:
-                return found
+            if recorded.job == job:
+                return recorded
         return cls(run_dir, max_failures, job, checkpoint=newest_checkpoint(run_dir))
 
     def write(self) -> None:

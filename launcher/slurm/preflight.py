@@ -24,14 +24,14 @@ def each(file: Path, nodes: Sequence[str], *, status: int) -> Problems:
     the srun. Nodes without a result are bad, unless there is none at all.
     """
     lines = file.read_text(errors="replace").splitlines()
-    found = [match for line in lines if (match := re.match(r"(\S+) ((un)?fit: .*)", line))]
+    matches = [match for line in lines if (match := re.match(r"(\S+) ((un)?fit: .*)", line))]
     why = f"no result; the srun ended with status {status}"
     if status == LATE:
         why = "did not end in time: a GPU, its driver or a file system hangs"
-    elif not found:
+    elif not matches:
         return [(_ALL, line) for line in (why, *lines[-20:])]
-    unfit = [(match[1], match[2]) for match in found if match[3]]
-    return unfit + [(node, why) for node in nodes if node not in {match[1] for match in found}]
+    unfit = [(match[1], match[2]) for match in matches if match[3]]
+    return unfit + [(node, why) for node in nodes if node not in {match[1] for match in matches}]
 
 
 def together(file: Path, *, status: int) -> Problems:

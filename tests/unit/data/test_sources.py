@@ -394,8 +394,7 @@ def damage(file, size):
         os.truncate(file, size)
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_damaged_store_is_built_again(tmp_path, cache, messages, old):
+def test_damaged_store_is_built_again(tmp_path, cache, messages):
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 4
     file = write(tmp_path / "a.jsonl", rows)
     first, told = create_store(file, cache=cache, kind="tokens"), 0
@@ -410,13 +409,8 @@ def test_damaged_store_is_built_again(tmp_path, cache, messages, old):
         ("meta.json", 0, ""),
     ]
     faults += [("offsets.npy", 0, ""), ("ids.bin", None, ""), ("meta.json", None, "")]
-    faults += [] if old else [("labels.bin", None, "No such file")]
+    faults += [("labels.bin", None, "No such file")]
     for name, size, message in faults:
-        if old:  # written by an earlier version
-            meta = json.loads((folder / "meta.json").read_text())
-            meta.pop("sizes")
-            (folder / "meta.json").write_text(json.dumps(meta))
-            create_store(file, cache=cache, kind="tokens")
         assert len(messages()) == 3 * told + 2, "a whole store is used"
         damage(folder / name, size)
         again, told = create_store(file, cache=cache, kind="tokens"), told + 1

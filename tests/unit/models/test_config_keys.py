@@ -43,6 +43,8 @@ def test_classifiers_need_a_class_of_their_own(folder):
     arguments = ["recipe=x.yaml", "data.kind=classification", "model.task=sequence_classification"]
     check_config_keys(load_recipe(arguments, ranks=None))
     loaded = load_recipe([*arguments, "model.config.model_type=vit"], ranks=None)
-    what = "model.config.model_type: vit is not available with model.task: sequence_classification"
+    what = (
+        "model.config.model_type=vit: vit is not available with model.task: sequence_classification"
+    )
     with pytest.raises(RecipeError, match=f"command line: {what}"):
         check_config_keys(loaded)

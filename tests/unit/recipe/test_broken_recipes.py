@@ -83,7 +83,7 @@ MISTAKES_IN_A_FILE = [
     (14, "strategy: kind: ddp", "14: not YAML: mapping values are not allowed here; ..."),
     (9, "  train: *.txt",
      "9: not YAML: ...; is it indented right, and is text with any of * & ! @ : [ ] { } in quotes?"),
-    (14, "---\nrun: {}", "14: not YAML: but found another document..."),
+    (14, "---\nrun: {}", "14: not YAML: a second document begins; a recipe is one"),
     (14, "strategy: &a {kind: *a}", "14: not YAML: an alias leads back to itself"),
     (14, '"run\\0": 1', "14: not YAML: the key 'run\\x00' holds a character that cannot be printed"),
     (2, '  name: "\\ud800"', "2: run.name: holds '\\ud800', which is no character of a text"),
@@ -353,6 +353,16 @@ def test_few_aliases_cannot_stand_for_billions_of_values(folder):
     for nested in ("[" * 300 + "]" * 300, "{a: " * 300 + "1" + "}" * 300):
         (folder / "x.yaml").write_text(SMALL + f"lora: {nested}\n")
         expected = "x.yaml:14: not YAML: more than 50 levels of keys in one section or list"
+        check([expected], problems_of(["recipe=x.yaml"]))
+
+
+def test_few_interpolations_cannot_stand_for_billions(folder):
+    """Each key names the one after it twice, by its whole name or by its name in the section."""
+    for reference in ("${model.config.a%d}", "${.a%d}"):
+        lines = [f"    a{n}: {reference % (n + 1)}{reference % (n + 1)}\n" for n in range(40)]
+        text = SMALL.replace("    vocab_size", "".join(lines) + "    a40: x\n    vocab_size")
+        (folder / "x.yaml").write_text(text)
+        expected = "x.yaml:7: model.config.a0: more than 500 interpolations up to here"
         check([expected], problems_of(["recipe=x.yaml"]))
 
 
