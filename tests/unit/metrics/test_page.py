@@ -165,7 +165,7 @@ def test_page_of_a_run(tmp_path, browser, capsys):
             browser.open(out, width=width, scheme=scheme)
             assert browser.evaluate("document.querySelectorAll('.main-svg').length") >= len(charts)
             assert browser.evaluate(NO_HORIZONTAL_SCROLL)
-            for element in ("document.body", "document.querySelector('.plot .bg')"):
+            for element in ("document.body", "document.querySelector('.plot text')"):
                 style = f"getComputedStyle({element})"
                 backgrounds.add(browser.evaluate(f"{style}.backgroundColor + {style}.fill"))
     assert len(backgrounds) == 4
