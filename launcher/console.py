@@ -18,7 +18,7 @@ LINE_SECONDS = 10.0
 """Seconds between two lines about a long task, where the output is not a terminal."""
 _CLEAR = "\r\x1b[2K"
 """Erases the line of the cursor."""
-_SHORTEST_BAR = 5
+_SHORTEST_BAR, _LONGEST_BAR = 5, 24
 _stream: str | None = None
 """Where messages are printed; None: nowhere."""
 
@@ -98,10 +98,9 @@ def _progress(terminal: TextIO, total: float) -> Progress:
 
     console = Console(file=terminal, highlight=False)
     progress = Progress(
-        BarColumn(None),
+        BarColumn(_LONGEST_BAR),  # shorter where the text needs the room
         TextColumn("{task.description}", markup=False),
         console=console,
-        expand=True,
         auto_refresh=False,
         transient=True,
         redirect_stdout=False,

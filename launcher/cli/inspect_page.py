@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,11 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe.schema import Batch, Recipe
+
+if TYPE_CHECKING:
+    from launcher.data.dataset import ClassificationDataset, SequenceDataset
+
+    OpenedSet = SequenceDataset | ClassificationDataset
 
 _WIDTH = 120
 _STREAMED = 1000
@@ -75,15 +80,17 @@ def print_page(
         page.skipped(dataset.skipped)
 
 
-def _open(recipe: Recipe, files: DataFiles) -> Any:
+def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
     data, model = dataclasses.replace(recipe.data, kind=files.kind), model_inputs(recipe.model)
     tokenizer, patterns = data.tokenizer or recipe.model.path, files.patterns
     if files.validation or not data.streaming:
         validation = files.validation
-        return open_dataset(
+        opened = open_dataset(
             data, patterns, tokenizer=tokenizer, model=model, build=True, validation=validation
         )
+        assert not isinstance(opened, MixtureDataset)  # of one set
+        return opened
     encoder = make_encoder(files.kind, data, tokenizer=tokenizer)
     parts = find_parts(patterns, kind=files.kind)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
@@ -97,20 +104,19 @@ def _open(recipe: Recipe, files: DataFiles) -> Any:
 
 
 def _order(
-    opened: dict[str, Any], weights: tuple[float, ...], seed: int, *, shuffle: bool
+    opened: dict[str, OpenedSet], weights: tuple[float, ...], seed: int, *, shuffle: bool
 ) -> Iterator[tuple[str, int]]:
     """Set and index of each sample in the order of the run; of several sets in turn."""
-    options: Any = {"seed": seed, "shuffle": shuffle, "epochs": None}
     if not weights and len(opened) == 1:
         ((name, dataset),) = opened.items()
-        order = make_order(dataset, **options)
+        order = make_order(dataset, seed=seed, shuffle=shuffle, epochs=None)
         return ((name, order.sample(position)) for position in itertools.count())
     mixture = MixtureDataset(opened, weights or (1.0,) * len(opened))
-    order = make_order(mixture, **options)
+    order = make_order(mixture, seed=seed, shuffle=shuffle, epochs=None)
     return (mixture.locate(order.sample(position)) for position in itertools.count())
 
 
-def _padding(dataset: Any, recipe: Recipe, *, shuffle: bool) -> str:
+def _padding(dataset: OpenedSet, recipe: Recipe, *, shuffle: bool) -> str:
     """Share of padding; estimated over 64 micro-batches if rows are padded to the longest."""
     if dataset.packed:
         return f"{1 - dataset.tokens / (len(dataset) * dataset.length):.1%}"
@@ -212,7 +218,7 @@ class _Page:
         self,
         heading: list[str],
         index: int,
-        dataset: Any,
+        dataset: OpenedSet,
         decoder: Decoder,
         labels: tuple[str, ...] | None,
         *,
@@ -268,7 +274,7 @@ class _Page:
         self._rule(("in all", "bold"))
         self._console.print(make_table(["", *names], rows))
 
-    def histogram(self, part: str, dataset: Any) -> None:
+    def histogram(self, part: str, dataset: OpenedSet) -> None:
         """Prints how many documents have how many tokens."""
         most = dataset.length
         rows = bins(np.diff(dataset.store.offsets), mark=most)
@@ -292,7 +298,7 @@ class _Page:
             self._print(f"... and {more:,} more; a run lists them in skipped_rows.jsonl")
 
 
-def bins(lengths: npt.NDArray[Any], *, mark: int) -> list[tuple[int, int, int]]:
+def bins(lengths: npt.NDArray[np.integer[Any]], *, mark: int) -> list[tuple[int, int, int]]:
     """A histogram: first length, last length and count of each bin. Bins end at powers of two and
     at `mark`."""
     powers = range(int(lengths.max() - 1).bit_length() + 1)
@@ -303,7 +309,7 @@ def bins(lengths: npt.NDArray[Any], *, mark: int) -> list[tuple[int, int, int]]:
     return rows[used[0] : used[-1] + 1]
 
 
-def _facts(dataset: Any, *, padding: str) -> dict[str, str]:
+def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
     store, sequences = dataset.store, dataset.sequences
     lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, ""

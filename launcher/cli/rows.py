@@ -221,9 +221,12 @@ def _print_rows(rows: list[TrainedRow], losses: list[float] | None, tokenizer: s
             if len(ids) < row.of:
                 tokens = f"{row.first:,}-{row.first + len(ids) - 1:,} of {tokens}"
             text = " ".join(decoder.text(ids[:_PREVIEW]).split())[:_PREVIEW]
-        loss_text = "" if math.isnan(loss) else f"{loss:.4f}"
-        lines.append((loss, (str(row.sequence), loss_text, tokens, row.where, text)))
+        cells = [str(row.sequence), tokens, row.where, text]
+        if losses is not None:
+            cells.insert(1, "" if math.isnan(loss) else f"{loss:.4f}")
+        lines.append((loss, cells))
+    columns = [">sequence", ">tokens", "row", "text"]
     if losses is not None:
+        columns.insert(1, ">loss")
         lines.sort(key=lambda line: math.inf if math.isnan(line[0]) else -line[0])
-    columns = (">sequence", ">loss" if losses else "", ">tokens", "row", "text")
     print_parts(make_table(columns, [cells for _, cells in lines]))

@@ -24,7 +24,8 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> 
     a name, there is no line with the names. Only the last column may have several lines."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.show_header = any(columns)
     for number, name in enumerate(columns, start=1):
         table.add_column(
             name.removeprefix(">"),

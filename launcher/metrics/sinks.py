@@ -25,11 +25,15 @@ WANDB_START, WANDB_END = 30, 60
 uploaded at the end. In between wandb has a process of its own."""
 
 
+Record = dict[str, Any]
+"""A line of metrics.jsonl, and maybe `samples`, the answers that an evaluation generated."""
+
+
 class Sink(Protocol):
     """Takes the records of steps and evaluations."""
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Takes a record. The `samples` of an evaluation are the answers that it generated."""
+    def write(self, record: Record) -> None:
+        """Takes a record."""
 
     def close(self, state: str) -> None:
         """Called at the end of the run, with its state."""
@@ -45,7 +49,7 @@ class JsonLines:
         """See `remove_later_steps`."""
         return remove_later_steps(self._lines, step)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         self._lines.append({key: value for key, value in record.items() if key != "samples"})
 
     def close(self, state: str) -> None:
@@ -83,7 +87,7 @@ class OptionalSink:
         with self._failing():
             self._sink = make()
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         with self._failing():
             if self._sink is not None:
                 self._sink.write(record)
@@ -103,7 +107,7 @@ class OptionalSink:
             logger.warning(f"{self._name} is disabled from now on, training continues: {problem}")
 
 
-def _numbers(record: dict[str, Any]) -> dict[str, float]:
+def _numbers(record: Record) -> dict[str, float]:
     prefix = "evaluation" if "eval_loss" in record else "training"
     values = {name: value for name, value in record.items() if name not in ("step", "time")}
     values |= {f"eval_loss/{name}": loss for name, loss in record.get("eval_losses", {}).items()}
@@ -155,7 +159,7 @@ class Wandb:
         for prefix in ("training", "evaluation"):
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         more = {}
         if samples := record.get("samples"):
             rows = [list(sample.values()) for sample in samples]
@@ -174,7 +178,7 @@ class TensorBoard:
 
         self._writer: Any = SummaryWriter(str(folder))
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         for key, value in _numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
 
