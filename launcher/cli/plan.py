@@ -83,8 +83,8 @@ def plan(
     """
     notes = []
     if gpu is None and gpu_memory is None and (present := detect_gpus()) is not None:
-        gpu, gpu_memory, found = present
-        gpus_per_node = gpus_per_node or found
+        gpu, gpu_memory, count = present
+        gpus_per_node = gpus_per_node or count
         notes.append(
             "Planned for the GPUs of this machine; for others give gpu=h100, or "
             f"gpu_memory=80GiB, and gpus_per_node={gpus_per_node}."
@@ -179,8 +179,8 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
     """The machine with the memory that is available on this one, unless it was given.
 
-    option: `verify` or `measure`. gpu: the argument of the command.
-    Raises RecipeError unless this machine has the planned devices.
+    `option` is `verify` or `measure`, and `gpu` the argument of the command. Raises RecipeError
+    unless this machine has the planned devices.
     """
     problem, ranks = "", machine.gpus_per_node
     _, _, present = detect_gpus() or ("", 0, 0)

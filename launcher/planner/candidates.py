@@ -33,6 +33,8 @@ LARGEST_MICRO_BATCH = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
+    """A recipe with its predicted memory and time."""
+
     recipe: Recipe
     plan: Plan
     """The memory plan of this configuration, estimated or traced."""
@@ -72,10 +74,10 @@ def variants(
 ) -> list[Recipe]:
     """All combinations of settings that have an effect, each once.
 
-    The flags select what may vary. reshards: resharding after the forward pass, for use without
+    The flags select what may vary. `reshards` is resharding after the forward pass, for use without
     `strategies`, which varies it too.
     """
-    found: dict[Any, Recipe] = {}
+    recipes: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
@@ -86,10 +88,10 @@ def variants(
         if strategies:
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
-            found[batch, strategy, checkpointing] = dataclasses.replace(
+            recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
-    return list(found.values())
+    return list(recipes.values())
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
@@ -167,13 +169,14 @@ def _strategies(
                 yield dataclasses.replace(sharded, cpu_offload=offload)
 
 
-def complexity(one: Configuration, written: Recipe) -> tuple[int, ...]:
+def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]:
     """A sort key for configurations of equal speed; the simplest configuration has the smallest.
 
     In order of weight: CPU offload, activations on the host, unusual settings, precision,
     checkpointing, sharding, number of overrides.
     """
-    strategy, checkpointing = one.recipe.strategy, one.recipe.activation_checkpointing
+    recipe = configuration.recipe
+    strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     # Among configurations of equal speed, `auto` prefers to keep weights unsharded
     usual_reshard = written.strategy.reshard_after_forward != "auto"
     unusual = (
@@ -183,13 +186,13 @@ def complexity(one: Configuration, written: Recipe) -> tuple[int, ...]:
         strategy.sync_every_micro_batch is (strategy.kind == "ddp"),
     )
     return (
-        int(one.offloads),
+        int(configuration.offloads),
         int(checkpointing is not None and checkpointing.offload_to_cpu),
         sum(unusual),
         int(compute_dtype(strategy) != compute_dtype(written.strategy)),
         0 if checkpointing is None else 1 if checkpointing.mode == "selective" else 2,
         2 if strategy.kind != "ddp" else int(strategy.shard_optimizer),
-        len(one.overrides),
+        len(configuration.overrides),
     )
 
 
@@ -210,11 +213,8 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
         )
 
 
-def overrides_between(before: Any, after: Any, path: str = "") -> tuple[str, ...]:
-    """The overrides that change one recipe into the other, one for each key that differs.
-
-    before, after: recipes, or values of the key `path`.
-    """
+def overrides_between(before: object, after: object, path: str = "") -> tuple[str, ...]:
+    """The overrides that change one recipe, or value of the key `path`, into the other."""
     if before == after:
         return ()
     if not dataclasses.is_dataclass(after) or isinstance(after, type):
@@ -224,8 +224,8 @@ def overrides_between(before: Any, after: Any, path: str = "") -> tuple[str, ...
     if before is None:  # the section was null: keys that differ from the default, or the first key
         default = type(after)()
         names = [n for n in names if getattr(after, n) != getattr(default, n)] or names[:1]
-    found: list[str] = []
+    overrides: list[str] = []
     for name in names:
         key = f"{path}.{name}" if path else name
-        found += overrides_between(getattr(before, name, object()), getattr(after, name), key)
-    return tuple(found)
+        overrides += overrides_between(getattr(before, name, object()), getattr(after, name), key)
+    return tuple(overrides)

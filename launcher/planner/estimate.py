@@ -28,10 +28,8 @@ of the last norm (in float32). Fitted to traces of Llama models."""
 
 
 def estimate_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> StepMemory:
-    """Memory of one optimizer step on rank 0 of `ranks`, in its last micro-batch.
-
-    recipe: the profiled one, or one that differs in strategy, checkpointing and batch only.
-    """
+    """Memory of one optimizer step on rank 0 of `ranks`, in its last micro-batch, of a recipe that
+    the profile covers."""
     step = _Step(Work(profile, recipe, ranks=ranks))
     logits = 0 if step.work.chunked else 4 * step.work.tokens * profile.vocabulary
     after = {"gathered": step.between, "activations": round(step.activations), "logits": logits}
@@ -177,7 +175,7 @@ class _Step:
         yield self._at("optimizer", gradients=self.shard, temporary=self.slots)
 
     def _last_block(self, before: int, flight: int) -> Moment:
-        """The backward pass of the last block. flight: gradients that are being reduced."""
+        """The backward pass of the last block, while gradients of `flight` bytes are reduced."""
         work, block = self.work, self.blocks[-1]
         unsharded, communication = self.kept_weights, 0
         gradient = (4 if work.ddp else work.size) * block.largest_trained

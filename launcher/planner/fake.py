@@ -47,21 +47,15 @@ def replaced_for_tracing(
 ) -> Iterator[None]:
     """Replaces what fake tensors do not support, or do differently from the device.
 
-    pinned: whether CPU offload pins its host memory; None: no offload.
+    `pinned` says whether CPU offload pins its host memory; None: there is no offload.
     """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
     from launcher.optimizers import low_precision
     from launcher.optimizers import offload as optimizer_offload
     from launcher.optimizers.low_precision import parts_of
     from launcher.strategies import activation_checkpointing, ddp
 
     storage = torch.UntypedStorage
-    resize, propagate = storage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unrecorded(*args: Any, **kwargs: Any) -> Any:
-        with tracker.paused():  # torch 2.11 derives shapes from fake tensors of whole parameters
-            return propagate(*args, **kwargs)
+    resize = storage.resize_
 
     def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
@@ -76,8 +70,8 @@ def replaced_for_tracing(
         return islice(parts_of(matrix, on), 1)  # the other parts follow and take no more memory
 
     with computing_as_on(device, data), Replacements() as replaced:
-        _label_fsdp(replaced, tracker, pinned=pinned)
-        replaced.set(ShardingPropagator, "_propagate_tensor_meta_non_cached", unrecorded)
+        if pinned is not None:
+            replaced.set(torch.Tensor, "to", _copies(tracker, pinned=pinned))
         replaced.set(ddp, "DistributedDataParallel", Reducer)
         replaced.set(low_precision, "parts_of", largest_part)
         replaced.set(optimizer_offload, "StateFile", partial(TracedFile, tracker))
@@ -88,41 +82,6 @@ def replaced_for_tracing(
             offload = partial(TracedOffload, tracker)
             replaced.set(activation_checkpointing, "ActivationOffload", offload)
         yield
-
-
-def _label_fsdp(replaced: Replacements, tracker: Tracker, *, pinned: bool | None) -> None:
-    """Labels what FSDP allocates in its three phases: all-gather, copy-out, reduce-scatter.
-
-    pinned: as for `replaced_for_tracing`.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    group = _fsdp_param_group.FSDPParamGroup
-    upload = _copies(partial(tracker.mark, label="communication"))
-    download = _copies(partial(tracker.mark_host, pinned=bool(pinned)))
-
-    def labelled(method: Any, label: str, copy: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with tracker.labelling(label), Replacements() as inside:
-                if pinned is not None:
-                    inside.set(torch.Tensor, "to", copy)
-                return method(self, *args, **kwargs)
-
-        return call
-
-    reduce = labelled(group.post_backward, "communication", download)
-
-    def post_backward(self: Any, *unused: Any) -> Any:
-        for parameter in self.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
-            for gradient in (parameter.unsharded_accumulated_grad, unsharded.grad):
-                if gradient is not None and parameter.sharded_param.grad is not gradient:
-                    tracker.mark([gradient], "gradients")
-        return reduce(self, *unused)
-
-    replaced.set(group, "unshard", labelled(group.unshard, "communication", upload))
-    replaced.set(group, "wait_for_unshard", labelled(group.wait_for_unshard, "gathered", upload))
-    replaced.set(group, "post_backward", post_backward)
 
 
 class Reducer(nn.Module):
@@ -149,6 +108,7 @@ class Reducer(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Gradients are not reduced inside of this context."""
         self._reduces = False
         try:
             yield
@@ -162,16 +122,19 @@ class Reducer(nn.Module):
             parameter.grad = bucket
 
 
-def _copies(mark: Callable[[list[torch.Tensor]], None]) -> Any:
+def _copies(tracker: Tracker, *, pinned: bool) -> Callable[..., torch.Tensor]:
     """`Tensor.to` between host and device for CPU offload, which always copies: all fake tensors
-    are on one device, so the original would return the tensor itself. mark: labels the copy."""
+    are on one device, so the original would return the tensor itself."""
     plain = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "non_blocking" not in kwargs:
             return plain(tensor, *args, **kwargs)
         copied = tensor.clone()
-        mark([copied])
+        if tracker.see(tensor).label == HOST:
+            tracker.mark([copied], "communication")
+        else:
+            tracker.mark_host([copied], pinned=pinned)
         return copied
 
     return to

@@ -12,13 +12,12 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
 from launcher.planner.candidates import Configuration, overrides_between
-from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
+from launcher.planner.formatting import Json, batch_text, configuration_as_json, strategy_text
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
@@ -34,42 +33,46 @@ SECONDS = 900
 """Time limit of all measurements. Each has an equal share of what is left."""
 
 
-def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) -> dict[str, Any]:
+def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) -> Json:
     """Measures the configurations that should be fastest, and keeps the fastest for `auto`.
 
-    overrides: the arguments that make the recipe. Returns plain values; docs/memory.md documents
-    the keys.
+    `overrides` are the arguments that make the recipe. Returns plain values; docs/memory.md
+    documents the keys.
     """
-    found = fastest_of_each_kind(recipe, machine, most=MOST)
+    configurations = fastest_of_each_kind(recipe, machine, most=MOST)
     end, rows = time.monotonic() + SECONDS, []
-    for index, one in enumerate(found):
-        seconds = max(1.0, (end - time.monotonic()) / (len(found) - index))
-        measured, problem = _measure([*overrides, *one.overrides], one, machine, seconds=seconds)
-        row = {"planned_peak": one.plan.tensors, "measured": measured, "problem": problem}
-        rows.append(configuration_as_json(one, recipe) | row)
+    for index, configuration in enumerate(configurations):
+        seconds = max(1.0, (end - time.monotonic()) / (len(configurations) - index))
+        measured, problem = _measure(overrides, configuration, machine, seconds=seconds)
+        planned = configuration_as_json(configuration, recipe)
+        planned["planned_peak"] = configuration.plan.tensors
+        rows.append(planned | {"measured": measured, "problem": problem})
     speeds = [row["measured"]["tokens_per_second"] if row["measured"] else 0 for row in rows]
     if not any(speeds):
         return {"best": None, "file": None, "rows": rows}
     best, file = speeds.index(max(speeds)), _file(recipe, machine)
-    kept = {"day": time.strftime("%Y-%m-%d"), "settings": _settings(found[best].recipe)}
+    settings = _settings(configurations[best].recipe)
+    kept = {"day": time.strftime("%Y-%m-%d"), "settings": settings}
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, json.dumps(rows[best]["measured"] | kept, indent=1))
     return {"best": best, "file": str(file), "rows": rows}
 
 
 def _measure(
-    arguments: Sequence[str], one: Configuration, machine: Machine, *, seconds: float
-) -> tuple[dict[str, Any] | None, str]:
+    overrides: Sequence[str], configuration: Configuration, machine: Machine, *, seconds: float
+) -> tuple[Json | None, str]:
     """Peak and speed of a configuration, or None and why it could not be measured."""
-    ranks, gpus = machine.ranks, machine.device == "cuda"
+    arguments, gpus = [*overrides, *configuration.overrides], machine.device == "cuda"
     try:
-        (found,) = measure_recipes([arguments], ranks=ranks, gpus=gpus, timeout=seconds, timed=True)
+        (measured,) = measure_recipes(
+            [arguments], ranks=machine.ranks, gpus=gpus, timeout=seconds, timed=True
+        )
     except TrainingError as error:
         memory = ran_out_of_memory(RuntimeError(str(error)))
         return None, "out of memory" if memory else first_line(error)
-    assert found.seconds is not None
-    speed = tokens_per_step(one.recipe) / found.seconds
-    return {"peak": found.peak, "tokens_per_second": speed}, ""
+    assert measured.seconds is not None
+    speed = tokens_per_step(configuration.recipe) / measured.seconds
+    return {"peak": measured.peak, "tokens_per_second": speed}, ""
 
 
 def _file(recipe: Recipe, machine: Machine) -> Path:
@@ -89,13 +92,8 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
 
 def _settings(recipe: Recipe) -> str:
     """The settings that `auto` decides, as text."""
-    batch = recipe.batch
-    return repr(
-        (
-            *(recipe.strategy, recipe.activation_checkpointing),
-            *(batch.micro_batch_size, batch.micro_batch_tokens),
-        )
-    )
+    size, tokens = recipe.batch.micro_batch_size, recipe.batch.micro_batch_tokens
+    return repr((recipe.strategy, recipe.activation_checkpointing, size, tokens))
 
 
 def measured_choice(
@@ -112,12 +110,12 @@ def measured_choice(
         settings, speed, peak = (kept[key] for key in ("settings", "tokens_per_second", "peak"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    for one in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
-        if _settings(one) == settings and make_plan(one, machine).fits is not False:
+    for chosen in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
+        if _settings(chosen) == settings and make_plan(chosen, machine).fits is not False:
             why = (
-                f"{strategy_text(one)}; {batch_text(one, machine.ranks)}. The fastest measured, on "
-                f"{kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, {speed:,.0f} "
-                f"tokens/s ({file})"
+                f"{strategy_text(chosen)}; {batch_text(chosen, machine.ranks)}. The fastest "
+                f"measured, on {kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, "
+                f"{speed:,.0f} tokens/s ({file})"
             )
-            return one, overrides_between(recipe, one), why
+            return chosen, overrides_between(recipe, chosen), why
     return None

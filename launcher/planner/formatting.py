@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import bytes_as_text
+from launcher.console import aligned, bytes_as_text
 from launcher.data.batching import accumulation_steps
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
 from launcher.recipe.schema import Recipe
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from launcher.planner.measurement import Measurement
     from launcher.planner.search import SearchResult
 
+Json = dict[str, Any]
+"""A plan, or a part of it, as plain values."""
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -42,10 +44,11 @@ def moment_text(moment: Moment, *, micro_batches: int | None) -> str:
     """`in the backward pass of model.layers.31, micro-batch 2 of 4`."""
     if moment.phase == "optimizer":
         return "in the optimizer's step"
-    of = f" of {moment.where}" if moment.where else ""
-    count = f" of {micro_batches}" if micro_batches else ""
-    number = "" if micro_batches == 1 else f", micro-batch {moment.micro_batch + 1}{count}"
-    return f"in the {moment.phase} pass{of}{number}"
+    text = f"in the {moment.phase} pass" + (f" of {moment.where}" if moment.where else "")
+    if micro_batches != 1:
+        text += f", micro-batch {moment.micro_batch + 1}"
+        text += f" of {micro_batches}" if micro_batches else ""
+    return text
 
 
 def micro_batches(recipe: Recipe, ranks: int) -> int | None:
@@ -62,25 +65,31 @@ def strategy_text(recipe: Recipe) -> str:
     parts: list[str] = ["ddp (ZeRO-1)" if strategy.shard_optimizer else strategy.kind]
     if strategy.kind == "fsdp":
         parts = [f"fsdp (ZeRO-{3 if strategy.reshard_after_forward else 2})"]
-        parts += [f"{strategy.replicate} copies"] * (strategy.replicate > 1)
-        parts += ["kept after backward"] * (not strategy.reshard_after_backward)
-        parts += ["one reduction a step"] * (strategy.sync_every_micro_batch is False)
+        if strategy.replicate > 1:
+            parts.append(f"{strategy.replicate} copies")
+        if not strategy.reshard_after_backward:
+            parts.append("kept after backward")
+        if strategy.sync_every_micro_batch is False:
+            parts.append("one reduction a step")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
         parts.append(f"LoRA {recipe.lora.rank}")
     if checkpointing is not None:
-        n = checkpointing.every_n_blocks
-        every = "" if n == 1 else f" of 1 in {n}"
-        host = " to host" if checkpointing.offload_to_cpu else ""
-        budget = "" if checkpointing.budget is None else f" of {checkpointing.budget}"
-        parts.append(f"{checkpointing.mode} checkpointing{budget}{every}{host}")
+        text = f"{checkpointing.mode} checkpointing"
+        if checkpointing.budget is not None:
+            text += f" of {checkpointing.budget}"
+        if checkpointing.every_n_blocks > 1:
+            text += f" of 1 in {checkpointing.every_n_blocks}"
+        parts.append(text + (" to host" if checkpointing.offload_to_cpu else ""))
     if (offload := strategy.cpu_offload) is not None:
-        parts.append("CPU offload" if offload.what == "all" else "CPU offload of optimizer state")
-        parts += ["in files"] * (offload.optimizer_path is not None)
-    name, dtype = recipe.optimizer.name, recipe.optimizer.state_dtype
-    parts += [name] * (name != "adamw")
-    parts += [f"optimizer state in {dtype}"] * (dtype != "float32")
+        parts.append("CPU offload" + ("" if offload.what == "all" else " of optimizer state"))
+        if offload.optimizer_path is not None:
+            parts.append("in files")
+    if recipe.optimizer.name != "adamw":
+        parts.append(recipe.optimizer.name)
+    if recipe.optimizer.state_dtype != "float32":
+        parts.append(f"optimizer state in {recipe.optimizer.state_dtype}")
     return ", ".join(parts)
 
 
@@ -102,7 +111,7 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
 
 def as_json(
     recipe: Recipe, plan: Plan, result: SearchResult | None, measured: Measurement | None = None
-) -> dict[str, Any]:
+) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
     peak = moment_text(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
@@ -134,11 +143,11 @@ def as_json(
     }
 
 
-def _moment(moment: Moment) -> dict[str, Any]:
+def _moment(moment: Moment) -> Json:
     return asdict(moment) | {"total": moment.total}
 
 
-def _verified(plan: Plan, measured: Measurement) -> dict[str, Any]:
+def _verified(plan: Plan, measured: Measurement) -> Json:
     *rows, peak = compare(plan.step, measured)
     if measured.context is not None and measured.reserved is not None:
         rows.append((NAMES["context"], plan.context, measured.context))
@@ -151,7 +160,7 @@ def _search(
     result: SearchResult,
     configurations: str = "configurations",
     suggestions: str = "suggestions",
-) -> dict[str, Any]:
+) -> Json:
     rows, best, written = result.configurations, result.best, result.written
     return {
         "considered": result.evaluated,
@@ -159,42 +168,34 @@ def _search(
         suggestions: list(result.suggestions),
         "written_seconds": asdict(written.seconds) | {"total": written.seconds.total},
         "steps": written.recipe.run.max_steps,
-        configurations: [configuration_as_json(one, written.recipe) for one in rows],
+        configurations: [configuration_as_json(row, written.recipe) for row in rows],
     }
 
 
-def configuration_as_json(one: Configuration, written: Recipe) -> dict[str, Any]:
-    batch, plan = one.recipe.batch, one.plan
+def configuration_as_json(configuration: Configuration, written: Recipe) -> Json:
+    """A configuration as plain values. `written` is the recipe as written."""
+    recipe, plan, seconds = configuration.recipe, configuration.plan, configuration.seconds
     return {
-        "overrides": list(one.overrides),
-        "strategy": strategy_text(one.recipe),
-        "micro_batch_size": batch.micro_batch_size,
-        "micro_batch_tokens": batch.micro_batch_tokens,
+        "overrides": list(configuration.overrides),
+        "strategy": strategy_text(recipe),
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "micro_batch_tokens": recipe.batch.micro_batch_tokens,
         "fits": plan.fits,
         "fits_device": plan.spare is None or plan.spare >= 0,
-        "as_written": one.recipe == written,
+        "as_written": recipe == written,
         "needed": plan.needed,
         "host": plan.host.total,
-        "seconds": asdict(one.seconds) | {"total": one.seconds.total},
-        "tokens_per_second": one.tokens_per_second,
-        "hours": one.hours,
-        "gpu_hours": one.hours * plan.machine.ranks,
+        "seconds": asdict(seconds) | {"total": seconds.total},
+        "tokens_per_second": configuration.tokens_per_second,
+        "hours": configuration.hours,
+        "gpu_hours": configuration.hours * plan.machine.ranks,
     }
 
 
 # Text
 
 
-def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
-    """The lines of a table with aligned columns, two spaces apart. sides: `<` or `>` for each
-    column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, sides, widths, strict=True)
-        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
-
-
-def as_text(plan: dict[str, Any]) -> Iterator[str]:
+def as_text(plan: Json) -> Iterator[str]:
     """The lines of a plan as `as_json` returns it; `measured` is from `measure_fastest`."""
     machine = plan["machine"]
     on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
@@ -208,7 +209,8 @@ def as_text(plan: dict[str, Any]) -> Iterator[str]:
     for label, text in _other_memory(plan):
         yield f"  {label:<22}{text}"
     remarks = [*_disagreement(plan), *(f"note: {note}" for note in plan["notes"])]
-    yield from [""] * bool(remarks)
+    if remarks:
+        yield ""
     for remark in remarks:
         yield from _paragraph(remark, indent=remark.index(":") + 2)
     if plan["search"] is not None:
@@ -224,38 +226,32 @@ def _plural(count: int, word: str, ending: str = "s") -> str:
 
 
 def _paragraph(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * indent
+    return wrapper.wrap(text)
 
 
-def _device(plan: dict[str, Any]) -> str:
+def _device(plan: Json) -> str:
     return "GPU" if plan["machine"]["device"] == "cuda" else "rank"
 
 
-def _components(plan: dict[str, Any]) -> Iterator[str]:
+def _components(plan: Json) -> Iterator[str]:
     """The components at the peak. Each bar begins where the one above it ends."""
     needed, memory = plan["needed"], plan["machine"]["memory"]
     scale = max(needed, memory or 0, 1) / BAR
     yield f"One {_device(plan)} holds most {plan['peak']['text']}"
     amounts = plan["peak"]["components"] | {"context": plan["context"], "margin": plan["margin"]}
-    rows, end = [], 0
+    end = 0
     for name, amount in amounts.items():
         if amount:
-            start, end = end, end + amount
-            full = "█" * (round(end / scale) - round(start / scale))
-            bar = " " * round(start / scale) + (full or "▏")
+            start, end = round(end / scale), end + amount
+            bar = " " * start + ("█" * (round(end / scale) - start) or "▏")
             if memory is not None:
                 edge = round(memory / scale)
                 bar = bar[:edge].ljust(edge) + "│" + bar[edge:]
-            rows.append((NAMES[name], amount, bar))
-    rows.append(("needed", needed, _verdict(plan["spare"], memory)))
-    for label, size, text in rows:
-        yield f"  {label:<22}{bytes_as_text(size):>11}  {text}".rstrip()
+            yield f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  {bar}"
+    verdict = _verdict(plan["spare"], memory)
+    yield f"  {'needed':<22}{bytes_as_text(needed):>11}  {verdict}".rstrip()
 
 
 def _verdict(spare: int | None, memory: int | None) -> str:
@@ -268,7 +264,7 @@ def _verdict(spare: int | None, memory: int | None) -> str:
     return f"fits: {left} to spare ({spare / memory:.0%})"
 
 
-def _other_memory(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _other_memory(plan: Json) -> Iterator[tuple[str, str]]:
     """The peak of each phase, host memory, disk."""
     outside, host, disk = plan["context"] + plan["margin"], plan["host"], plan["checkpoint"]
     totals = {phase: moment["total"] + outside for phase, moment in plan["phases"].items()}
@@ -291,7 +287,7 @@ def _sizes(amounts: dict[str, int]) -> str:
     return ", ".join(f"{name} {bytes_as_text(size)}" for name, size in amounts.items())
 
 
-def _disagreement(plan: dict[str, Any]) -> Iterator[str]:
+def _disagreement(plan: Json) -> Iterator[str]:
     traced, estimated = plan["peak"]["total"], (plan["arithmetic"] or plan["peak"])["total"]
     off = traced / max(estimated, 1) - 1
     if abs(off) > DISAGREES:
@@ -302,33 +298,35 @@ def _disagreement(plan: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _configurations(plan: dict[str, Any]) -> Iterator[str]:
+def _configurations(plan: Json) -> Iterator[str]:
     search, source = plan["search"], plan["machine"]["rates"]["source"]
     rows, best = search["configurations"], search["best"]
     speeds = [row["tokens_per_second"] for row in rows]
     whole = max(speeds) if best is None else speeds[best]
     yield f"Configurations: {search['considered']:,} evaluated; speed is predicted ({source})"
-    cells = []
+    cells, times, others = [], [], []
     for n, row in enumerate(rows):
-        speed = row["tokens_per_second"]
-        what = "does not fit" + (" the host" if row["fits_device"] else "")
-        notes = [what] * (row["fits"] is False) + ["fastest that fits"] * (n == best)
-        remark = ", ".join(notes + ["as written"] * row["as_written"])
+        speed, remarks = row["tokens_per_second"], []
+        if row["fits"] is False:
+            remarks.append("does not fit" + (" the host" if row["fits_device"] else ""))
+        if n == best:
+            remarks.append("fastest that fits")
+        if row["as_written"]:
+            remarks.append("as written")
+        if n == best or row["as_written"]:
+            hours = f"{row['hours']:,.2f} hours, {row['gpu_hours']:,.2f} {_device(plan)}-hours"
+            times.append(f"{n + 1:>4}  {hours}")
+        if row["fits"] is not False and row["overrides"] and not row["as_written"]:
+            others.append(f"{_number(n, best)}  {shlex.join(row['overrides'])}")
         cells.append(
-            [bytes_as_text(row["needed"]), f"{speed:,.0f}", f"{speed / whole:.0%}", remark]
+            [
+                *(bytes_as_text(row["needed"]), f"{speed:,.0f}", f"{speed / whole:.0%}"),
+                ", ".join(remarks),
+            ]
         )
     yield from _table(rows, best, ["peak", "tokens/s", "speed", ""], cells)
     what = f"{search['steps']:,} steps" if search["steps"] else "a billion tokens"
-    yield from ("", f"Training time of {what}, predicted")
-    for n, row in enumerate(rows):
-        if n == best or row["as_written"]:
-            hours = f"{row['hours']:,.2f} hours, {row['gpu_hours']:,.2f} {_device(plan)}-hours"
-            yield f"{n + 1:>4}  {hours}"
-    others = [
-        f"{_number(n, best)}  {_pasted(row)}"
-        for n, row in enumerate(rows)
-        if row["fits"] is not False and row["overrides"] and not row["as_written"]
-    ]
+    yield from ("", f"Training time of {what}, predicted", *times)
     if others:
         yield from ("", "To take one, add to the command:", *others)
     if best is None and plan["fits"] is False:
@@ -342,12 +340,9 @@ def _number(n: int, best: int | None) -> str:
 
 
 def _table(
-    rows: list[dict[str, Any]], best: int | None, titles: list[str], cells: list[list[str]]
+    rows: list[Json], best: int | None, titles: list[str], cells: list[list[str]]
 ) -> Iterator[str]:
-    """A table with one configuration per line.
-
-    cells: further columns of each row; the last one is for remarks.
-    """
+    """A table with a configuration per line, and further columns, the last one for remarks."""
     table = [["", "strategy", "micro-batch", *titles]]
     for n, row in enumerate(rows):
         size = row["micro_batch_size"] or row["micro_batch_tokens"]
@@ -355,12 +350,7 @@ def _table(
     return aligned(table, "<<" + ">" * len(titles) + "<")
 
 
-def _pasted(row: dict[str, Any]) -> str:
-    """The overrides of a row, quoted for a shell."""
-    return shlex.join(row["overrides"])
-
-
-def _comparison(verified: dict[str, Any]) -> Iterator[str]:
+def _comparison(verified: Json) -> Iterator[str]:
     yield "Planned and measured: rank 0, in a step after the first"
     table = [["", "planned", "measured", "plan is"]]
     for row in verified["compared"]:
@@ -377,20 +367,23 @@ def _comparison(verified: dict[str, Any]) -> Iterator[str]:
         yield "The plan does not hold: please report the recipe and this table"
 
 
-def measured_text(found: dict[str, Any]) -> Iterator[str]:
-    """found: as `fastest.measure_fastest` returns it."""
-    rows, best, cells = found["rows"], found["best"], []
+def measured_text(trials: Json) -> Iterator[str]:
+    """The lines of measured configurations, as `fastest.measure_fastest` returns them."""
+    rows, best, cells = trials["rows"], trials["best"], []
     for n, row in enumerate(rows):
-        peak, speed, measured = "-", "-", row["measured"]
-        if measured is not None:
+        peak = speed = "-"
+        if (measured := row["measured"]) is not None:
             peak, speed = bytes_as_text(measured["peak"]), f"{measured['tokens_per_second']:,.0f}"
         planned = [bytes_as_text(row["planned_peak"]), f"{row['tokens_per_second']:,.0f}"]
-        notes = ["fastest"] * (n == best) + ["as written"] * row["as_written"]
-        cells.append([peak, planned[0], speed, planned[1], row["problem"] or ", ".join(notes)])
+        remark = row["problem"] or ("fastest" if n == best else "")
+        if row["as_written"] and not row["problem"]:
+            remark += ", as written" if remark else "as written"
+        cells.append([peak, planned[0], speed, planned[1], remark])
     yield "Measured on this machine, on random tokens; peak of tensors"
     titles = ["peak", "planned", "tokens/s", "planned", ""]
     yield from _table(rows, best, titles, cells)
     if best is not None and rows[best]["overrides"]:
-        yield from ("To take the fastest, add to the command:", f"      {_pasted(rows[best])}")
-    if found["file"] is not None:
-        yield f"auto takes the fastest for this recipe and hardware: {found['file']}"
+        pasted = shlex.join(rows[best]["overrides"])
+        yield from ("To take the fastest, add to the command:", f"      {pasted}")
+    if trials["file"] is not None:
+        yield f"auto takes the fastest for this recipe and hardware: {trials['file']}"

@@ -19,33 +19,30 @@ from launcher.errors import RecipeError
 # Shares of the data sheet's rates that training achieves
 PRODUCTS = {"A100": 0.78, "B200": 0.65}
 """Matrix products. A100: 90 % of the best shape's 86 % (Bekman, Machine Learning Engineering).
-B200: 64 to 69 % for matrices of a 7B model (arXiv 2604.23466, cuBLAS)."""
+B200: 64 to 69 % in a 7B model (arXiv 2604.23466)."""
 OTHER_PRODUCTS = 0.70
 """H100 and H200: 720 of 989 TFLOPS (SemiAnalysis, MI300X vs H100 vs H200). Others: assumed."""
 MEMORY = 0.88
-"""Memory bandwidth. An estimate: a copy reaches 90 %."""
+"""Memory bandwidth; a copy reaches 90 %."""
 NVLINK = 0.78
-"""nccl-tests: the bus bandwidth of large all-gathers is about 235 of 300 GB/s (A100) and 360 of
-450 GB/s (H100)."""
+"""Large all-gathers in nccl-tests: 235 of 300 GB/s (A100), 360 of 450 GB/s (H100)."""
 PCIE = 0.75
-"""Copies in one direction, from pinned memory. An estimate."""
+"""Copies from pinned memory in one direction. An estimate."""
 PCIE_COLLECTIVE = 0.4
-"""Collectives over PCIe, which cross the host's root complex both ways. An estimate."""
+"""Collectives, which cross the host's root complex both ways. An estimate."""
 INTER_NODE = 0.8
 """The network adapters of a node. An estimate."""
 
 NETWORK = 50e9
-"""Bytes per second of the network adapter of each GPU, on nodes with NVLink: 400 Gb/s, as in
-NVIDIA's DGX H100."""
+"""Bytes a second of each GPU's network adapter, on nodes with NVLink, as in NVIDIA's DGX H100."""
 SHARED_NETWORK = 12.5e9
-"""Bytes per second of the network adapter that all GPUs share, on nodes without NVLink: 100 Gb/s.
-Assumed."""
+"""Bytes a second of the network adapter that all GPUs share, on nodes without NVLink. Assumed."""
 HOST_MEMORY = 300e9
-"""Bytes a second of a node's host memory: half of two sockets with eight channels of DDR5-4800."""
+"""Bytes a second of a node's host memory: half of 16 channels of DDR5-4800."""
 DISK = 3e9
 """Bytes a second that a node's NVMe drive reads and writes together. Assumed."""
 ADAMW_BYTES = 28
-"""Bytes that AdamW moves for a parameter: reads four float32 numbers, writes three."""
+"""Bytes that AdamW moves for a parameter: four float32 numbers are read, three written."""
 CPU_FLOPS, CPU_NETWORK, CPU_MEMORY = 1e12, 10e9, 100e9
 """A server with 32 cores: operations, bytes between ranks, bytes of memory a second. Assumed."""
 _UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
@@ -57,15 +54,15 @@ class Rates:
     """Rates that a rank achieves, per second."""
 
     half_flops: float
-    """Matrix products in bfloat16 or float16."""
+    """Operations of matrix products in bfloat16 or float16."""
     float32_flops: float
-    """Matrix products in float32 (TF32 where run.float32_matmul allows it)."""
+    """The same in float32 (TF32 where run.float32_matmul allows it)."""
     memory_bandwidth: float
     """Bytes read and written in the device's memory."""
     intra_node_bandwidth: float
-    """Bytes that a rank sends (and receives) in a collective within a node."""
+    """Bytes that a rank sends and receives in a collective within a node."""
     inter_node_bandwidth: float
-    """Bytes that a rank sends (and receives) in a collective across nodes."""
+    """The same in a collective across nodes."""
     host_bandwidth: float
     """Bytes copied between host and device in one direction, while all ranks of a node copy."""
     host_adamw: float
@@ -95,6 +92,7 @@ class Machine:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks on all nodes."""
         return self.nodes * self.gpus_per_node
 
 
@@ -109,26 +107,26 @@ def known_machine(
 ) -> Machine:
     """A machine with a GPU of the table, or with `cpu`.
 
-    gpu: as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); a GPU that is not in the table
-    gets the rates of the GPU with the nearest memory size. memory, host_memory: bytes. overrides:
-    rates that replace those of the table. Raises RecipeError if neither the GPU nor `memory` is
-    known.
+    `gpu` is a name as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); a GPU that is not in
+    the table gets the rates of the GPU with the nearest memory size. `overrides` are rates that
+    replace those of the table. Raises RecipeError if neither the GPU nor `memory` is known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":
         name, device, rates = "CPU", "cpu", _cpu_rates(gpus_per_node)
     else:
-        found = find_gpu(gpu, memory=memory) if gpu is not None else None
-        if found is None and memory is None:
-            known = ", ".join(one.name.lower().replace(" ", "-") for one in GPUS)
+        listed = find_gpu(gpu, memory=memory) if gpu is not None else None
+        if listed is None and memory is None:
+            known = ", ".join(listed.name.lower().replace(" ", "-") for listed in GPUS)
             problem = "no GPU given" if gpu is None else f"gpu={gpu}: is not known"
             raise RecipeError(
                 f"command line: {problem}; give one of {known}, cpu, or gpu_memory=80GiB"
             )
         name = gpu or f"GPU of {(memory or 0) / 2**30:.0f} GiB"
-        if found is not None:
-            name, memory = found.name, memory or found.memory
-        rates = _gpu_rates(found or _nearest(memory or 0), nodes=nodes, gpus_per_node=gpus_per_node)
+        if listed is not None:
+            name, memory = listed.name, memory or listed.memory
+        listed = listed or _nearest(memory or 0)
+        rates = _gpu_rates(listed, nodes=nodes, gpus_per_node=gpus_per_node)
     return Machine(
         name=name,
         device=device,

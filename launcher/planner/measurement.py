@@ -1,9 +1,7 @@
-"""Measures memory and time of training: a few steps of the recipe's model on full micro-batches.
+"""Measures memory and time of a few training steps on full micro-batches.
 
 `launcher plan --verify` checks the plan against this measurement, so this module does not import
-from the planner. On the CPU it sums the events of the allocator, on CUDA it reads the counters of
-the allocator. Time is measured in separate steps afterwards. `measure_recipes` starts this module
-under torchrun, once for any number of recipes.
+from the planner. `measure_recipes` starts it under torchrun, once for any number of recipes.
 """
 
 from __future__ import annotations
@@ -44,37 +42,37 @@ from launcher.training.setup import prepare_model
 
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 3
-"""Training steps. The first one has no optimizer state yet. On the CPU the smallest peak of the
-later steps is used: gloo's threads may release buffers late, which is not memory of the step."""
+"""Training steps. On the CPU the smallest peak of the steps after the first is used: gloo's threads
+may release buffers late, which is not memory of the step."""
 SETTLE_SECONDS = 0.01
 """Pause before each mark on the CPU, for the same reason."""
 MICRO_BATCHES = 3
 """Maximum number of micro-batches of a step: the first, one between, the last."""
 WARM_UP, TIMED = 2, 3
-"""Steps before the timed ones, which allocate memory and compile, and timed steps."""
+"""Steps that allocate memory and compile, and the timed steps after them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Bytes of tensors in the memory of rank 0's device. On the CPU offloaded tensors count too."""
+    """Bytes of tensors on rank 0's device, for which a CPU's offloaded tensors count too."""
 
     peak: int
-    """CUDA: of all steps. CPU: the smaller of the later steps' peaks."""
+    """Of all steps on CUDA; on a CPU the smaller one of the later steps."""
     phases: dict[str, int]
     """The peak of each phase in the later steps."""
     step_start: int
-    """At the start of a step, before its batch is loaded."""
+    """Before the batch of a step is loaded."""
     after_forward: int
     """After the forward pass of the first micro-batch."""
     parameters: int
-    """Of this rank (its shards), with buffers."""
+    """This rank's shards, with buffers."""
     gradients: int
-    """Those that the optimizer gets. With DDP these are whole buckets."""
+    """What the optimizer gets; with DDP whole buckets."""
     optimizer: int
     reserved: int | None = None
-    """CUDA: the most that the caching allocator reserved."""
+    """The most that CUDA's caching allocator reserved."""
     context: int | None = None
-    """CUDA: memory of the device outside of the allocator, of all processes."""
+    """Memory of a GPU outside of the allocator, of all processes."""
     step_peaks: list[int]
     residue: int
     """After the model was deleted; 0 unless the measurement missed something."""
@@ -84,21 +82,18 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point in time."""
+    """A point in time, the bytes held then, and the most bytes held until the next mark."""
 
     name: str
     live: int
-    """Bytes held."""
     peak: int
-    """The most bytes held until the next mark."""
 
 
 class CpuMeter:
     """Memory of CPU tensors: the profiler records the allocator's total at each of its events.
 
-    The total covers all threads, but not tensors that were allocated before the first meter of this
-    process. The peak misses memory that a thread that is not profiled (as autograd's and gloo's
-    are) allocates and frees between two events.
+    The total covers all threads. The peak misses memory that autograd's and gloo's threads, which
+    are not profiled, allocate and free between two events.
     """
 
     def __init__(self) -> None:
@@ -149,7 +144,7 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Memory of CUDA tensors: the counters of the caching allocator."""
+    """Memory of CUDA tensors, from the counters of the caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -186,25 +181,23 @@ class CudaMeter:
         return self._marks
 
 
-def storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+def storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
     """Storages of the tensors among these values, by address; those of DTensors are local
     shards."""
     local = (value._local_tensor if isinstance(value, DTensor) else value for value in values)
-    tensors = [one for one in local if isinstance(one, torch.Tensor) and not one.is_meta]
-    return {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+    tensors = [value for value in local if isinstance(value, torch.Tensor) and not value.is_meta]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
 
 
-def storage_bytes(values: Iterable[Any], *, device: str) -> int:
+def storage_bytes(values: Iterable[object], *, device: str) -> int:
     """Total size of the storages of these values on a kind of device, without mapped files."""
-    kept = [one for one in storages(values).values() if one.device.type == device]
-    return sum(one.nbytes() for one in kept if one.filename is None)
+    own = [storage for storage in storages(values).values() if storage.device.type == device]
+    return sum(storage.nbytes() for storage in own if storage.filename is None)
 
 
 def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) -> Measurement:
-    """Trains the recipe for three steps from random weights. All ranks must call it.
-
-    timed: train again for some steps, to measure their time.
-    """
+    """Trains the recipe for three steps from random weights, and if `timed` for some more, to
+    measure their time. All ranks must call it."""
     device = ranks.device
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     gc.collect()
@@ -230,18 +223,18 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     """Seconds of a step with this number of micro-batches: the median of the timed steps.
 
-    times: when each phase of steps with at most `MICRO_BATCHES` began. Each further micro-batch
-    counts as long as the second one, which is neither the first nor the last.
+    `times` says when each phase of steps with at most `MICRO_BATCHES` began. Each further
+    micro-batch counts as long as the second one, which is neither the first nor the last.
     """
     starts = [index for index, (name, _) in enumerate(times) if name == "data"]
-    found = []
+    steps = []
     for first, last in list(pairwise(starts))[WARM_UP:]:
-        forwards = [moment for name, moment in times[first:last] if name == "forward"]
+        forwards = [start for name, start in times[first:last] if name == "forward"]
         seconds = times[last][1] - times[first][1]
         if micro_batches > len(forwards):
             seconds += (micro_batches - len(forwards)) * (forwards[2] - forwards[1])
-        found.append(seconds)
-    return statistics.median(found)
+        steps.append(seconds)
+    return statistics.median(steps)
 
 
 def _train(
@@ -285,7 +278,7 @@ def _train(
 
 def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
     """On the CPU synthetic micro-batches share memory of numpy; a loader gives each its own."""
-    copies = [tree_map_only(torch.Tensor, torch.clone, one) for one in batch.micro_batches]
+    copies = [tree_map_only(torch.Tensor, torch.clone, tensors) for tensors in batch.micro_batches]
     return dataclasses.replace(batch, micro_batches=copies)
 
 
@@ -293,7 +286,14 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
     """Finds peaks and totals from the marks of `STEPS` steps."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
     assert len(starts) == STEPS + 1
-    steps = [_of_step(marks[first:last]) for first, last in pairwise(starts)]
+    steps = []
+    for first, last in pairwise(starts):
+        step = dict.fromkeys(PHASES, 0)
+        for mark in marks[first:last]:
+            phase = mark.name.replace("data", "forward")
+            step[phase] = max(step[phase], mark.peak)
+        backward = next(mark for mark in marks[first:last] if mark.name == "backward")
+        steps.append(step | {"step_start": marks[first].live, "after_forward": backward.live})
     peaks = [max(step[phase] for phase in PHASES) for step in steps]
     least = {key: min(step[key] for step in steps[1:]) for key in steps[0]}
     return Measurement(
@@ -304,16 +304,6 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
         **least,
         **sizes,
     )
-
-
-def _of_step(marks: list[Mark]) -> dict[str, int]:
-    """marks: from `data` of a step to `data` of the next one."""
-    peaks = dict.fromkeys(PHASES, 0)
-    for mark in marks:
-        phase = mark.name.replace("data", "forward")
-        peaks[phase] = max(peaks[phase], mark.peak)
-    backward = next(mark for mark in marks if mark.name == "backward")
-    return peaks | {"step_start": marks[0].live, "after_forward": backward.live}
 
 
 def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
@@ -340,11 +330,10 @@ def measure_recipes(
     timeout: float = 600,
     timed: bool = False,
 ) -> list[Measurement]:
-    """Measures recipes, each given as on the command line, in one launch of torchrun.
+    """Measures recipes, each given as on the command line, on GPUs where there are some.
 
-    gpus: whether to use GPUs where there are some. timeout: seconds for all recipes together.
-    timed: measure seconds, too. Raises RecipeError as `load_recipe`, and TrainingError if the
-    processes fail or take too long.
+    timeout is in seconds, for all recipes together; `timed` measures seconds, too. Raises
+    RecipeError as `load_recipe`, and TrainingError if the processes fail or take too long.
     """
     for arguments in recipes:
         load_recipe(arguments, ranks=ranks, files=False)

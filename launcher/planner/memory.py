@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from launcher.planner.machine import Machine
+
+if TYPE_CHECKING:
+    from launcher.planner.measurement import Measurement
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
-"""Bytes that PyTorch allocates for cuBLAS at the first matrix product: 32 MiB each for the threads
-of the forward and the backward pass. Before compute capability 9.0 they are 8.125 MiB each."""
+"""Bytes that PyTorch allocates for cuBLAS in the threads of the forward and the backward pass.
+Before compute capability 9.0 they are 8.125 MiB each."""
 OVER, UNDER = 0.05, 0.02
 """By how much the planned peak may exceed, or fall below, the measured one."""
 
@@ -29,24 +32,25 @@ class Components:
     """Bytes on the device of one rank."""
 
     parameters: int = 0
-    """Master weights (this rank's shards), frozen ones and buffers too. 0 with CPU offload."""
+    """This rank's master weights, frozen ones and buffers too. 0 with CPU offload."""
     gradients: int = 0
-    """Gradients of this rank: shards, or whole ones before they are reduced; DDP: its buckets."""
+    """Shards, whole gradients before they are reduced, and DDP's buckets."""
     optimizer: int = 0
-    """Optimizer state: for AdamW two moments. 0 with CPU offload."""
+    """Optimizer state. 0 with CPU offload."""
     gathered: int = 0
     """Unsharded weights (FSDP), and copies of weights in the compute dtype (autocast)."""
     activations: int = 0
-    """What the forward pass saves for the backward pass, or recomputes, without the logits."""
+    """What the forward pass saves, or recomputation computes again, without the logits."""
     logits: int = 0
     """Logits, the loss over them, and their gradient."""
     communication: int = 0
     """Buffers that collectives send from and receive into."""
     temporary: int = 0
-    """Everything else: workspaces of operators, gradients of activations, the batch."""
+    """Workspaces of operators, gradients of activations, the batch."""
 
     @property
     def total(self) -> int:
+        """Their sum."""
         return sum(vars(self).values())
 
 
@@ -55,7 +59,7 @@ COMPONENTS = tuple(field.name for field in dataclasses.fields(Components))
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A point in a step."""
+    """A point in a step, with the memory that a rank holds there."""
 
     phase: Phase
     micro_batch: int
@@ -66,6 +70,7 @@ class Moment:
 
     @property
     def total(self) -> int:
+        """Bytes of all components."""
         return self.components.total
 
 
@@ -74,25 +79,25 @@ class StepMemory:
     """Memory of one optimizer step on one rank, once the optimizer state exists."""
 
     timeline: tuple[Moment, ...]
-    """In order, the moment of highest memory in the forward and backward pass of each module that
-    was examined."""
+    """In order, the highest moment in the forward and backward pass of each examined module."""
     held: Components
-    """Memory held between steps, without cuBLAS workspaces, which moments count as temporary."""
+    """Memory between steps, without cuBLAS workspaces, which moments count as temporary."""
     after_forward: Components
-    """Memory after the forward pass of the first micro-batch, without cuBLAS workspaces."""
+    """The same after the forward pass of the first micro-batch."""
     host: int
-    """Host memory of this rank that offload takes: shards, gradients, moments, activations."""
+    """Host memory that offload takes: shards, gradients, optimizer state, activations."""
     disk: int = 0
     """Bytes of this rank's optimizer state in a file."""
 
     @cached_property
     def phases(self) -> dict[Phase, Moment]:
         """The peak of each phase."""
-        found = {phase: [m for m in self.timeline if m.phase == phase] for phase in PHASES}
-        return {phase: max(m, key=lambda one: one.total) for phase, m in found.items() if m}
+        moments = {phase: [m for m in self.timeline if m.phase == phase] for phase in PHASES}
+        return {phase: max(m, key=lambda m: m.total) for phase, m in moments.items() if m}
 
     @property
     def peak(self) -> Moment:
+        """The moment of highest memory."""
         return max(self.phases.values(), key=lambda moment: moment.total)
 
 
@@ -103,7 +108,7 @@ class HostMemory:
     processes: int
     """The processes of all ranks: interpreter, torch, and the driver (GPU) or all tensors (CPU)."""
     offload: int
-    """Parameters, gradients, moments and activations offloaded to the host."""
+    """What is offloaded to the host."""
     workers: int
     """Loader processes and the batches they prefetch."""
     staging: int
@@ -111,6 +116,7 @@ class HostMemory:
 
     @property
     def total(self) -> int:
+        """Their sum."""
         return sum(vars(self).values())
 
 
@@ -123,9 +129,9 @@ class Plan:
     arithmetic: StepMemory | None
     """The analytic estimate, as a cross-check; None where `step` is the estimate."""
     context: int
-    """Bytes per rank that the driver, libraries and communicators take, outside of tensors."""
+    """Bytes per rank that the driver, libraries and communicators take."""
     margin: int
-    """Bytes per rank for what the allocator cannot use (fragmentation)."""
+    """Bytes per rank that the allocator cannot use (fragmentation)."""
     host: HostMemory
     checkpoint_bytes: int
     """Bytes of each checkpoint on disk."""
@@ -164,11 +170,11 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether it fits device and host; None where neither's memory is known."""
         known = [spare for spare in (self.spare, self.host_spare) if spare is not None]
-        return all(spare >= 0 for spare in known) if known else None
+        return min(known) >= 0 if known else None
 
 
-def compare(planned: StepMemory, measured: Any) -> list[tuple[str, int, int]]:
-    """Rows of (what, planned bytes, measured bytes), the peak last. measured: a `Measurement`."""
+def compare(planned: StepMemory, measured: Measurement) -> list[tuple[str, int, int]]:
+    """Rows of (what, planned bytes, measured bytes), the peak last."""
     held, optimizer = planned.held, planned.phases["optimizer"].components
     return [
         ("parameters", held.parameters, measured.parameters),
@@ -184,8 +190,7 @@ def compare(planned: StepMemory, measured: Any) -> list[tuple[str, int, int]]:
     ]
 
 
-def peak_holds(planned: StepMemory, measured: Any) -> bool:
+def peak_holds(planned: StepMemory, measured: Measurement) -> bool:
     """Whether the planned peak is within `OVER` and `UNDER` of the measured one. What the allocator
     caches beyond it does not count: it is freed when the device is full."""
-    off: float = planned.peak.total / measured.peak - 1
-    return -UNDER <= off <= OVER
+    return -UNDER <= planned.peak.total / measured.peak - 1 <= OVER

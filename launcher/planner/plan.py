@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from launcher.data.batching import rows_of
 from launcher.planner.estimate import estimate_memory
@@ -17,16 +18,16 @@ MiB, GiB = 2**20, 2**30
 
 CUDA_CONTEXT = 600 * MiB
 """Driver and kernels of torch and cuBLAS. An estimate: nvidia-smi shows 450 to 600 MiB for a
-process that computed one product on an A100 or H100; the peak counts 8 to 32 MiB of it too."""
+process that computed one product on an A100 or H100."""
 COMMUNICATOR = 400 * MiB
 """Buffers of an NCCL communicator. An estimate: two of 4 MiB per channel and peer."""
 MARGIN = 0.04
-"""Share of the peak that the allocator reserves but cannot use. An estimate, with expandable
-segments, which the launcher switches on. Reserved less allocated was 0 to 12 % of the peak with DDP
-and 18 to 61 % with FSDP on null GPUs, but the allocator frees cached memory on a full device."""
+"""Share of the peak that the allocator reserves but cannot use, with expandable segments. An
+estimate: on null GPUs it reserved up to 12 % more than the peak with DDP, and 61 % with FSDP, but
+frees cached memory on a full device."""
 CUDA_PROCESS, CPU_PROCESS = 3 * GiB, GiB // 2
-"""Resident memory of a rank without tensors. Measured on a CPU (0.4 GiB with torch 2.13 and
-transformers 5.23); an estimate on a GPU, whose libraries are mapped too."""
+"""Resident memory of a rank without tensors: an estimate on a GPU, measured on a CPU (0.4 GiB with
+torch 2.13 and transformers 5.23)."""
 LOADER_PROCESS = 160 * MiB
 """Memory of a loader process that it does not share with its rank. An estimate."""
 TOKEN_BYTES = 3 * 8
@@ -56,7 +57,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
 
 
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
-    """The plan by the analytic estimate. recipe: one that the profile covers."""
+    """The plan by the analytic estimate, of a recipe that the profile covers."""
     return _plan(profile, recipe, machine, estimate_memory(profile, recipe, ranks=machine.ranks))
 
 
@@ -96,18 +97,15 @@ def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: 
     )
 
 
-def _notes(recipe: Recipe, machine: Machine) -> list[str]:
-    notes = {
-        "model.compile is not in the plan: compiled blocks keep fewer activations, and need memory "
-        "while they compile": recipe.model.compile,
-        "context, communicators and the margin are estimates; everything else is counted": (
-            machine.device == "cuda"
-        ),
-        "ddp's buckets, as large as the gradients, are calculated, not traced": (
-            recipe.strategy.kind == "ddp"
-        ),
-        "the batch is the first samples of data.builder; larger samples need more": (
-            recipe.data.builder is not None
-        ),
-    }
-    return [note for note, applies in notes.items() if applies]
+def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
+    if recipe.model.compile:
+        yield (
+            "model.compile is not in the plan: compiled blocks keep fewer activations, and need "
+            "memory while they compile"
+        )
+    if machine.device == "cuda":
+        yield "context, communicators and the margin are estimates; everything else is counted"
+    if recipe.strategy.kind == "ddp":
+        yield "ddp's buckets, as large as the gradients, are calculated, not traced"
+    if recipe.data.builder is not None:
+        yield "the batch is the first samples of data.builder; larger samples need more"

@@ -1,4 +1,4 @@
-"""Profiles what memory and speed of a model depend on: weights, and what autograd saves."""
+"""Profiles what memory and speed of a model depend on."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ class Weight:
 
     @property
     def count(self) -> int:
+        """Its number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """A group of parameters that is sharded and all-gathered together: a block, or the root.
-
-    Tied parameters count once. Counts are numbers of elements.
-    """
+    """Parameters that are sharded and all-gathered together, each once: a block, or the root."""
 
     parameters: tuple[Weight, ...]
     adapted: bool
@@ -50,22 +48,23 @@ class WeightGroup:
 
     @cached_property
     def count(self) -> int:
+        """All elements."""
         return sum(weight.count for weight in self.parameters)
 
     @cached_property
     def trained(self) -> int:
+        """Elements of trained weights."""
         return sum(weight.count for weight in self.parameters if weight.trained)
 
     @cached_property
     def largest_trained(self) -> int:
+        """Elements of the largest trained weight."""
         return max((weight.count for weight in self.parameters if weight.trained), default=0)
 
     @cached_property
     def matrices(self) -> list[tuple[int, ...]]:
-        """Shapes of the weights in matrix products: two dimensions, three with experts.
-
-        Without adapters: their inputs are already kept for the frozen weights that they adapt.
-        """
+        """Shapes of the weights in matrix products: two dimensions, three with experts. Adapters
+        do not count: their inputs are kept for the frozen weights that they adapt."""
         kept = (w for w in self.parameters if not (self.adapted and w.trained))
         return [weight.shape for weight in kept if len(weight.shape) in (2, 3)]
 
@@ -92,9 +91,9 @@ class ModelProfile:
     classes: tuple[WeightGroup, ...]
     """Blocks with equal shapes are one class."""
     embedding: WeightGroup
-    """The input embedding if it is a unit of FSDP, which reduces it last; otherwise empty."""
+    """The input embedding if it is a unit of FSDP, which then reduces it last; otherwise empty."""
     root: WeightGroup
-    """All other weights outside of the blocks. If `embedding` is empty, FSDP reduces them last."""
+    """All other weights outside of the blocks. FSDP reduces them last if `embedding` is empty."""
     buffers: int
     """Bytes of the buffers."""
     chunked_loss: bool
@@ -108,7 +107,7 @@ class ModelProfile:
     """Experts that a token is sent to."""
     saved: dict[torch.dtype, dict[int, Saved]]
     """What a block saves for one sequence, by compute dtype and class. Empty if the model does not
-    run on fake tensors; the estimate then uses the shapes of the weights instead."""
+    run on fake tensors: then the shapes of the weights are used."""
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
@@ -123,10 +122,12 @@ class ModelProfile:
 
     @cached_property
     def parameters(self) -> int:
+        """Elements of all weights."""
         return sum(group.count for group in self.groups)
 
     @cached_property
     def trained(self) -> int:
+        """Elements of all trained weights."""
         return sum(group.trained for group in self.groups)
 
 
@@ -198,7 +199,7 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     try:
         for dtype in {own, offered}:
             saved = saved_of_blocks(prepared.model, kind_of, data, device=device, dtype=dtype)
-            profile.saved[dtype] = {kind_of[name]: one for name, one in saved.items()}
+            profile.saved[dtype] = {kind_of[name]: block for name, block in saved.items()}
     except Exception:  # models fail in various ways on tensors without values
         profile.saved.clear()
     return profile

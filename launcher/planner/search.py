@@ -24,17 +24,16 @@ from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
 
 EQUAL_SPEED = 0.02
-"""Relative difference up to which speeds count as equal; of these, the simplest configuration is
-chosen."""
+"""Of configurations whose speeds differ by less, relatively, the simplest is chosen."""
 LESS_MEMORY = 0.8
 """Each configuration shown needs at most this share of the memory of the one before."""
 SHOWN = 7
 TRACES = 5
-"""Limit on the traces in the search for the fastest configuration; each takes some seconds."""
+"""Maximum number of traces in the search for the fastest configuration."""
 OPTIMISM = 0.95
-"""Ratio of traced to estimated memory, assumed until a similar configuration has been traced."""
+"""Traced relative to estimated memory, until a similar configuration has been traced."""
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of nodes that are tried where nothing fits."""
+"""Numbers of nodes to try where nothing fits."""
 SHORTEST = 256
 """Tokens of the shortest sequence that is suggested."""
 
@@ -62,42 +61,40 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
     recipe = concrete(recipe)
     search = _Search(recipe, machine)
     written = search.trace(search.estimate(recipe))
-    found = [search.estimate(one) for one in variants(recipe, machine)]
-    best = search.fastest(found)
-    helps = best is None and machine.memory is not None
-    shown = [] if helps else _shown([one for one in found if search.may_fit(one)], recipe)
+    evaluated = [search.estimate(variant) for variant in variants(recipe, machine)]
+    best = search.fastest(evaluated)
+    nothing_fits = best is None and machine.memory is not None
+    shown = [] if nothing_fits else _shown([c for c in evaluated if search.may_fit(c)], recipe)
     if not shown:
-        shown = [min(found, key=lambda one: (one.plan.tensors, one.seconds.total))]
-    rows = [search.trace(one) if n < traced else one for n, one in enumerate(shown)]
+        shown = [min(evaluated, key=lambda c: (c.plan.tensors, c.seconds.total))]
+    rows = [*map(search.trace, shown[:traced]), *shown[traced:]]
     if best is not None:
-        rows = [best, *(one for one in rows if one.recipe != best.recipe)]
-    rows = [one for one in rows if one is best or not _beaten(one, rows)]
-    if all(one.recipe != recipe for one in rows):
+        rows = [best, *(row for row in rows if row.recipe != best.recipe)]
+    rows = [row for row in rows if row is best or not _beaten(row, rows)]
+    if all(row.recipe != recipe for row in rows):
         rows.append(written)
     return SearchResult(
         written=written,
-        configurations=tuple(sorted(rows, key=lambda one: (one.seconds.total, one.plan.needed))),
+        configurations=tuple(sorted(rows, key=lambda row: (row.seconds.total, row.plan.needed))),
         best=best,
-        evaluated=len(found),
-        suggestions=tuple(suggestions(recipe, machine)) if helps else (),
+        evaluated=len(evaluated),
+        suggestions=tuple(suggestions(recipe, machine)) if nothing_fits else (),
     )
 
 
 def fastest_that_fits(
     recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None = None
 ) -> Configuration | None:
-    """The configuration that replaces `auto`: the fastest that fits, traced; None if none fits.
-
-    limit_micro_batch: the most sequences of a micro-batch.
-    """
+    """The configuration that replaces `auto`: the fastest that fits, traced, with micro-batches of
+    at most `limit_micro_batch` sequences; None if none fits."""
     search = _Search(recipe, machine)
     recipes = allowed(recipe, machine, limit_micro_batch=limit_micro_batch)
-    return search.fastest([search.estimate(one) for one in recipes])
+    return search.fastest([search.estimate(recipe) for recipe in recipes])
 
 
 def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) -> list[Recipe]:
-    """Configurations that may replace `auto`: only what is `auto` varies, with strategy.kind also
-    the checkpointing."""
+    """Recipes that may replace `auto`: only what is `auto` varies, with strategy.kind also the
+    checkpointing."""
     recipes = variants(
         concrete(recipe),
         machine,
@@ -107,7 +104,7 @@ def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) 
         precisions=False,
     )
     length, most = recipe.data.sequence_length, limit_micro_batch or math.inf
-    return [one for one in recipes if rows_of(one.batch, sequence_length=length) <= most]
+    return [r for r in recipes if rows_of(r.batch, sequence_length=length) <= most]
 
 
 def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:
@@ -116,27 +113,30 @@ def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list
     recipe = concrete(recipe)
     search = _Search(recipe, machine)
     kinds: dict[Any, list[Configuration]] = {}
-    for one in map(search.estimate, variants(recipe, machine, precisions=False)):
-        strategy, checkpointing = one.recipe.strategy, one.recipe.activation_checkpointing
-        kind = (one.offloads, strategy.kind, strategy.reshard_after_forward, checkpointing)
-        kinds.setdefault(kind, []).append(one)
+    for candidate in map(search.estimate, variants(recipe, machine, precisions=False)):
+        strategy, checkpointing = (
+            candidate.recipe.strategy,
+            candidate.recipe.activation_checkpointing,
+        )
+        kind = (candidate.offloads, strategy.kind, strategy.reshard_after_forward, checkpointing)
+        kinds.setdefault(kind, []).append(candidate)
     written = search.trace(search.estimate(recipe))
-    found = [] if written.plan.fits is False else [written]
+    chosen = [] if written.plan.fits is False else [written]
 
     def cost(group: list[Configuration]) -> tuple[bool, float]:
-        return min((one.offloads, one.seconds.total) for one in group)
+        return min((candidate.offloads, candidate.seconds.total) for candidate in group)
 
     for group in sorted(kinds.values(), key=cost):
-        if len(found) >= most:
+        if len(chosen) >= most:
             break
         fits = search.fastest(group)
-        if fits is not None and all(fits.recipe != one.recipe for one in found):
-            found.append(fits)
-    return found
+        if fits is not None and all(fits.recipe != other.recipe for other in chosen):
+            chosen.append(fits)
+    return chosen
 
 
 def concrete(recipe: Recipe) -> Recipe:
-    """With the default in place of `auto`: fsdp, one sequence, resharding."""
+    """The recipe with the default in place of `auto`: fsdp, one sequence, resharding."""
     strategy, batch = recipe.strategy, recipe.batch
     if strategy.reshard_after_forward == "auto":
         strategy = dataclasses.replace(strategy, reshard_after_forward=True)
@@ -157,6 +157,7 @@ class _Search:
         """Ratio of traced to estimated bytes of tensors, by strategy and checkpointing."""
 
     def estimate(self, recipe: Recipe) -> Configuration:
+        """A configuration with its estimated memory and time."""
         return Configuration(
             recipe=recipe,
             plan=estimated_plan(self._profile, recipe, self._machine),
@@ -164,35 +165,37 @@ class _Search:
             overrides=overrides_between(self._written, recipe),
         )
 
-    def trace(self, one: Configuration) -> Configuration:
-        plan = make_plan(one.recipe, self._machine)
-        key, scale = _like(one.recipe), plan.tensors / max(1, one.plan.tensors)
+    def trace(self, estimated: Configuration) -> Configuration:
+        """The configuration with a traced plan."""
+        plan = make_plan(estimated.recipe, self._machine)
+        key, scale = _like(estimated.recipe), plan.tensors / max(1, estimated.plan.tensors)
         self._scales[key] = max(self._scales.get(key, 0.0), scale)
-        return dataclasses.replace(one, plan=plan)
+        return dataclasses.replace(estimated, plan=plan)
 
-    def may_fit(self, one: Configuration) -> bool:
+    def may_fit(self, estimated: Configuration) -> bool:
         """Whether the corrected estimate fits, where memory is known."""
-        extra = (self._scales.get(_like(one.recipe), OPTIMISM) - 1) * one.plan.tensors
-        spare, host_spare = one.plan.spare, one.plan.host_spare
-        return (spare is None or extra <= spare) and (host_spare is None or host_spare >= 0)
+        plan = estimated.plan
+        extra = (self._scales.get(_like(estimated.recipe), OPTIMISM) - 1) * plan.tensors
+        host_fits = plan.host_spare is None or plan.host_spare >= 0
+        return host_fits and (plan.spare is None or extra <= plan.spare)
 
-    def fastest(self, found: Sequence[Configuration]) -> Configuration | None:
+    def fastest(self, candidates: Sequence[Configuration]) -> Configuration | None:
         """The fastest whose traced plan fits; CPU offload only where nothing fits without."""
         if self._machine.memory is None and self._machine.host_memory is None:
             return None
         for offloads in (False, True):
-            group = [one for one in found if one.offloads == offloads]
+            group = [candidate for candidate in candidates if candidate.offloads == offloads]
             for attempt in range(TRACES + 1):
-                group = [one for one in group if self.may_fit(one)]
+                group = [candidate for candidate in group if self.may_fit(candidate)]
                 if not group:
                     break
-                one = _simplest_of_the_fastest(group, self._written)
+                chosen = _simplest_of_the_fastest(group, self._written)
                 if attempt == TRACES:  # the estimates are wrong about this model
-                    one = min(group, key=lambda one: one.plan.tensors)
-                traced = self.trace(one)
+                    chosen = min(group, key=lambda candidate: candidate.plan.tensors)
+                traced = self.trace(chosen)
                 if traced.plan.fits:
                     return traced
-                group.remove(one)
+                group.remove(chosen)
         return None
 
 
@@ -203,32 +206,30 @@ def _like(recipe: Recipe) -> tuple[str, str | None]:
 
 
 def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) -> Configuration:
-    limit = min(one.seconds.total for one in group) * (1 + EQUAL_SPEED)
-    fast = [one for one in group if one.seconds.total <= limit]
-    return min(
-        fast, key=lambda one: (complexity(one, written), one.seconds.total, one.plan.tensors)
-    )
+    limit = min(c.seconds.total for c in group) * (1 + EQUAL_SPEED)
+    fast = [c for c in group if c.seconds.total <= limit]
+    return min(fast, key=lambda c: (complexity(c, written), c.seconds.total, c.plan.tensors))
 
 
-def _shown(found: Sequence[Configuration], written: Recipe) -> list[Configuration]:
+def _shown(candidates: Sequence[Configuration], written: Recipe) -> list[Configuration]:
     """From the fastest down, each with clearly less memory; offload last."""
     chosen: list[Configuration] = []
     for offloads in (False, True):
-        left = [one for one in found if one.offloads == offloads]
+        left = [c for c in candidates if c.offloads == offloads]
         while len(chosen) < SHOWN:
             if chosen:
                 limit = LESS_MEMORY * chosen[-1].plan.tensors
-                left = [one for one in left if one.plan.tensors <= limit]
+                left = [c for c in left if c.plan.tensors <= limit]
             if not left:
                 break
             chosen.append(_simplest_of_the_fastest(left, written))
     return chosen
 
 
-def _beaten(one: Configuration, rows: Iterable[Configuration]) -> bool:
+def _beaten(row: Configuration, rows: Iterable[Configuration]) -> bool:
     """Whether another configuration needs less memory and is faster."""
-    needed, seconds = one.plan.needed, one.seconds.total
-    return any(row.plan.needed < needed and row.seconds.total < seconds for row in rows)
+    needed, seconds = row.plan.needed, row.seconds.total
+    return any(other.plan.needed < needed and other.seconds.total < seconds for other in rows)
 
 
 # Where nothing fits
@@ -240,17 +241,17 @@ def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
     length = written.data.sequence_length // 2
     while length >= SHORTEST:
         data = dataclasses.replace(written.data, sequence_length=length)
-        if found := _fitting(dataclasses.replace(written, data=data), machine):
-            yield f"shorter sequences: {_overrides(written, found)}"
+        if shorter := _fitting(dataclasses.replace(written, data=data), machine):
+            yield f"shorter sequences: {_overrides(written, shorter)}"
             break
         length //= 2
     if written.lora is None and written.model.freeze is None:
-        if found := _fitting(dataclasses.replace(written, lora=Lora()), machine):
-            yield f"adapters instead of all weights: {_overrides(written, found)}"
+        if adapted := _fitting(dataclasses.replace(written, lora=Lora()), machine):
+            yield f"adapters instead of all weights: {_overrides(written, adapted)}"
 
 
-def _overrides(written: Recipe, found: Recipe) -> str:
-    return " ".join(overrides_between(written, found))
+def _overrides(written: Recipe, changed: Recipe) -> str:
+    return " ".join(overrides_between(written, changed))
 
 
 def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
@@ -260,7 +261,7 @@ def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
     except RecipeError:  # such as sequences too short for the model
         return None
     recipes = smallest(recipe, machine)
-    return next((one for one in recipes if estimated_plan(profile, one, machine).fits), None)
+    return next((r for r in recipes if estimated_plan(profile, r, machine).fits), None)
 
 
 def _more_gpus(written: Recipe, machine: Machine) -> str:
@@ -268,10 +269,10 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
     unit = "GPU" if machine.device == "cuda" else "CPU rank"
     for nodes in NODES:
         more = dataclasses.replace(machine, nodes=nodes)
-        found = _fitting(written, more) if nodes > machine.nodes else None
-        if found is not None:
+        fitting = _fitting(written, more) if nodes > machine.nodes else None
+        if fitting is not None:
             hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
-            text = f"more {unit}s: {hardware}, with {_overrides(written, found)}"
+            text = f"more {unit}s: {hardware}, with {_overrides(written, fitting)}"
             if size % more.ranks:
                 text += f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
             return text

@@ -1,13 +1,12 @@
 """Estimates the time of a training step with closed formulas, to rank configurations.
 
-- The forward pass of a block takes the time of its matrix products and attention at the rate of
-  products, plus that of all other traffic at the memory bandwidth; at least the time to issue its
-  operators. The backward pass computes the products twice where weights are trained, once where
-  they are frozen, and moves twice the traffic. Recomputation is another forward pass; selective
-  checkpointing saves attention and half of the products.
+- A block's forward pass takes the time of its products and attention, plus that of all other
+  traffic at the memory bandwidth; at least the time to issue its operators. The backward pass
+  computes the products twice where weights are trained, and moves twice the traffic. Recomputation
+  is another forward pass; selective checkpointing saves attention and half of the products.
 - A collective over n ranks moves (n - 1) / n of its bytes through each of them.
-- Communication and copies overlap with compute: only what exceeds compute counts. DDP's reduction
-  overlaps with the backward pass of the last micro-batch only.
+- Of communication and copies only what exceeds compute counts. DDP's reduction overlaps with the
+  backward pass of the last micro-batch only.
 """
 
 from __future__ import annotations
@@ -23,29 +22,27 @@ from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 
 LAUNCH = 5e-6
-"""Seconds in which eager PyTorch issues an operator (4 to 5 microseconds). An estimate."""
+"""Seconds in which eager PyTorch issues an operator. An estimate."""
 OPERATORS = 60
 """Operators of a Llama block's forward pass."""
 TRAFFIC = 4.0
-"""Ratio of the bytes that other operators read and write to the bytes that autograd saves, for a
-Llama block in bfloat16."""
+"""Ratio of the bytes that other operators move to those that autograd saves, for a Llama block in
+bfloat16."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
-"""Ratio of the rate of attention to that of matrix products: FlashAttention-2 reaches 35 % of an
+"""Rate of attention relative to that of matrix products: FlashAttention-2 reaches 35 % of an
 H100's peak (Shah et al., 2024), products 70 %."""
 ATTENTION_BACKWARD = 2.5
-"""Ratio of the products in the backward pass of attention to those in its forward pass: 5 to 2
-(Dao, 2023)."""
+"""Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
-"""Ratio of the rate of float32 products without TF32 to that with it: A100 and H100, data
-sheets."""
+"""Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
 STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 390, "int8": 680} | _OTHERS
-"""Bytes that a step of the optimizer moves for a parameter: AdamW's by the dtype of its state. The
-inputs and outputs of all operators were counted; rounding takes many."""
+"""Bytes that the optimizer moves for a parameter, AdamW by the dtype of its state: the inputs and
+outputs of all operators. Rounding takes many."""
 NORM_BYTES = 4
 """Bytes per gradient that clipping reads in addition to AdamW."""
 DDP_BUCKET = 25e6
@@ -68,6 +65,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of the whole step."""
         return float(sum(vars(self).values()))
 
 
@@ -77,6 +75,7 @@ def tokens_per_step(recipe: Recipe) -> int:
 
 
 def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
+    """Time of one optimizer step of a recipe that the profile covers."""
     work = Work(profile, recipe, ranks=machine.ranks)
     forward, backward, again = (work.micro_batches * t for t in _compute(work, machine))
     network_forward, network_backward = _network(work, machine)
@@ -104,15 +103,15 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     rates = machine.rates
     rate = rates.half_flops if work.size == 2 else _float32_flops(work.recipe, machine)
 
-    def seconds(part: Pass) -> tuple[float, float, float]:
+    def seconds(layer: Pass) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
-        products, attention = part.products / rate, part.attention / (ATTENTION * rate)
-        moved, issued = TRAFFIC * part.kept / rates.memory_bandwidth, OPERATORS * LAUNCH
+        products, attention = layer.products / rate, layer.attention / (ATTENTION * rate)
+        moved, issued = TRAFFIC * layer.kept / rates.memory_bandwidth, OPERATORS * LAUNCH
         forward = max(products + attention + moved, issued)
-        backward = (1 + part.trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
+        backward = (1 + layer.trained) * products + ATTENTION_BACKWARD * attention + 2 * moved
         selective = products / 2 + moved
-        if part.spared is not None:
-            selective = forward * (1 - part.spared)
+        if layer.spared is not None:
+            selective = forward * (1 - layer.spared)
         return forward, max(backward, 2 * issued), selective
 
     blocks, root = [seconds(block) for block in work.blocks], seconds(work.root)
@@ -163,10 +162,8 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
 def _collective(
     moved: float, ranks: int, machine: Machine, calls: int, *, across: bool = False
 ) -> float:
-    """Seconds of all-gathers, or reduce-scatters, of `moved` bytes in total over `ranks` ranks.
-
-    across: one rank of each node takes part, with its share of the node's network.
-    """
+    """Seconds of all-gathers, or reduce-scatters, of `moved` bytes in total over `ranks` ranks;
+    `across` nodes, each rank has its share of the node's network."""
     if ranks == 1:
         return 0.0
     rates, per_node = machine.rates, machine.gpus_per_node

@@ -1,8 +1,7 @@
 """Traces the memory of a training step: the training code runs on fake tensors, without storage.
 
-The recipe's model is wrapped over a fake process group and trained for two steps. Shapes, dtypes
-and lifetimes are those of a real step. Deep models are traced at two small depths and extrapolated
-linearly.
+The model is wrapped over a fake process group and trained for two steps. Deep models are traced at
+two small depths and extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.data.loader import GlobalBatch
@@ -47,8 +47,8 @@ from launcher.training.operators import shapes_of
 from launcher.training.setup import PreparedModel, prepare_model
 
 DEPTHS = (4, 6)
-"""Blocks that a deep model is traced with: the first and the last two, whose neighbours differ from
-those of other blocks, and none or two between."""
+"""Blocks that a deep model is traced with: the first two and the last two, whose neighbours differ
+from those of other blocks, and none or two between."""
 CPU = torch.device("cpu")
 
 
@@ -59,10 +59,10 @@ class UntraceableError(Exception):
 def trace_step(
     recipe: Recipe, *, ranks: int, device: Literal["cpu", "cuda"], micro_batches: int
 ) -> StepMemory:
-    """Memory of one optimizer step on rank 0 of `ranks`.
+    """Memory of one optimizer step on rank 0 of `ranks`, for a kind of device that the trace does
+    not need.
 
-    device: the kind of device to plan for; the trace does not need it. There must be no default
-    process group. Raises RecipeError as `prepare_model`, UntraceableError.
+    There must be no default process group. Raises RecipeError as `prepare_model`, UntraceableError.
     """
     # Otherwise each operation that fake tensors do not support is logged with 40 lines
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -146,6 +146,9 @@ def _run(
             optimizer = prepared.make_optimizer(wrapped, recipe)
             observer = _Observer(tracker, wrapped, optimizer, offload=offload)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
+            if recipe.strategy.kind == "fsdp":
+                for module in wrapped.module.modules():
+                    module.register_forward_pre_hook(observer.label_unsharded)
             scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)
             update = Update(optimizer, lambda step: 1e-3, scale, recipe.optimizer.max_grad_norm)
             steps = train_steps(
@@ -170,7 +173,7 @@ def _head(model: Any) -> dict[str, nn.Module]:
 
 
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
-    """Batches of two steps; the first step only creates the optimizer state."""
+    """Batches of two steps. Only the second one counts: what the first one allocates is held."""
     statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
     for step, count in ((1, 1), (2, micro_batches)):
         fake = [tree_map_only(torch.Tensor, torch.empty_like, data.tensors) for _ in range(count)]
@@ -188,12 +191,13 @@ class _Observer:
         *,
         offload: CpuOffload | None,
     ) -> None:
-        """offload: None on CPUs, where host memory is the device's."""
+        """`offload` is None on CPUs, where host memory is the device's."""
         self._tracker, self._optimizer = tracker, optimizer
         self._trained = [p for p in wrapped.module.parameters() if p.requires_grad]
         self._gradients = HOST if offloads_parameters(offload) else "gradients"
         self._states = HOST if offload is not None else "optimizer"
         self._file: StateFile | None = getattr(optimizer, "file", None)
+        self._unsharded: set[int] = set()
         self._micro_batch = -1
         self._forward_from = 0
         self._step_from: list[int] = []
@@ -248,6 +252,22 @@ class _Observer:
                 break
         return out
 
+    def label_unsharded(self, module: nn.Module, inputs: object) -> None:
+        """Called before the forward pass of a module, whose shards FSDP has replaced with unsharded
+        weights. Their gradients are freed once they are reduced."""
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor) or id(parameter) in self._unsharded:
+                continue
+            self._unsharded.add(id(parameter))
+            self._tracker.mark([parameter], "gathered")
+            if parameter.requires_grad:
+                hook = self._label_gradient
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _label_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._tracker.mark([parameter.grad], "gradients")
+
     def _backward(self, name: str, gradient: torch.Tensor) -> None:
         self._tracker.go(where=name)
 
@@ -295,13 +315,13 @@ def _extrapolated(
         later = depth - depths[0] if index >= depths[0] // 2 else 0
         return place._replace(where=names[index + later]) if later else place
 
-    found, deeper = _highest(small), _highest(large)
+    highest, deeper = _highest(small), _highest(large)
     moments = [
         Moment(
             **in_depth(place, len(names))._asdict(),
             components=components(held, deeper[in_depth(place, depths[1])]),
         )
-        for place, held in found.items()
+        for place, held in highest.items()
         if in_depth(place, depths[1]) in deeper
     ]
     return StepMemory(
@@ -314,9 +334,9 @@ def _extrapolated(
 
 
 def _highest(step: StepMemory) -> dict[Place, Components]:
-    found: dict[Place, Components] = {}
+    highest: dict[Place, Components] = {}
     for moment in step.timeline:
         place = Place(moment.phase, moment.micro_batch, moment.where)
-        if place not in found or moment.total > found[place].total:
-            found[place] = moment.components
-    return found
+        if place not in highest or moment.total > highest[place].total:
+            highest[place] = moment.components
+    return highest

@@ -1,15 +1,13 @@
 """Follows every storage of a step from allocation to release.
 
-The purpose of a storage is often known only later: activations are what is still held when the
-forward pass has ended. So the tracker records allocations and releases, and reads the labels when
-it replays them.
+What a storage is for is often known only later: activations are what is held when the forward pass
+has ended. So labels are read when the recorded allocations and releases are replayed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +24,10 @@ HOST = "host"
 
 _COPIED = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
 """Collectives of which gloo copies an argument, with its index."""
+_COMMUNICATES = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", *_COPIED)
+"""Operators whose arguments are buffers of FSDP, except for those that have another label."""
+_COPIES = {"parameters": "gathered", "gradients": "gradients", "communication": "communication"}
+"""Labels of copies, by the label of what is copied: FSDP and autocast copy to change the dtype."""
 Held = dict[str, int]
 """Bytes by component, and those labelled HOST."""
 
@@ -54,52 +56,38 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, label_of: Callable[[torch.Tensor], str | None], *, gloo: bool = False
     ) -> None:
-        """label_of: returns a label for a tensor by its shape. gloo: whether collectives run on
-        gloo, which copies arguments of all-gathers and reduce-scatters."""
+        """`label_of` returns a label for a tensor by its shape. `gloo` says whether collectives run
+        on gloo, which copies arguments of all-gathers and reduce-scatters."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._gloo, self._label_of = gloo, label_of
         self.place = Place("forward", 0, "")
         self._events: list[tuple[Place, Record, int]] = []
         """Place, storage, and bytes allocated (positive) or released."""
         self._live: dict[int, Record] = {}
-        self._paused = False
-        self._default: str | None = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Tensors that are created inside are not recorded."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @contextmanager
-    def labelling(self, label: str) -> Iterator[None]:
-        """Tensors that are created inside get this label, if no other is known."""
-        before, self._default = self._default, label
-        try:
-            yield
-        finally:
-            self._default = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations arrive here again, on plain tensors
         out = func(*args, **(kwargs or {}))
-        if self._paused:
-            return out
-        if self._gloo and func.name() in _COPIED:
-            self._record_transient(args[_COPIED[func.name()]].nbytes, "communication")
-        casts = func is torch.ops.aten._to_copy.default
+        aten, name, source = torch.ops.aten, func.name(), None
+        if self._gloo and name in _COPIED:
+            self._record_transient(args[_COPIED[name]].nbytes, "communication")
+        if self.place.phase != "optimizer":
+            if name in _COMMUNICATES:
+                for tensor in tree_leaves((args, kwargs)):
+                    if isinstance(tensor, torch.Tensor):
+                        record = self.see(tensor)
+                        record.label = record.label or "communication"
+            if func in (aten._to_copy.default, aten.copy_.default):
+                source = args[func is aten.copy_.default]
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self.see(tensor, source=args[0] if casts else None)
+                self.see(tensor, source=source)
         # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a byte
         # for each element, and on CUDA the product of gradient and result
-        if func is torch.ops.aten._safe_softmax.default:
+        if func is aten._safe_softmax.default:
             self._record_transient(out.numel(), "activations")
-        elif func is torch.ops.aten._softmax_backward_data.default and not self._gloo:
+        elif func is aten._softmax_backward_data.default and not self._gloo:
             self._record_transient(out.nbytes, "activations")
         return out
 
@@ -114,20 +102,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.place = self.place._replace(**changes)
 
     def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
-        """Records a tensor's storage, if it is new. source: the tensor it was cast from."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._live.get(key)
-        if known is not None:
-            known.label = label or known.label
-            return known
-        label = label or self._label_of_cast(source) or self._label_of(tensor) or self._default
-        record = Record(storage.nbytes(), label, len(self._events))
-        self._live[key] = record
-        record.weak = weakref.ref(storage, lambda _: self._release(key))
-        self._record(record, record.size)
+        """Records a tensor's storage, if it is new. `source` is the tensor it was copied from."""
+        storage = _storage_of(tensor)
+        key = id(storage)
+        record, copied = self._live.get(key), self._label_of_copy(source)
+        if record is None:
+            record = Record(storage.nbytes(), copied or self._label_of(tensor), len(self._events))
+            self._live[key] = record
+            record.weak = weakref.ref(storage, lambda _: self._release(key))
+            self._record(record, record.size)
+        record.label = label or record.label or copied
         return record
 
     def mark(self, tensors: Iterable[torch.Tensor], label: str) -> None:
@@ -140,8 +124,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             record = self.see(tensor, label=HOST)
             if pinned:
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self.resize(local.untyped_storage(), pinned_bytes(record.size))
+                self.resize(_storage_of(tensor), pinned_bytes(record.size))
 
     @property
     def events(self) -> int:
@@ -155,7 +138,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.label = label
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        record = self._live.get(storage._cdata)
+        """Records that a storage, if it is known, has another size now."""
+        record = self._live.get(id(storage))
         if record is not None:
             self._record(record, size - record.size)
             record.size = size
@@ -168,12 +152,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if delta:
             self._events.append((self.place, record, delta))
 
-    def _label_of_cast(self, source: Any) -> str | None:
-        """The label of copies of weights that autocast makes."""
+    def _label_of_copy(self, source: Any) -> str | None:
         if not isinstance(source, torch.Tensor) or isinstance(source, DTensor):
             return None
-        known = self._live.get(source.untyped_storage()._cdata)
-        return "gathered" if known is not None and known.label == "parameters" else None
+        known = self._live.get(id(source.untyped_storage()))
+        return None if known is None else _COPIES.get(known.label or "")
 
     def at(self, event: int) -> Held:
         """Bytes held at an event."""
@@ -196,3 +179,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 moments[-1] = (place, dict(now))
                 most = total
         return moments
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Its storage, of a DTensor that of the local shard. The same object while the storage
+    lives."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()

@@ -16,13 +16,13 @@ from launcher.strategies.base import compute_dtype
 from launcher.training.operators import share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
-"""Bytes of optimizer state for each parameter; AdamW by the dtype of its state. 256 numbers in int8
+"""Bytes of optimizer state for each parameter, AdamW by the dtype of its state. 256 int8 numbers
 share a scale of four bytes."""
 
 # For models that do not run on fake tensors; figures of a Llama block in bfloat16
 OVER_MATRICES = 1.25
-"""Ratio of the bytes that autograd saves to those of the inputs and outputs of matrix products: 49
-h bytes per token to 2 bytes x 20 h (h: hidden size)."""
+"""Bytes that autograd saves relative to the inputs and outputs of matrix products: 49 h bytes per
+token to 40 h (h: hidden size)."""
 SELECTED = 0.25
 """Share of what autograd saves that selective checkpointing keeps."""
 
@@ -63,7 +63,7 @@ class Pass:
     products: float
     """Floating-point operations of matrix products."""
     attention: float = 0
-    """Floating-point operations of attention, the causal half."""
+    """The same of attention, the causal half."""
     trained: float
     """Share of the weights that are trained."""
 
@@ -72,7 +72,7 @@ class Work:
     """Numbers of micro-batches, shards and reductions, and sizes in bytes, of one rank."""
 
     def __init__(self, profile: ModelProfile, recipe: Recipe, *, ranks: int) -> None:
-        """recipe: the profiled one, or one that differs in strategy, checkpointing and batch."""
+        """The recipe may differ from the profiled one in strategy, checkpointing and batch."""
         self.profile, self.recipe, self.ranks = profile, recipe, ranks
         self.strategy = strategy = recipe.strategy
         self.ddp, self.on_gpu = strategy.kind == "ddp", profile.device == "cuda"
@@ -132,8 +132,8 @@ class Work:
             if checkpointing is not None and checkpointing.budget is not None:
                 whole = self.rows * sum(of_class[kind].kept for kind in profile.block_classes)
                 chosen = saved.keep(share_of_budget(checkpointing.budget, whole))
-                selective = float(self.rows * sum(one.size for one in chosen))
-                spared = sum(one.cost for one in chosen) / saved.cost
+                selective = float(self.rows * sum(operator.size for operator in chosen))
+                spared = sum(operator.cost for operator in chosen) / saved.cost
         else:
             ends = sum(times * (i + o) for i, o, times in matrices)
             kept = OVER_MATRICES * size * tokens * ends

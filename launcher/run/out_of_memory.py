@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.console import bytes_as_text
+from launcher.console import aligned, bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.separate_process import run_in_process
 from launcher.models.initialization import clean_name
-from launcher.planner.formatting import NAMES, aligned, micro_batches
+from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import storages
 from launcher.planner.memory import Plan

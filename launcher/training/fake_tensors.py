@@ -16,7 +16,8 @@ class Replacements(ExitStack):
     """A context in which attributes are replaced; those that the installed version lacks are
     skipped."""
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Replaces an attribute until the context ends."""
         before = getattr(owner, name, None)
         if before is not None:
             setattr(owner, name, value)
@@ -32,7 +33,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
 
     from launcher.models import attention
 
-    def grouped(tokens: Any, weight: torch.Tensor, offsets: Any) -> bool:
+    def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
     with Replacements() as replaced:

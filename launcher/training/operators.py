@@ -44,7 +44,7 @@ STEPS = 4096
 class Operator:
     """A call in the forward pass of a block."""
 
-    function: Any
+    function: Callable[..., object]
     call: int
     """0-based, among the block's calls of this function."""
     size: int
@@ -72,9 +72,9 @@ class Saved:
         """The operators to keep when a block may keep this share of `kept`: attention if it fits,
         and the other operators with the highest total cost."""
         left = math.floor(share * self.kept) - self.input
-        attention = [one for one in self.operators if one.attention]
-        others = [one for one in self.operators if not one.attention and one.cost]
-        size = sum(one.size for one in attention)
+        attention = [operator for operator in self.operators if operator.attention]
+        others = [o for o in self.operators if not o.attention and o.cost]
+        size = sum(operator.size for operator in attention)
         if size > left:
             attention, size = [], 0
         return attention + _knapsack(others, left - size)
@@ -88,16 +88,16 @@ def _knapsack(operators: Sequence[Operator], capacity: int) -> list[Operator]:
     unit = -(-capacity // STEPS)
     best = np.zeros(capacity // unit + 1)
     takes = []
-    for one in operators:
-        size = max(1, -(-one.size // unit))
+    for operator in operators:
+        size = max(1, -(-operator.size // unit))
         taken = np.full_like(best, -1.0)
-        taken[size:] = best[: max(0, len(best) - size)] + one.cost
+        taken[size:] = best[: max(0, len(best) - size)] + operator.cost
         takes.append((size, taken > best))
         best = np.maximum(best, taken)
     chosen, left = [], len(best) - 1
-    for one, (size, take) in zip(reversed(operators), reversed(takes), strict=True):
+    for operator, (size, take) in zip(reversed(operators), reversed(takes), strict=True):
         if take[left]:
-            chosen.append(one)
+            chosen.append(operator)
             left -= size
     return chosen
 
@@ -119,11 +119,10 @@ def operators_to_keep(
     device: str,
     depth: int,
 ) -> dict[str, Kept]:
-    """What `activation_checkpointing.budget` keeps of each block.
+    """What `activation_checkpointing.budget` keeps of each block, with full micro-batches `data`.
 
-    data: a full micro-batch. depth: number of blocks that the budget is for; a trace has fewer.
-    Raises RecipeError if the model does not run on fake tensors, or if the budget is less than the
-    inputs of the blocks.
+    `depth` is the number of blocks that the budget is for; a trace has fewer. Raises RecipeError if
+    the model does not run on fake tensors, or if the budget is less than the inputs of the blocks.
     """
     if not blocks:
         return {}
@@ -132,7 +131,7 @@ def operators_to_keep(
     alike = {name: last[kind] for name, kind in shapes.items()}  # the last block of each kind
     key, dtype = "activation_checkpointing.budget", compute_dtype(strategy)
     try:
-        found = saved_of_blocks(
+        saved = saved_of_blocks(
             model,
             list(last.values()),
             data,
@@ -144,23 +143,23 @@ def operators_to_keep(
         why = f"{type(error).__name__}: {first_line(error)}"
         what = f"the model does not run on fake tensors ({why})"
         raise RecipeError(f"{key}: {what}; use mode selective without a budget") from error
-    each = [found[alike[name]] for name in blocks]
-    whole = sum(one.kept for one in each) * depth / len(each)
-    inputs = sum(one.input for one in each) * depth / len(each)
+    each = [saved[alike[name]] for name in blocks]
+    whole = sum(block.kept for block in each) * depth / len(each)
+    inputs = sum(block.input for block in each) * depth / len(each)
     share = share_of_budget(budget, whole)
     if share * whole < inputs:
         what = f"{budget} is less than the inputs of {depth} blocks, {bytes_as_text(inputs)}"
         advice = f"without checkpointing they keep {bytes_as_text(whole)}"
         raise RecipeError(f"{key}: {what}; {advice}")
     kept = {}
-    for name, one in found.items():
-        chosen = one.keep(share)
+    for name, block in saved.items():
+        chosen = block.keep(share)
         calls = frozenset((o.function, o.call) for o in chosen if not o.attention)
         kept[name] = Kept(any(o.attention for o in chosen), calls)
     return {name: kept[alike[name]] for name in blocks}
 
 
-def shapes_of(block: nn.Module) -> tuple[Any, ...]:
+def shapes_of(block: nn.Module) -> tuple[object, ...]:
     """A key that is equal for blocks with parameters of equal names, shapes and dtypes."""
     named = block.named_parameters()
     shapes = ((name, tuple(p.shape), p.requires_grad, p.dtype) for name, p in named)
@@ -178,8 +177,8 @@ def saved_of_blocks(
 ) -> dict[str, Saved]:
     """What these blocks save in the forward pass of a micro-batch on this kind of device.
 
-    autocast: compute in dtype by autocast; otherwise weights are cast, as FSDP does. The model is
-    on the meta device, and is copied.
+    With `autocast`, operators compute in `dtype` by autocast; otherwise weights are cast, as FSDP
+    does. The model is on the meta device, and is copied.
     """
     model = copy.deepcopy(model).train()
     for parameter in model.parameters():
@@ -190,7 +189,7 @@ def saved_of_blocks(
     with fake:
         materialize(model, parameters=cpu, buffers=cpu)
         tensors = tree_map_only(torch.Tensor, torch.empty_like, data.tensors)
-    found: dict[str, Saved] = {}
+    saved: dict[str, Saved] = {}
     # Storages are kept alive, so that no two have the same address
     seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}
     weights = set(seen)
@@ -200,7 +199,7 @@ def saved_of_blocks(
         with torch.autograd.graph.saved_tensors_hooks(recorder.see, lambda x: x), recorder:
             out = forward(*args, **kwargs)
         size = max((x.nbytes for x in args if isinstance(x, torch.Tensor)), default=0)
-        found[name] = recorder.saved(size)
+        saved[name] = recorder.saved(size)
         return out
 
     for name in names:
@@ -209,7 +208,7 @@ def saved_of_blocks(
     context = torch.autocast("cpu", dtype=dtype) if autocast else nullcontext()
     with computing_as_on(device, data), fake, context:
         data.loss(model, tensors)
-    return found
+    return saved
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -218,12 +217,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, weights: set[int], seen: dict[int, torch.UntypedStorage], operations_per_byte: int
     ) -> None:
-        """weights: ids of the model's parameters. seen: storages that were saved before, by id."""
+        """`weights` are ids of the model's parameters, and `seen` storages saved before, by id."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._seen = weights, seen
         self._operations_per_byte = operations_per_byte
-        self._calls: Counter[Any] = Counter()
-        self._made: list[tuple[Operator, list[Any]]] = []
+        self._calls: Counter[Callable[..., object]] = Counter()
+        self._made: list[tuple[Operator, list[torch.UntypedStorage]]] = []
         """Operators with the storages of their results."""
         self._needed = 0
         """How many of them recomputation runs: it stops at the last one that autograd saves
@@ -240,12 +239,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def saved(self, input_size: int) -> Saved:
+        """What was recorded, of a block whose input has this size."""
         operators = [
-            one
-            for one, storages in self._made[: self._needed]
-            if one.size and not any(storage._cdata in self._written for storage in storages)
+            operator
+            for operator, storages in self._made[: self._needed]
+            if operator.size and not any(s._cdata in self._written for s in storages)
         ]
-        cost = sum(one.cost for one, _ in self._made)
+        cost = sum(operator.cost for operator, _ in self._made)
         return Saved(self._kept, self._selected, input_size, cost, operators)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -269,8 +269,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Random numbers must be drawn again; copies of weights are no activations
             if is_random(func, args, kwargs or {}) or (inputs and inputs <= self._weights):
                 size = 0
-            one = Operator(func, call, size, cost, attention)
-            self._made.append((one, [tensor.untyped_storage() for tensor in made]))
+            operator = Operator(func, call, size, cost, attention)
+            self._made.append((operator, [tensor.untyped_storage() for tensor in made]))
         return out
 
 

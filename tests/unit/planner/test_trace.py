@@ -1,6 +1,7 @@
 """Tests of the memory trace, against hand-calculated values, and of its extrapolation."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from launcher.recipe.schema import (
     Strategy,
 )
 
-LAYERS, HIDDEN, VOCABULARY, LENGTH = 8, 64, 512, 64
+LAYERS, HIDDEN, VOCABULARY, LENGTH = 3, 64, 512, 64
+DEEP = 7
+"""Blocks of a model that is extrapolated."""
 CONFIG = {
     "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 128,
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -33,11 +36,11 @@ LOGITS = LENGTH * VOCABULARY * 4
 """Bytes of the float32 logits of one sequence."""
 
 
-def recipe(*, checkpointing=None, micro_batch_size=2, packing=False, **strategy):
+def recipe(*, checkpointing=None, micro_batch_size=2, packing=False, layers=LAYERS, **strategy):
     strategy = {"kind": "fsdp", "mixed_precision": None} | strategy
     return Recipe(
         run=Run(name="small", max_steps=3),
-        model=Model(config=CONFIG),
+        model=Model(config=CONFIG | {"num_hidden_layers": layers}),
         data=Data(train=("README.md",), tokenizer="bytes", sequence_length=LENGTH, packing=packing),
         batch=Batch(global_batch_size=8, micro_batch_size=micro_batch_size),
         strategy=Strategy(**strategy),
@@ -47,7 +50,9 @@ def recipe(*, checkpointing=None, micro_batch_size=2, packing=False, **strategy)
     )
 
 
+@functools.cache
 def step(changed=None, *, ranks=2, device="cpu", micro_batches=1, **settings):
+    """Return the trace of a recipe. Tests share it."""
     return trace_step(
         changed or recipe(**settings), ranks=ranks, device=device, micro_batches=micro_batches
     )
@@ -101,9 +106,10 @@ def test_checkpointing_keeps_block_inputs():
     ids=["full, unsynced", "ddp bf16", "packed, kept unsharded"],
 )
 def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
-    extrapolated = step(device="cuda", micro_batches=2, **settings)
+    settings |= {"device": "cuda", "micro_batches": 2, "layers": DEEP}
+    extrapolated = step(**settings)
     monkeypatch.setattr(trace, "DEPTHS", (100, 200))
-    whole = step(device="cuda", micro_batches=2, **settings)
+    whole = step.__wrapped__(**settings)
     near(extrapolated.peak.total, whole.peak.total, by=0.001)
     peaks = [(step.peak.phase, step.peak.where) for step in (extrapolated, whole)]
     assert peaks[0] == peaks[1]
@@ -120,7 +126,7 @@ def test_offload_moves_states_to_the_host():
     offloaded = dataclasses.replace(
         recipe(cpu_offload=CpuOffload()), activation_checkpointing=to_host
     )
-    further = step(offloaded, device="cuda")
+    further = step.__wrapped__(offloaded, device="cuda")
     assert further.after_forward.activations < found.after_forward.activations
     assert further.host + further.after_forward.activations >= found.host
 
@@ -141,12 +147,10 @@ def value_reading_model():
 
 
 def test_model_that_reads_values_is_untraceable():
-    plain = recipe()
-    value_reading = dataclasses.replace(
-        plain, model=Model(builder=f"{__name__}:value_reading_model")
-    )
+    model = Model(builder=f"{__name__}:value_reading_model")
+    value_reading = dataclasses.replace(recipe(), model=model)
     with pytest.raises(UntraceableError, match="DataDependent"):
-        step(value_reading)
+        step.__wrapped__(value_reading)
     assert not dist.is_initialized()
 
 
