@@ -86,11 +86,11 @@ class CheckpointManager:
         return cast("str | None", from_rank_0(digest, self._group))
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
-        """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
+        """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
+        one in this path. Returns None if `resume` is `never` or there is none.
 
-        resume: `auto`: the newest valid checkpoint up to step `at_most`; otherwise a path. Raises
-        RecipeError if a change of the recipe, the data or the model is not allowed;
-        NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
+        Raises RecipeError if a change of the data or of the model is not allowed, NoneLeftError if
+        all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -148,6 +148,7 @@ class CheckpointManager:
         return path
 
     def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step (checkpoint.every_steps)."""
         every_steps = self._settings.every_steps
         return every_steps is not None and step % every_steps == 0
 
@@ -161,15 +162,15 @@ class CheckpointManager:
     ) -> None:
         """Starts a save, whose outcome `report` logs. Raises the same errors as `report`.
 
-        scores: results of an evaluation after this step. evaluated: False if that evaluation was
+        `scores` are the results of an evaluation after this step; `evaluated` is False if that was
         interrupted.
         """
         step, metric = position.step, self._settings.keep_best
-        value = None if metric is None else scores.get(metric)
         if metric is not None:
             self.finish()  # whether the previous one was saved decides which is the best
-        best, known = self._best, self._best.get(metric or "")
-        if metric and value is not None and is_better(metric, value, known):
+        best = self._best
+        value = None if metric is None else scores.get(metric)
+        if metric and value is not None and is_better(metric, value, best.get(metric)):
             best = {"step": step, metric: value}
         self._bests[step] = best
         state = {

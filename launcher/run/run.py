@@ -65,11 +65,9 @@ def train(
     *,
     resume: str | None,
 ) -> int:
-    """Joins the other ranks and trains with them. Returns the exit status.
-
-    resume: on rank 0, what `choose_resume` returned. A failure of any rank ends this process
-    (`FailureWatch`). Raises TrainingError if the ranks do not meet.
-    """
+    """Joins the other ranks and trains with them. Returns the exit status. `resume` is, on rank 0,
+    what `choose_resume` returned. A failure of any rank ends this process (`FailureWatch`). Raises
+    TrainingError if the ranks do not meet."""
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
         deterministic=settings.deterministic, float32_matmul=settings.float32_matmul
