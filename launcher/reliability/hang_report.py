@@ -45,7 +45,7 @@ def flight_recorder() -> bytes | None:
     name = "_dump_nccl_trace_json" if torch.cuda.is_available() else "_dump_fr_trace_json"
     try:
         return bytes(getattr(_distributed_c10d, name)())
-    except Exception:
+    except Exception:  # these functions are not public: they may be missing or raise anything
         return None
 
 
@@ -69,10 +69,8 @@ def collectives(recorded: bytes | None) -> dict[str, dict[str, Any]]:
 
 
 def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
-    """A line for each group that waits: its oldest unfinished collective, and its state by rank.
-
-    ranks: `collectives` of each. Groups with a rank that has not begun it come first.
-    """
+    """A line for each group that waits, by the `collectives` of each rank: the oldest unfinished one,
+    and its state by rank. Groups with a rank that has not begun it come first."""
     lines = []
     for name in sorted({name for groups in ranks.values() for name in groups}):
         members = {rank: groups[name] for rank, groups in ranks.items() if name in groups}
@@ -91,4 +89,4 @@ def compare_collectives(ranks: dict[int, dict[str, dict[str, Any]]]) -> list[str
 
 
 def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)[:8])) + " ..." * (len(ranks) > 8)
+    return ", ".join(map(str, sorted(ranks)[:8])) + (" ..." if len(ranks) > 8 else "")
