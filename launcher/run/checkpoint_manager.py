@@ -56,8 +56,8 @@ class CheckpointManager:
         self._weights = self._frozen_weights()
         self._best: dict[str, Any] = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
-        self._bests: dict[int, dict[str, Any]] = {}
-        """By step of a save in progress: `_best` once it has succeeded."""
+        self._candidate = self._best
+        """`_best` once the save in progress has succeeded."""
         self.trouble: str | None = None
         """Why the last save failed, or None."""
         self.saved_step: int | None = None
@@ -172,7 +172,7 @@ class CheckpointManager:
         value = None if metric is None else scores.get(metric)
         if metric and value is not None and is_better(metric, value, best.get(metric)):
             best = {"step": step, metric: value}
-        self._bests[step] = best
+        self._candidate = best
         state = {
             "step": step,
             "samples": position.samples,
@@ -202,12 +202,11 @@ class CheckpointManager:
 
     def _log(self, saves: list[Save]) -> None:
         for save in saves:
-            best = self._bests.pop(save.step, self._best)
             if save.error is not None:
                 self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
                 logger.warning(f"{self.trouble}; older ones are kept, training continues")
                 continue
-            self.saved_step, self.trouble, self._best = save.step, None, best
+            self.saved_step, self.trouble, self._best = save.step, None, self._candidate
             logger.info(
                 f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
                 f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"

@@ -297,7 +297,13 @@ def assemble(
         prepared.blocks,
         data,
         _make_evaluator(recipe, data, ranks),
-        _count_flops(prepared, wrapped, recipe, ranks.device),
+        _count_flops(
+            prepared,
+            wrapped,
+            recipe.activation_checkpointing,
+            recipe.data.sequence_length,
+            ranks.device,
+        ),
         prepared.make_optimizer(wrapped, recipe.optimizer, seed=recipe.run.seed),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
@@ -324,13 +330,16 @@ def _make_export(
 
 
 def _count_flops(
-    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, device: torch.device
+    prepared: PreparedModel,
+    wrapped: WrappedModel,
+    checkpointing: schema.ActivationCheckpointing | None,
+    tokens: int,
+    device: torch.device,
 ) -> Flops:
     """Checkpointed blocks are recomputed, and with a chunked loss the logits, too."""
-    model, tokens = prepared.model, recipe.data.sequence_length
+    model, recomputed = prepared.model, 0.0
     flops = flops_per_token(model, sequence_length=tokens)
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
-    checkpointing, recomputed = recipe.activation_checkpointing, 0.0
     if checkpointing is None or checkpointing.mode == "full":
         recomputed = recomputed_flops(model, blocks, tokens=tokens)
     elif checkpointing.budget is None:  # half of the matrix products
