@@ -148,7 +148,7 @@ def well_formed(value: object) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is None or _has_type(key, item)}
 
 
-def _has_type(key: str, value: object) -> bool:
+def _has_type(key: str, value: Any) -> bool:
     if key in _TEXTS:
         return isinstance(value, str)
     if key in _COUNTS:

@@ -119,7 +119,8 @@ class Evaluator:
                     loss, added = _loss_and_counts(dataset, wrapped, micro_batch)
                     total[0] += loss
                     total[1] += collated["loss_tokens"]
-                    counts = added if counts is None else counts + added
+                    if added is not None:
+                        counts = added if counts is None else counts + added
                 if stop_requests is not None:
                     stop_requests.read()
                 scored: dict[str, Any] | None = {}
