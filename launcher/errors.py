@@ -24,10 +24,8 @@ class RecipeError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """The run cannot continue, for example after too many skipped steps.
-
-    reason: one word for status.json.
-    """
+    """The run cannot continue, for example after too many skipped steps. `reason` is a word for
+    status.json."""
 
     def __init__(self, message: str, *, reason: str = "error") -> None:
         self.reason = reason

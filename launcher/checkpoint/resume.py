@@ -226,14 +226,17 @@ def decide(
 def finished_run(arguments: Sequence[str]) -> str | None:
     """What to print if this command has nothing left to train; None if it has.
 
-    Every process of a start decides the same. The number of ranks does not matter. Raises
-    RecipeError like `decide`.
+    Every process of a start decides the same, before rank 0 takes the folder. The number of ranks
+    does not matter. Raises RecipeError like `decide`.
     """
     try:
         recipe = load_recipe(arguments, ranks=None).recipe
     except RecipeError:  # reported with the rules that need the number of ranks
         return None
-    return decide(recipe, RunFolder(Path(recipe.run.dir)), arguments=arguments).finished
+    run = RunFolder(Path(recipe.run.dir))
+    if run.read_status().get("state") != "finished":
+        return None
+    return decide(recipe, run, arguments=arguments).finished
 
 
 def choose_resume(

@@ -152,15 +152,14 @@ class FailureWatch:
             self.store.set(ENDED(self.rank), "")
 
     def is_set(self, key: str) -> bool:
+        """Whether the store has the key."""
         return bool(self.store.check([key]))
 
     # Claims
 
     def claim(self, *, ask_store: bool = True, ends: bool = True) -> bool:
-        """Claims the failure. Returns True in one thread of one rank, which must then `report`.
-
-        If the store fails, status.json decides. ends: this rank ends even if it does not report.
-        """
+        """Claims the failure. Returns True in one thread of one rank, which must then `report`. If
+        the store fails, status.json decides. With `ends`, this rank ends in any case."""
         with self._claiming:
             if self.claimed:
                 return False
@@ -214,10 +213,8 @@ class FailureWatch:
     def report(
         self, reason: str, text: str, account: Account | None = None, *, status: int = EXIT_FAILED
     ) -> None:
-        """Reports a claimed failure: console, status.json, events.jsonl, torchrun's agent.
-
-        account: of exhausted memory; the memory plan's answer follows. status: exit status of all.
-        """
+        """Reports a claimed failure on the console, in status.json and events.jsonl, and to torchrun's
+        agent. What the memory plan says of exhausted memory follows. All ranks end with `status`."""
         self._print(text)
         step = self.progress.step
         noted = account.noted if account is not None else {}
@@ -293,7 +290,7 @@ class FailureWatch:
         return "error", f"{name} failed in step {step}: {describe(error)}", None
 
     def _out_of_memory(self, text: str, examine: Callable[[], Account | None]) -> Cause:
-        """text: the message if nothing is known yet, or if the examination fails."""
+        """The cause. `text` is the message if nothing is known yet, or if the examination fails."""
         account = None
         with contextlib.suppress(Exception):  # memory may run out again
             account = examine()
@@ -326,11 +323,12 @@ class FailureWatch:
         return self._out_of_memory(text, lambda: self._post_mortem.killed(name, step))
 
     def _names(self, ranks: list[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.ranks}"
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        return f"{noun} {', '.join(map(str, ranks))} of {self.ranks}"
 
     def _silent_ranks(self, *, running: bool) -> list[int] | None:
-        """Ranks that do not notice the failure within three seconds, so were probably killed;
-        None: the store does not answer. running: includes ranks that run but have not failed."""
+        """Ranks that do not notice the failure within three seconds, so were probably killed; None
+        if the store does not answer. `running` includes ranks that run but have not failed."""
         key, deadline = ENDED if running else NOTICED, time.monotonic() + 3.0
         with contextlib.suppress(Exception):
             while True:

@@ -65,7 +65,7 @@ class Lines:
         self._file: BinaryIO | None = None
 
     def append(self, line: dict[str, Any], *, check: Callable[[], None] = lambda: None) -> None:
-        """check: called before the file is changed."""
+        """Appends a line. Calls `check` before the file is changed."""
         waiting = len(self._kept)
         self._kept.append(json.dumps(line).encode() + b"\n")
         try:
@@ -129,23 +129,23 @@ def append_line(file: Path, line: dict[str, Any]) -> None:
 def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
     """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
     there is no such file."""
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     if not os.path.isfile(file):  # a pipe or a device may have no end
-        return found
+        return lines
     with contextlib.suppress(OSError), file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
         for line in stream:
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(well_formed(json.loads(line)))
-    return [value for value in found if value]
+                lines.append(well_formed(json.loads(line)))
+    return [line for line in lines if line]
 
 
-def well_formed(value: Any) -> dict[str, Any]:
+def well_formed(value: object) -> dict[str, Any]:
     """The keys of an object without those whose value has another type than a run writes, because
     something else has changed the file; empty if it is no object."""
     if not isinstance(value, dict):
         return {}
-    return {key: one for key, one in value.items() if one is None or _has_type(key, one)}
+    return {key: item for key, item in value.items() if item is None or _has_type(key, item)}
 
 
 def _has_type(key: str, value: Any) -> bool:
@@ -161,7 +161,7 @@ def _has_type(key: str, value: Any) -> bool:
     if key in _TABLES:
         return isinstance(value, dict)
     return key != "overrides" or (
-        isinstance(value, list) and all(isinstance(one, str) for one in value)
+        isinstance(value, list) and all(isinstance(word, str) for word in value)
     )
 
 

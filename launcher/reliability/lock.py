@@ -60,6 +60,7 @@ class Owner(BaseModel):
     time: float
 
     def describe(self) -> str:
+        """The process, its machine and its job in words."""
         job = f", Slurm job {self.job}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host}{job}, since {since}"
@@ -109,8 +110,8 @@ def _newest(folder: Path) -> tuple[int, Path]:
         names = [name for name in os.listdir(folder) if _RECORD.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    found = ((int(name.split(".")[0]), folder / name) for name in names)
-    return max(found, default=(0, folder))
+    records = ((int(name.split(".")[0]), folder / name) for name in names)
+    return max(records, default=(0, folder))
 
 
 def _read(record: Path) -> Owner | None:
@@ -190,11 +191,12 @@ class Ownership:
 
     @classmethod
     def follow(cls, run_dir: Path, name: str) -> Ownership:
-        """The lock on the other ranks of the run. name: file name of rank 0's record."""
+        """The lock on the other ranks of the run, by the name of rank 0's record."""
         return cls(run_dir / "owner" / name, own=False)
 
     @property
     def name(self) -> str:
+        """The name of the record."""
         return self._record.name
 
     def check(self) -> None:

@@ -30,6 +30,7 @@ class Progress:
         self.micro_batch += phase == "forward"
 
     def step_done(self, step: int) -> None:
+        """Must be called when a step has ended."""
         self.step, self.beats, self.micro_batch, self.slow_phase = step, 0, 0, None
 
     def slow_until_step(self, phase: str) -> None:

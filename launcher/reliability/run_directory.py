@@ -57,6 +57,7 @@ class RunFolder:
             self.ownership.check()
 
     def release(self) -> None:
+        """Releases the lock, if this process has it."""
         if self.ownership is not None:
             self.ownership.release()
 
@@ -78,7 +79,7 @@ class RunFolder:
     def note_start(
         self, environment: Environment, overrides: Sequence[str] = (), *, from_scratch: bool = False
     ) -> None:
-        """Notes the event `started`. overrides: the arguments of this start."""
+        """Notes the event `started`, with the arguments of this start."""
         self.note(
             "started",
             overrides=list(overrides),
@@ -125,11 +126,8 @@ class RunFolder:
         return any(event.get("origin") == origin for event in self.read_events())
 
     def refuse_if_used(self, why: str) -> None:
-        """Raises RecipeError if a run trained into this folder, or if it has files of the user that
-        a run would replace.
-
-        why: the reason that the run is not resumed.
-        """
+        """Raises RecipeError if a run trained into this folder, which is not resumed for the reason
+        `why`, or if it has files of the user that a run would replace."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size
         if not recorded and not any((self.path / "checkpoints").glob("step_*")):
             replaced = [name for name in _REPLACED if os.path.lexists(self.path / name)]
@@ -148,10 +146,8 @@ class RunFolder:
     # Files
 
     def create(self, recipe_yaml: str, *, from_scratch: bool = True) -> None:
-        """Makes the folder and writes the recipe. Raises RecipeError if that is not possible.
-
-        from_scratch: discards metrics and samples.
-        """
+        """Makes the folder and writes the recipe; from scratch it also discards metrics and samples.
+        Raises RecipeError if that is not possible."""
         self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
@@ -192,7 +188,7 @@ class RunFolder:
         error: str | None = None,
         **more: Any,
     ) -> None:
-        """An OSError is a warning: training continues on a full disk."""
+        """Replaces status.json. An OSError is a warning: training continues on a full disk."""
         status = {"state": state, "step": step, "reason": reason, "error": error, **more}
         status["time"] = time.time()
         self._written = time.monotonic()

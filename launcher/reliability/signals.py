@@ -73,6 +73,7 @@ class StopRequest:
         self._handlers: dict[int, Any] = {}
 
     def requested(self) -> bool:
+        """Whether a stop was requested by now."""
         self.look()
         return self.signal is not None
 
@@ -156,7 +157,7 @@ class StartGuard:
 
 
 def report_stop_at_start(run: RunFolder | None, source: str) -> None:
-    """Nothing was trained. run: None if this process has not taken a folder."""
+    """Reports that nothing was trained. `run` is None if this process has not taken a folder."""
     text = f"stopped by {source} before the first step: there is nothing to save"
     print(text, file=sys.stderr, flush=True)
     if run is not None:

@@ -228,7 +228,7 @@ class Watch:
         return missing
 
     def _describe(self, answers: dict[int, Answer], missing: list[int]) -> str:
-        """Which rank is behind, where, and where the others wait. missing: ranks that did not
+        """Which rank is behind, where, and where the others wait. The missing ranks did not
         answer."""
         first = min(answer["position"] for answer in answers.values())
         slowest = [rank for rank in answers if answers[rank]["position"] == first]

@@ -127,9 +127,9 @@ def choose(
 ) -> tuple[Recipe, Sequence[str], str] | None:
     """The fastest configuration that was measured, or else that fits by plan, in place of `auto`.
 
-    failed: the smallest micro-batch that ran out of memory. Returns the recipe without `auto`, the
-    overrides that produce it, and why it was chosen; None if nothing fits, or if the size of the
-    memory is not known.
+    `failed` is the smallest micro-batch that ran out of memory. Returns the recipe without `auto`,
+    the overrides that produce it, and why it was chosen; None if nothing fits, or if the size of
+    the memory is not known.
     """
     limit = None if failed is None else failed - 1
     after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
@@ -149,8 +149,7 @@ def choose(
 
 
 def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
-    """The settings that events.jsonl records with an out-of-memory failure, besides the number of
-    ranks."""
+    """What events.jsonl records with an out-of-memory failure, besides the number of ranks."""
     checkpointing, offload = recipe.activation_checkpointing, recipe.strategy.cpu_offload
     return {
         "micro_batch_size": recipe.batch.micro_batch_size,
@@ -165,13 +164,9 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
 def failed_micro_batches(
     events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe
 ) -> list[int]:
-    """Micro-batch sizes that ran out of memory in earlier starts of a run.
-
-    Only failures on as many of the same devices, with the same settings, are considered; with
-    strategy `auto` checkpointing and offload may differ.
-
-    recipe: as written. Empty unless its micro-batch is `auto`.
-    """
+    """Micro-batch sizes that ran out of memory in earlier starts of a run, on as many of the same
+    devices and with the same settings; with strategy `auto` checkpointing and offload may differ.
+    Empty unless the micro-batch of the recipe is `auto`."""
     if recipe.batch.micro_batch_size != "auto":
         return []
     same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}

@@ -56,8 +56,8 @@ class CheckpointManager:
         self._weights = self._frozen_weights()
         self._best: dict[str, Any] = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
-        self._bests: dict[int, dict[str, Any]] = {}
-        """By step of a save in progress: `_best` once it has succeeded."""
+        self._candidate = self._best
+        """`_best` once the save in progress has succeeded."""
         self.trouble: str | None = None
         """Why the last save failed, or None."""
         self.saved_step: int | None = None
@@ -86,11 +86,11 @@ class CheckpointManager:
         return cast("str | None", from_rank_0(digest, self._group))
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
-        """Loads a checkpoint. Returns None if `resume` is `never` or there is no checkpoint.
+        """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
+        one in this path. Returns None if `resume` is `never` or there is none.
 
-        resume: `auto`: the newest valid checkpoint up to step `at_most`; otherwise a path. Raises
-        RecipeError if a change of the recipe, the data or the model is not allowed;
-        NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
+        Raises RecipeError if a change of the data or of the model is not allowed, NoneLeftError if
+        all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
@@ -148,6 +148,7 @@ class CheckpointManager:
         return path
 
     def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step (checkpoint.every_steps)."""
         every_steps = self._settings.every_steps
         return every_steps is not None and step % every_steps == 0
 
@@ -161,17 +162,17 @@ class CheckpointManager:
     ) -> None:
         """Starts a save, whose outcome `report` logs. Raises the same errors as `report`.
 
-        scores: results of an evaluation after this step. evaluated: False if that evaluation was
+        `scores` are the results of an evaluation after this step; `evaluated` is False if that was
         interrupted.
         """
         step, metric = position.step, self._settings.keep_best
-        value = None if metric is None else scores.get(metric)
         if metric is not None:
             self.finish()  # whether the previous one was saved decides which is the best
-        best, known = self._best, self._best.get(metric or "")
-        if metric and value is not None and is_better(metric, value, known):
+        best = self._best
+        value = None if metric is None else scores.get(metric)
+        if metric and value is not None and is_better(metric, value, best.get(metric)):
             best = {"step": step, metric: value}
-        self._bests[step] = best
+        self._candidate = best
         state = {
             "step": step,
             "samples": position.samples,
@@ -201,12 +202,11 @@ class CheckpointManager:
 
     def _log(self, saves: list[Save]) -> None:
         for save in saves:
-            best = self._bests.pop(save.step, self._best)
             if save.error is not None:
                 self.trouble = f"checkpoint of step {save.step} failed: {save.error}"
                 logger.warning(f"{self.trouble}; older ones are kept, training continues")
                 continue
-            self.saved_step, self.trouble, self._best = save.step, None, best
+            self.saved_step, self.trouble, self._best = save.step, None, self._candidate
             logger.info(
                 f"checkpoint of step {save.step}: {bytes_as_text(save.bytes)} in "
                 f"{save.seconds:.1f} s, training waited {save.blocked:.2f} s"

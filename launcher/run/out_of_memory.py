@@ -64,8 +64,8 @@ _NOTHING = (
 def requested_bytes(error: BaseException) -> int | None:
     """The size of the failed allocation, from the text of the error: CUDA's `Tried to allocate 2.00
     GiB`, the CPU's `allocate 123 bytes`, numpy's `Unable to allocate 1.0 GiB`."""
-    found = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", str(error))
-    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+    match = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", str(error))
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 class DeviceMemory(NamedTuple):
@@ -81,6 +81,7 @@ class DeviceMemory(NamedTuple):
 
 
 def gpu_memory() -> DeviceMemory:
+    """The memory of this rank's GPU, now."""
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return DeviceMemory(allocated, reserved, total - free, total)
@@ -94,10 +95,8 @@ def take_inventory(
     buckets: bool,
     requested: int,
 ) -> dict[str, int]:
-    """Bytes that this rank holds and requested, by the keys of `_NAMES`.
-
-    gpu: None on CPUs. buckets: DDP keeps memory for all gradients, even where there are none.
-    """
+    """Bytes that this rank holds and requested, by the keys of `_NAMES`. On CPUs `gpu` is None. With
+    buckets, as in DDP, there is memory for all gradients, even where there are none."""
     device = "cpu" if gpu is None else "cuda"
     rows, everywhere = _states(module, optimizer, device, buckets)
     if gpu is None:
@@ -125,9 +124,9 @@ def _states(
     seen: dict[int, torch.UntypedStorage] = {}
     rows = {}
     for name, tensors in zip(STATES, ([*trained, *weights], gradients, values), strict=True):
-        new = {key: one for key, one in storages(tensors).items() if key not in seen}
+        new = {key: storage for key, storage in storages(tensors).items() if key not in seen}
         seen |= new
-        rows[name] = sum(one.nbytes() for one in new.values() if one.device.type == device)
+        rows[name] = sum(s.nbytes() for s in new.values() if s.device.type == device)
     if buckets:
         rows["gradients"] = max(rows["gradients"], sum(p.nbytes for p in trained))
     return rows, sum(storage.nbytes() for storage in seen.values())
@@ -155,7 +154,6 @@ class MemoryPostMortem:
     """Examines this rank after memory ran out. The run tells it what is known by then."""
 
     def __init__(self, recipe: Recipe, environment: Environment, run: RunFolder) -> None:
-        """recipe: as written, perhaps with `auto`."""
         self._recipe, self._environment, self._run = recipe, environment, run
         self._restarts_smaller = recipe.batch.micro_batch_size == "auto"
         self._machine: Machine | None = None
@@ -209,6 +207,7 @@ class MemoryPostMortem:
         return self._account(self._machine, text, helps, phase=phase, rows=rows, measured=measured)
 
     def killed(self, process: str, step: int) -> Account | None:
+        """The kernel ended another process, such as `rank 1 of 2`."""
         if self._machine is None:
             return None
         left = host_memory.available()
@@ -227,8 +226,7 @@ class MemoryPostMortem:
         rows: dict[str, int] | None = None,
         measured: int | None = None,
     ) -> Account:
-        """helps: whether a smaller micro-batch would help. measured: bytes of tensors on the
-        GPU."""
+        """The account, with suggestions. `helps` says whether a smaller micro-batch would help."""
         recipe, rows = self._recipe, rows or {}
         smaller = helps and self._restarts_smaller and recipe.batch.micro_batch_size != 1
         restarts_now = smaller and self._environment.restarts_left > 0
@@ -238,7 +236,7 @@ class MemoryPostMortem:
             if not restarts_now:
                 try:
                     lines = run_in_process(seconds, explain, recipe, machine, phase, rows, measured)
-                except Exception as error:
+                except Exception as error:  # whatever it is, the rest of the report matters
                     lines += [f"what would fit is not known: {error}"]
             return "\n".join([*lines, _NEXT] if smaller else lines)
 
@@ -251,8 +249,8 @@ def explain(
 ) -> list[str]:
     """A table of the memory held and planned, and the fastest configurations that need less.
 
-    rows: as `take_inventory` returns them. measured: bytes of tensors on the device, with the
-    request. Where memory held exceeds the plan, the suggestions are for a device smaller by as
+    The rows are those of `take_inventory`; `measured` are the bytes of tensors on the device, with
+    the request. Where memory held exceeds the plan, the suggestions are for a device smaller by as
     much.
     """
     plan = make_plan(recipe, machine)
@@ -273,19 +271,24 @@ def explain(
         share = min(1.0, plan.tensors / measured) if measured else 1.0
         limit = min(limit, plan.context + round((memory - beside) * share))
     smaller = dataclasses.replace(machine, memory=limit)
-    found = [
-        one
-        for one in search_configurations(recipe, smaller, traced=SUGGESTIONS).configurations
-        if one.overrides and one.plan.fits and one.plan.traced == plan.traced
-    ][:SUGGESTIONS]
-    if not found:
+    fitting = [
+        configuration
+        for configuration in search_configurations(
+            recipe, smaller, traced=SUGGESTIONS
+        ).configurations
+        if configuration.overrides
+        and configuration.plan.fits
+        and configuration.plan.traced == plan.traced
+    ]
+    if not fitting:
         return [*lines, _NOTHING]
-    suggestions = []
-    for n, one in enumerate(found):
-        speed = one.tokens_per_second / found[0].tokens_per_second
-        text = f"# {bytes_as_text(one.plan.needed)} a rank"
-        text += f", {speed:.0%} of the first's speed" if n else ""
-        suggestions.append(["", " ".join(one.overrides), text])
+    suggestions: list[list[str]] = []
+    for configuration in fitting[:SUGGESTIONS]:
+        text = f"# {bytes_as_text(configuration.plan.needed)} a rank"
+        if suggestions:
+            speed = configuration.tokens_per_second / fitting[0].tokens_per_second
+            text += f", {speed:.0%} of the first's speed"
+        suggestions.append(["", " ".join(configuration.overrides), text])
     title = "what fits by plan, the fastest first, as overrides:"
     return [*lines, title, *aligned(suggestions, "<<<")]
 
@@ -302,10 +305,10 @@ def _planned(plan: Plan, phase: str) -> dict[str, int]:
 
 
 def _table(rows: dict[str, int], planned: dict[str, int]) -> list[str]:
-    """rows, planned: by the same keys; empty where they are not known."""
+    """A table of two mappings with the same keys; one that is not known is empty."""
     table = [["", "now" if rows else "", "by plan" if planned else "", ""]]
     for name in rows or planned:
-        now, by_plan = (bytes_as_text(one[name]) if one else "" for one in (rows, planned))
+        now, by_plan = (bytes_as_text(side[name]) if side else "" for side in (rows, planned))
         excess = rows[name] - planned[name] if rows and planned else 0
         beyond = excess > EXCESS * sum(planned.values())
         remark = f"<- {bytes_as_text(excess)} beyond the plan" if beyond else ""

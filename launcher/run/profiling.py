@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
@@ -32,7 +31,7 @@ class Profiler:
     def __init__(
         self, profile: schema.Profile, folder: Path, *, ranks: DataParallel, done: int
     ) -> None:
-        """done: steps of the run before this start."""
+        """`done` is the number of steps before this start."""
         self._target, self._rank = folder / "profile", ranks.rank
         self._on_gpu, self._done = ranks.device.type == "cuda", done
         self._snapshot = profile.memory_snapshot and self._on_gpu
@@ -56,15 +55,17 @@ class Profiler:
             self._record_memory()
         self._torch.start()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._phase.close()
         self._torch.stop()
 
     def phase(self, name: str) -> None:
+        """A phase of a step begins."""
         self._phase.close()
         self._phase.enter_context(record_function(name))
 
     def step_done(self, step: int) -> None:
+        """A step ends; the profiler starts or stops where the recipe says so."""
         self._phase.close()
         self._done = step
         if step == self._first:
@@ -97,11 +98,8 @@ class Profiler:
 def make_profiler(
     profile: schema.Profile | None, folder: Path, *, ranks: DataParallel, done: int
 ) -> Profiler | None:
-    """The profiler of this start; None if it profiles nothing.
-
-    done: steps before this start. `profile.start_step` counts steps of the run: a resume among the
-    profiled steps profiles the rest of them.
-    """
+    """The profiler of a start after `done` steps; None if it profiles nothing. A resume among the
+    profiled steps profiles the rest of them."""
     if profile is None or done >= profile.start_step - 1 + profile.steps:
         return None
     if profile.ranks is not None and ranks.rank not in profile.ranks:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from launcher.console import finite
 from launcher.distributed import host_memory
@@ -28,11 +29,11 @@ GATHERED = ("loss", "waited", "cpu", "peak", "reserved", "own", "power", "temper
 """What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
 allocated and reserved memory; `_Interval.own_seconds`; values of `GpuSensors`."""
 
-Moment = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 """A point in time: on CUDA an event, because the host runs ahead of the device."""
 
 
-def moment(device: torch.device) -> Moment:
+def timestamp(device: torch.device) -> Timestamp:
     """Now; on CUDA, when the current stream gets here."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -41,18 +42,20 @@ def moment(device: torch.device) -> Moment:
     return event
 
 
-def _passed(end: Moment) -> bool:
+def _passed(end: Timestamp) -> bool:
     return isinstance(end, float) or bool(end.query())  # type: ignore[no-untyped-call]
 
 
-def _seconds(begin: Any, end: Any) -> float:
-    return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000)
+def _seconds(begin: Timestamp, end: Timestamp) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end - begin)  # type: ignore[operator]
+    return float(begin.elapsed_time(end)) / 1000
 
 
 class _Interval:
     """How a rank spends the time between two records. Begins with the logging of a step."""
 
-    def __init__(self, begin: Moment) -> None:
+    def __init__(self, begin: Timestamp) -> None:
         self.steps = self.timed_steps = 0
         """All, and those in which waits for other ranks were measured."""
         self.tokens = 0
@@ -65,9 +68,9 @@ class _Interval:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """By phase, and `communication`, which is part of the phases. Complete after `read` once
         the device has reached the end."""
-        self.marks: deque[tuple[str, Moment]] = deque([("logging", begin)])
+        self.marks: deque[tuple[str, Timestamp]] = deque([("logging", begin)])
         """Each phase, and when it began."""
-        self.waits: deque[tuple[Moment, Moment]] = deque()
+        self.waits: deque[tuple[Timestamp, Timestamp]] = deque()
 
     def read(self) -> None:
         """Adds up what the device has passed. Does not wait."""
@@ -123,7 +126,7 @@ class PendingRecord:
     """For each rank, those of GATHERED."""
     flags: torch.Tensor
     """Gradient norm, then 1 for each skipped step since the last record."""
-    work: Any
+    work: dist.Work | None
     """CPU: the all-gather of `numbers`; None with one rank."""
     event: torch.cuda.Event | None
     """CUDA: recorded after the copies to the host."""
@@ -158,11 +161,12 @@ class StepRecorder:
     def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
         """Starts the clock of the next record."""
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
-        self._interval = _Interval(moment(self._device))
+        self._interval = _Interval(timestamp(self._device))
         self._timed = not self._cuda
 
     def phase(self, name: str) -> None:
-        self._interval.marks.append((name, moment(self._device)))
+        """A phase begins."""
+        self._interval.marks.append((name, timestamp(self._device)))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -170,9 +174,9 @@ class StepRecorder:
         if not self._timed:
             yield
             return
-        waits, begin = self._interval.waits, moment(self._device)
+        waits, begin = self._interval.waits, timestamp(self._device)
         yield
-        waits.append((begin, moment(self._device)))
+        waits.append((begin, timestamp(self._device)))
 
     @contextmanager
     def excluded(self, what: str = "evaluation") -> Iterator[None]:
@@ -200,7 +204,7 @@ class StepRecorder:
     def launch(self, step: Step) -> PendingRecord:
         """Starts to gather the record of the last added step. The next interval begins here."""
         device, cuda, interval = self._device, self._cuda, self._interval
-        end = moment(device)
+        end = timestamp(device)
         interval.marks.append(("logging", end))
         if not cuda:  # on CUDA not known yet: gathered with the next record
             interval.read()
@@ -254,7 +258,7 @@ class StepRecorder:
         return record
 
     def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> dict[str, Any]:
-        """by_rank: (ranks, GATHERED)."""
+        """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
         gathered = dict(zip(GATHERED, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()

@@ -216,9 +216,11 @@ class Reporter:
         text += "".join(f", {name} {score:.4f}" for name, score in whole.scores.items())
         if len(results) > 1:
             if whole.scores:
-                record["eval_scores"] = {name: dict(one.scores) for name, one in results.items()}
-            record["eval_losses"] = {name: finite(one.loss) for name, one in results.items()}
-            text += "; " + ", ".join(f"{name} {one.loss:.4f}" for name, one in results.items())
+                scores = {name: dict(result.scores) for name, result in results.items()}
+                record["eval_scores"] = scores
+            losses = {name: result.loss for name, result in results.items()}
+            record["eval_losses"] = {name: finite(loss) for name, loss in losses.items()}
+            text += "; " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         samples = [
             {"step": step, "set": name, **sample}
             for name, result in results.items()
@@ -242,8 +244,7 @@ class Reporter:
     def resumed(
         self, resumed: Resumed, data: RunData, *, diverged: DivergedError | None = None
     ) -> None:
-        """The run resumes from a checkpoint, or goes back to it because it diverged.
-        data: from now on."""
+        """The run continues with `data` from a checkpoint, to which it goes back if it diverged."""
         observed, step, ranks = resumed.observed, resumed.position.step, len(self._hosts)
         if data.steps != self._steps:  # fewer samples are left of the epochs
             self._steps, self._progress = data.steps, ProgressLine(data.steps)
@@ -309,8 +310,8 @@ class Reporter:
         exported: str | None,
         kept: int | None,
     ) -> None:
-        """Writes the final status and logs where everything is. exported: a description. kept:
-        step of the newest checkpoint."""
+        """Writes the final status and logs where everything is. `exported` describes the export;
+        `kept` is the step of the newest checkpoint."""
         if not self._main:
             return
         self._judge()

@@ -66,12 +66,9 @@ def train(
     *,
     resume: str | None,
 ) -> int:
-    """Joins the other ranks and trains with them. Returns the exit status.
-
-    resume: on rank 0, what `choose_resume` returned. A failure of any rank ends this process
-    (`FailureWatch`). Raises RecipeError for unknown keys of model.config, and TrainingError if the
-    ranks do not meet.
-    """
+    """Joins the other ranks and trains with them. Returns the exit status. `resume` is, on rank 0,
+    what `choose_resume` returned. A failure of any rank ends this process (`FailureWatch`). Raises
+    RecipeError for unknown keys of model.config, and TrainingError if the ranks do not meet."""
     check_config_keys(loaded)
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(

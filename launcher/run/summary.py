@@ -31,8 +31,8 @@ def summarize(training: Training) -> Iterator[str]:
 
 
 def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
-    """What events.jsonl records of a start: the device, versions, the global batch size, and
-    `held`, the bytes of parameters, gradients and optimizer state that this rank holds on it."""
+    """What events.jsonl records of a start; `held` are the bytes of parameters, gradients and
+    optimizer state that this rank holds on its device."""
     device, nccl = training.ranks.device, cast(Any, torch.cuda.nccl)
     on_gpu = device.type == "cuda"
     held = {

@@ -99,7 +99,7 @@ class Evaluator:
         device, ranks = self._ranks.device, self._ranks
         stop_requests: StepStatistics | None = None
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
-        more: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
 
         def proceed() -> bool:
             heartbeat("evaluation")
@@ -107,7 +107,7 @@ class Evaluator:
 
         with _evaluating(wrapped):
             for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
-                counts: Any = None
+                counts: torch.Tensor | None = None
                 for collated in map(raise_error, loader):
                     # Read the requests of the previous micro-batch, so that nothing waits. All
                     # ranks stop at the same micro-batch
@@ -116,10 +116,11 @@ class Evaluator:
                         return {}
                     stop_requests = StepStatistics(StepTotals(stop_requests=int(not going)), ranks)
                     micro_batch = to_device(collated["tensors"], device)
-                    loss, found = _measure(dataset, wrapped, micro_batch)
+                    loss, added = _loss_and_counts(dataset, wrapped, micro_batch)
                     total[0] += loss
                     total[1] += collated["loss_tokens"]
-                    counts = found if counts is None else counts + found
+                    if added is not None:
+                        counts = added if counts is None else counts + added
                 if stop_requests is not None:
                     stop_requests.read()
                 scored: dict[str, Any] | None = {}
@@ -131,9 +132,9 @@ class Evaluator:
                     scored = self._generator.answer(wrapped, store, ranks, proceed)
                 if scored is None:
                     return {}
-                more.append(scored)
+                answers.append(scored)
         dist.all_reduce(totals, group=ranks.data_group)
-        sets = list(zip(self._loaders, totals.tolist(), more, strict=True))
+        sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))
         for name, (_, tokens), _ in sets:
             if not tokens:
                 _refuse(name, "no token with loss (for data.builder: CustomData.targets)")
@@ -147,8 +148,8 @@ def _refuse(name: str, problem: str) -> NoReturn:
     raise RecipeError(f"data.validation: the set {name!r} has {problem}")
 
 
-def _measure(
-    dataset: Any, wrapped: WrappedModel, micro_batch: Mapping[str, Any]
+def _loss_and_counts(
+    dataset: MapData, wrapped: WrappedModel, micro_batch: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The summed loss of a micro-batch, and for a classifier `_class_counts`."""
     with wrapped.forward_context():
@@ -170,7 +171,11 @@ def _class_counts(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _classification_scores(counts: torch.Tensor) -> dict[str, Any]:
     """Accuracy, and the mean F1 of the classes that occur (macro)."""
-    by_class = [ratio(right, one + other) for right, one, other in counts.T.tolist() if one + other]
+    by_class = [
+        ratio(right, predicted + actual)
+        for right, predicted, actual in counts.T.tolist()
+        if predicted + actual
+    ]
     scored = int(counts[2].sum())
     accuracy = float(counts[0].sum()) / max(1, scored)
     scores = {"accuracy": accuracy, "f1": sum(by_class) / max(1, len(by_class))}
@@ -188,12 +193,12 @@ def _evaluating(wrapped: WrappedModel) -> Iterator[None]:
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
     """The loss over the tokens of all sets, and the means of the scores over their samples."""
     sets = list(results.values())
-    tokens, scored = sum(one.tokens for one in sets), sum(one.scored for one in sets)
+    tokens, scored = sum(s.tokens for s in sets), sum(s.scored for s in sets)
     scores = {
-        name: sum(one.scores[name] * one.scored for one in sets) / max(scored, 1)
+        name: sum(s.scores[name] * s.scored for s in sets) / max(scored, 1)
         for name in sets[0].scores
     }
-    loss = sum(one.loss * one.tokens for one in sets)
+    loss = sum(s.loss * s.tokens for s in sets)
     return Evaluated(loss / max(tokens, 1), tokens, scores, scored)
 
 
@@ -211,6 +216,7 @@ class EarlyStopping:
         self._since = 0
 
     def add(self, scores: Mapping[str, float]) -> None:
+        """Counts an evaluation."""
         value = scores.get(self._metric)
         self._since += 1
         if value is not None and is_better(self._metric, value, self._best):
@@ -218,12 +224,14 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
+        """Whether the run ends now."""
         return self._stop_after is not None and self._since >= self._stop_after
 
     def state(self) -> dict[str, Any]:
+        """For a checkpoint: the best value, and the evaluations since."""
         return {"early_stopping": [self._metric, self._best, self._since]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """state: of a checkpoint, perhaps for another metric."""
+        """Restores the state of a checkpoint, which may be for another metric."""
         metric, best, since = state.get("early_stopping", (None, None, 0))
         self._best, self._since = (best, since) if metric == self._metric else (None, 0)

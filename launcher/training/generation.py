@@ -34,17 +34,17 @@ class Prompt(NamedTuple):
 def find_prompts(store: Any, *, prompts: int, longest: int) -> list[Prompt]:
     """The first prompts of a token store with up to `longest` tokens. The answer is the last part
     of a document with loss."""
-    found: list[Prompt] = []
+    chosen: list[Prompt] = []
     for start, end in zip(store.offsets[:-1], store.offsets[1:], strict=True):
-        if len(found) == prompts:
+        if len(chosen) == prompts:
             break
         trained = np.flatnonzero(store.labels[start:end] != IGNORED)
         if len(trained):
             first = int(trained[np.append(True, np.diff(trained) > 1)][-1])
             ids = store.ids[start : start + trained[-1] + 1].tolist()
             if 0 < first <= longest:
-                found.append(Prompt(ids[:first], ids[first:]))
-    return found
+                chosen.append(Prompt(ids[:first], ids[first:]))
+    return chosen
 
 
 class Generator:
@@ -53,8 +53,8 @@ class Generator:
     def __init__(
         self, settings: schema.Generate, *, tokenizer: str, rows: int, longest: int
     ) -> None:
-        """rows: of a micro-batch. longest: tokens of prompt and answer. Raises RecipeError if a
-        user's metric does not exist."""
+        """`rows` is the number of rows of a micro-batch, `longest` that of the tokens of a prompt and
+        its answer. Raises RecipeError if a user's metric does not exist."""
         self._settings, self._rows, self._longest = settings, rows, longest
         self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
         self._scores: dict[str, Callable[[str, str], float]] = {}
@@ -91,10 +91,10 @@ class Generator:
         for first in range(0, len(prompts), rows * ranks.data_size):  # micro-batches, in turn
             mine = first + rows * ranks.data_rank
             chunk = prompts[mine : mine + rows]
-            found = self._complete(wrapped, chunk, ranks, proceed, width=width)
-            if found is None:
+            tokens = self._complete(wrapped, chunk, ranks, proceed, width=width)
+            if tokens is None:
                 return None
-            answers[mine : mine + len(chunk)] = found[: len(chunk)] + 1
+            answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
         dist.all_reduce(answers, group=ranks.data_group)
         samples = [
             self._score(prompt, [token - 1 for token in row if token])
@@ -102,7 +102,7 @@ class Generator:
             if ranks.rank == 0  # a user's function may draw random numbers
         ]
         count = len(prompts)
-        means = [sum(one[name] for one in samples) / max(1, count) for name in self._scores]
+        means = [sum(s[name] for s in samples) / max(1, count) for name in self._scores]
         agreed = torch.tensor(means, dtype=torch.float64, device=ranks.device)
         dist.broadcast(agreed, group=ranks.group, group_src=0)
         agreed_scores = dict(zip(self._scores, agreed.tolist(), strict=True))

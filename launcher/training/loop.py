@@ -47,9 +47,9 @@ class Update:
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Clips the gradients, updates the weights, and frees the gradients.
 
-        norm: of the scaled gradients, on the optimizer's device (the host with offload). targets:
-        of the global batch; without any, weight decay and momentum change nothing either. Returns
-        the unscaled norm, whether gradients were not finite (1 or 0), and the learning rate.
+        `norm` is that of the scaled gradients, on the optimizer's device (the host with offload).
+        Without targets in the global batch, weight decay and momentum change nothing either.
+        Returns the unscaled norm, whether gradients were not finite (1 or 0), and the learning rate.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None
@@ -81,7 +81,7 @@ def train_steps(
     ranks: int,
     heartbeat: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[Step]:
-    """Trains on each global batch and yields it as a Step. heartbeat: called with each phase.
+    """Trains on each global batch and yields it as a Step. Calls `heartbeat` with each phase.
 
     The loss of a global batch is the sum over its tokens, divided by all its tokens with a target,
     of all micro-batches and ranks. The strategy averages gradients over `ranks`, hence the factor.

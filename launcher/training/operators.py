@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -44,7 +45,7 @@ STEPS = 4096
 class Operator:
     """A call in the forward pass of a block."""
 
-    function: Callable[..., object]
+    function: OpOverload
     call: int
     """0-based, among the block's calls of this function."""
     size: int
@@ -221,7 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._seen = weights, seen
         self._operations_per_byte = operations_per_byte
-        self._calls: Counter[Callable[..., object]] = Counter()
+        self._calls: Counter[OpOverload] = Counter()
         self._made: list[tuple[Operator, list[torch.UntypedStorage]]] = []
         """Operators with the storages of their results."""
         self._needed = 0

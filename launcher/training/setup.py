@@ -66,7 +66,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that the training loop calls. heartbeat: with the phase that begins."""
+    """Functions that the training loop calls; `heartbeat` with the phase that begins."""
 
     stop_requested: Callable[[], bool] = lambda: False
     save_requested: Callable[[], bool] = lambda: False
@@ -110,6 +110,7 @@ class Training:
 
     @property
     def all_steps(self) -> Iterator[Step]:
+        """Trains from the beginning."""
         return self.steps_from(Position())
 
 
@@ -136,11 +137,11 @@ class PreparedModel:
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
-        """Distributes it over the ranks. init_fn: instead of its own. Raises RecipeError if the
-        budget of activation checkpointing cannot be met."""
+        """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
+        RecipeError if the budget of activation checkpointing cannot be met."""
         checkpointing, kept = recipe.activation_checkpointing, None
         if checkpointing is not None and checkpointing.budget is not None:
-            # Other runs do not need the plan's code
+            # A slow import, which only a budget needs
             from launcher.training.operators import operators_to_keep
 
             kept = operators_to_keep(
@@ -210,7 +211,7 @@ def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
 
 
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
-    """Builds the recipe's model, with adapters and document masking. device: of the run."""
+    """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
@@ -258,11 +259,9 @@ def assemble(
     skipped_rows: Path | None = None,
     hooks: Hooks | None = None,
 ) -> Training:
-    """Builds everything. Every rank must call this.
-
-    build_data: whether this process tokenizes what is not cached (one process of a node).
-    skipped_rows: file for the rows of a stream that cannot be used.
-    """
+    """Builds everything. Every rank must call this. With `build_data` this process tokenizes what
+    is not cached (one process of a node). `skipped_rows` is a file for the rows of a stream that
+    cannot be used."""
     prepared = prepare_model(recipe, device=ranks.device)
     model = prepared.model
     data = open_run_data(
@@ -287,12 +286,37 @@ def assemble(
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    tokenizer = None
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
         teach_ends(model, recipe.data, model_path=recipe.model.path)
+    return Training(
+        recipe,
+        ranks,
+        wrapped,
+        prepared.blocks,
+        data,
+        _make_evaluator(recipe, data, ranks),
+        _count_flops(
+            prepared,
+            wrapped,
+            recipe.activation_checkpointing,
+            recipe.data.sequence_length,
+            ranks.device,
+        ),
+        prepared.make_optimizer(wrapped, recipe),
+        LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
+        hooks or Hooks(),
+        _make_export(prepared, wrapped, recipe, ranks),
+    )
+
+
+def _make_export(
+    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: DataParallel
+) -> Callable[[Path], None]:
+    """`Training.export`. The tokenizer is loaded now, because it may be missing."""
+    tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
         tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
-    export = partial(
+    return partial(
         export_hugging_face,
         wrapped.module,
         rank=ranks.rank,
@@ -301,29 +325,19 @@ def assemble(
         merged=recipe.checkpoint.export_merged,
         tokenizer=tokenizer,
     )
-    return Training(
-        recipe,
-        ranks,
-        wrapped,
-        prepared.blocks,
-        data,
-        _make_evaluator(recipe, data, ranks),
-        _count_flops(prepared, wrapped, recipe, ranks.device),
-        prepared.make_optimizer(wrapped, recipe),
-        LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
-        hooks or Hooks(),
-        export,
-    )
 
 
 def _count_flops(
-    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, device: torch.device
+    prepared: PreparedModel,
+    wrapped: WrappedModel,
+    checkpointing: schema.ActivationCheckpointing | None,
+    tokens: int,
+    device: torch.device,
 ) -> Flops:
     """Checkpointed blocks are recomputed, and with a chunked loss the logits, too."""
-    model, tokens = prepared.model, recipe.data.sequence_length
+    model, recomputed = prepared.model, 0.0
     flops = flops_per_token(model, sequence_length=tokens)
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
-    checkpointing, recomputed = recipe.activation_checkpointing, 0.0
     if checkpointing is None or checkpointing.mode == "full":
         recomputed = recomputed_flops(model, blocks, tokens=tokens)
     elif checkpointing.budget is None:  # half of the matrix products

@@ -31,7 +31,7 @@ def install(phase):
         "tokenize": (encoder, "_encodable"),
         "evaluate": (evaluation.Evaluator, "evaluate"),
         "save": (writer, "write_chunks"),
-        "export": (setup.Training, "export"),
+        "export": (setup, "export_hugging_face"),
     }[phase]
     setattr(owner, name, slow(getattr(owner, name)))
 
