@@ -43,7 +43,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_OPTIONS) --constraint constraints.txt --editable '.[dev]'
 	touch $(INSTALLED)
 
 train: install
@@ -74,7 +74,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(VENV)/.installed-docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(INSTALL_OPTIONS) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 types: install
@@ -85,12 +85,12 @@ install-cuda: $(CUDA_INSTALLED)
 $(CUDA_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
 	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
-	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL_OPTIONS) \
 		--constraint $(CUDA_VENV)/constraints.txt 'torch===$(CUDA_TORCH)' --editable '.[dev]'
 	touch $(CUDA_INSTALLED)
 
 test-cuda: install-cuda
-	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' tests/nullgpu
+	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' --numprocesses 2 --dist loadfile tests/nullgpu
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`

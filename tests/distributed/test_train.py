@@ -628,7 +628,7 @@ def test_show_and_selftest_commands(tmp_path):
         for line in shown.splitlines()
     )
     result = run(
-        [*launcher, "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=32", "steps=3"],
+        [*launcher, "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=32", "steps=2"],
         timeout=150,
     ).check()
     assert "All configurations give the same losses." in result.output
@@ -644,7 +644,7 @@ def test_selftest_fails_if_losses_differ(tmp_path):
         "import sys\n"
         "if 'launcher.diagnostics.selftest' in sys.orig_argv:\n"
         "    import torch\n"
-        "    from launcher.training import loss\n"
+        "    from launcher.models import loss\n"
         "    from launcher.data.loader import StepStatistics\n"
         "    original = loss.summed_loss\n"
         "    loss.summed_loss = lambda m, b: original(m, b) / (b['targets'] != -100).sum()\n"
