@@ -93,7 +93,7 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 	touch $(CUDA_INSTALLED)
 
 test-cuda: install-cuda
-	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' tests/nullgpu
+	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' --numprocesses 2 --dist loadfile tests/nullgpu
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`

@@ -15,6 +15,9 @@ import pytest
 
 from tests import limits
 
+# Idle OpenMP threads must not spin: several test processes share a few cores, and more than half of
+# the CPU time of tests that compute was spinning. Read when torch is loaded, also by child processes
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "TOKENIZERS_PARALLELISM")
 _time_limit = None
 

@@ -60,6 +60,12 @@ STRATEGIES = {
     "fsdp": ["strategy.kind=fsdp"],
     "offload": ["strategy.kind=fsdp", *OFFLOAD],
 }
+SYNCS = {
+    1: [(1, True), (4, True)],
+    2: [(4, True), (4, False)],
+    4: [(1, True), (4, True), (4, False)],
+}
+"""Micro-batches per step, and strategy.sync_every_micro_batch, by number of ranks."""
 ZERO = ["strategy.kind=ddp", "strategy.shard_optimizer=true"]
 OPTIMIZERS = {
     "bfloat16": ["optimizer.state_dtype=bfloat16"],
@@ -251,8 +257,8 @@ def main(folder):
     worker = Worker(folder)
     train = worker.train
     for strategy, overrides in STRATEGIES.items():
-        for ranks in (1, 2, 4):
-            for accumulation, sync in ((1, True), (4, True), (4, False)):
+        for ranks, ways in SYNCS.items():
+            for accumulation, sync in ways:
                 name = f"{strategy} ranks={ranks} accumulation={accumulation} sync={sync}"
                 sync_override = f"strategy.sync_every_micro_batch={str(sync).lower()}"
                 train(name, [*overrides, sync_override], ranks=ranks, accumulation=accumulation)

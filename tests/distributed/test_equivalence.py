@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.equivalence_worker import OFFLOADED, OPTIMIZERS, SHARDINGS, STEPS
+from tests.distributed.equivalence_worker import OFFLOADED, OPTIMIZERS, SHARDINGS, STEPS, SYNCS
 from tests.distributed.launching import torchrun
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
@@ -67,8 +67,8 @@ def test_plain_loop_learns(results):
 FLOAT32 = [
     f"{strategy} ranks={ranks} accumulation={accumulation} sync={sync}"
     for strategy in ("ddp", "fsdp", "offload")
-    for ranks in (1, 2, 4)
-    for accumulation, sync in ((1, True), (4, True), (4, False))
+    for ranks, ways in SYNCS.items()
+    for accumulation, sync in ways
 ] + [
     "hybrid 2x2",
     "hybrid 2x2 held back",

@@ -1,7 +1,7 @@
 """Compiles the fake CUDA libraries against the headers of PyTorch's CUDA build."""
 
+import fcntl
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -28,9 +28,15 @@ def build(folder: Path) -> Path:
         digest.update(source.read_bytes())
     target = folder / f"nullgpu-{digest.hexdigest()[:16]}"
     library = target / "libcuda.so.1"
-    if library.exists():
-        return library
     target.mkdir(parents=True, exist_ok=True)
+    with (target / "lock").open("w") as lock:  # of test processes that start at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(target, library)
+    return library
+
+
+def _build(target: Path, library: Path) -> None:
     (target / "nv").mkdir(exist_ok=True)
     (target / "nv/target").touch()  # cuda_fp16.h includes it, but only C++ uses it
     options = [
@@ -46,7 +52,7 @@ def build(folder: Path) -> Path:
         _stubs(needed=_needed_functions(), defined=_symbols("--defined-only", *objects))
     )
     objects.append(_compile(stubs, target, ["-O1", "-fPIC", "-fno-builtin"]))
-    part = f"{library}.{os.getpid()}.part"  # tests may run at the same time
+    part = f"{library}.part"
     shared = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", part, *objects]
     _run(*shared)
     # Triton links its launchers with -lcuda; PyTorch opens NVML by its name
@@ -54,7 +60,6 @@ def build(folder: Path) -> Path:
         (target / name).unlink(missing_ok=True)
         (target / name).symlink_to("libcuda.so.1")
     Path(part).rename(library)
-    return library
 
 
 def _include_folders() -> list[Path]:

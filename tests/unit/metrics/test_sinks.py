@@ -1,9 +1,10 @@
-"""Tests of the wandb sink. The records are read back from the files of wandb."""
+"""Tests of the sinks. wandb's records are read back from its files."""
 
 import json
 import socket
 import sys
 
+from launcher.metrics.sinks import OptionalSink
 from tests.distributed.launching import run
 from tests.wandb_files import history, read_records
 
@@ -59,3 +60,27 @@ def test_unreachable_wandb_server_means_offline_records(tmp_path):
     assert f"wandb sync {tmp_path}/wandb/offline-run-*" in result.output
     rows = list(history(tmp_path / "wandb"))
     assert [row["step"] for row in rows if "training/loss" in row] == [1, 2]
+
+
+def test_failing_sink_is_logged_once_and_disabled(messages):
+    class Outage:
+        writes = 0
+
+        def write(self, record):
+            Outage.writes += 1
+            raise ConnectionError("the network is gone\nand much more")
+
+        def close(self, state):
+            raise AssertionError("a disabled sink must not be closed")
+
+    def refused():
+        raise RuntimeError("no API key")
+
+    sink = OptionalSink("wandb", Outage)
+    for step in range(3):
+        sink.write({"step": step})
+    sink.close("finished")
+    OptionalSink("wandb", refused).write({"step": 1})
+    assert Outage.writes == 1
+    disabled = "wandb is disabled from now on, training continues:"
+    assert messages() == [f"{disabled} the network is gone", f"{disabled} no API key"]
