@@ -16,8 +16,8 @@ import torch
 
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.speed import StepTime, tokens_per_step
-from launcher.planner.work import micro_batches_of
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,

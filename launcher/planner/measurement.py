@@ -33,8 +33,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.optimizers.optimizer import LossScale
-from launcher.planner.profile import with_random_weights
-from launcher.planner.work import micro_batches_of
+from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.training.loop import Update, train_steps

@@ -10,8 +10,9 @@ from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.trace import UntraceableError, trace_step
-from launcher.planner.work import micro_batches_of, state_bytes
+from launcher.planner.work import state_bytes
 from launcher.recipe.schema import Recipe
 
 MiB, GiB = 2**20, 2**30

@@ -15,6 +15,7 @@ from torch import nn
 from launcher.optimizers.muon import is_matrix
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
+from launcher.planner.recipes import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import Saved, saved_of_blocks
@@ -144,12 +145,6 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]
-
-
-def with_random_weights(recipe: Recipe, *, compile: bool = False) -> Recipe:
-    """The recipe without the weights of a checkpoint, which take no part in a plan."""
-    model = dataclasses.replace(recipe.model, init="random", compile=compile)
-    return dataclasses.replace(recipe, model=model)
 
 
 def _profile(recipe: Recipe, device: Device) -> ModelProfile:

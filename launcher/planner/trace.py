@@ -38,7 +38,7 @@ from launcher.planner.memory import (
     Moment,
     StepMemory,
 )
-from launcher.planner.profile import with_random_weights
+from launcher.planner.recipes import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters

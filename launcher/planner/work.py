@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from launcher.data.batching import accumulation_steps, rows_of
+from launcher.data.batching import rows_of
 from launcher.models.chunked_loss import chunk_width
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup
+from launcher.planner.recipes import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import share_of_budget
@@ -25,13 +26,6 @@ OVER_MATRICES = 1.25
 token to 40 h (h: hidden size)."""
 SELECTED = 0.25
 """Share of what autograd saves that selective checkpointing keeps."""
-
-
-def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
-    """Forward passes of a rank in one optimizer step."""
-    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    size = recipe.batch.global_batch_size
-    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)
 
 
 def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:

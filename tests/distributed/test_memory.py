@@ -11,8 +11,8 @@ import pytest
 
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.memory import compare
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.trace import trace_step
-from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
 
 RANKS = 2

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.planner.measurement import measure_recipes
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.trace import trace_step
-from launcher.planner.work import micro_batches_of
 from launcher.recipe.load import load_recipe
 
 OVER, UNDER = 0.05, 0.02

@@ -24,7 +24,7 @@ CHARTS = {
     "Gradient norm before clipping": {"": "grad_norm"},
     "Learning rate": {"": "learning_rate"},
     "Tokens per second, all ranks": {"": "tokens_per_second"},
-    "FLOPs utilization": {"MFU": "mfu"},
+    "FLOPs utilization (MFU)": {"MFU": "mfu"},
     "Peak memory of a rank": {"allocated": "peak_memory_bytes"},
     "Seconds per step": {"": "step_seconds"},
 }

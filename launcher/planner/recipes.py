@@ -1,0 +1,21 @@
+"""What predictions and measurements both derive from a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from launcher.data.batching import accumulation_steps, rows_of
+from launcher.recipe.schema import Recipe
+
+
+def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
+    """Forward passes of a rank in one optimizer step."""
+    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    size = recipe.batch.global_batch_size
+    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)
+
+
+def with_random_weights(recipe: Recipe, *, compile: bool = False) -> Recipe:
+    """The recipe without the weights of a checkpoint, which take no part in a plan."""
+    model = dataclasses.replace(recipe.model, init="random", compile=compile)
+    return dataclasses.replace(recipe, model=model)
