@@ -101,7 +101,11 @@ def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> St
 def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     """Seconds of forward, backward and recomputation of one micro-batch."""
     rates = machine.rates
-    rate = rates.half_flops if work.size == 2 else _float32_flops(work.recipe, machine)
+    rate = (
+        rates.half_flops
+        if work.size == 2
+        else _float32_flops(work.recipe.run.float32_matmul, machine)
+    )
 
     def seconds(layer: Pass) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
@@ -120,16 +124,16 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     checkpointing = work.recipe.activation_checkpointing
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
     recomputed = zip(blocks, work.recomputed, strict=True)
+    again = sum(block[which] for block, twice in recomputed if twice)
     return (
         sum(block[0] for block in blocks) + root[0] + loss,
         sum(block[1] for block in blocks) + root[1] + loss,
-        sum(block[which] for block, twice in recomputed if twice)
-        + (root[0] if work.chunked else 0.0),
+        again + (root[0] if work.chunked else 0.0),
     )
 
 
-def _float32_flops(recipe: Recipe, machine: Machine) -> float:
-    slow = recipe.run.float32_matmul == "highest" and machine.device == "cuda"
+def _float32_flops(float32_matmul: str, machine: Machine) -> float:
+    slow = float32_matmul == "highest" and machine.device == "cuda"
     return machine.rates.float32_flops * (FLOAT32_PRODUCTS if slow else 1.0)
 
 
@@ -220,4 +224,4 @@ def _orthogonalization(work: Work, machine: Machine) -> float:
     moved = 2 * 4 * sum(math.prod(shape) for shape in shapes if len(shape) == 2) / shards
     calls = 2 * -(-len(shapes) // shards)
     exchanges = _collective(moved, shards, machine, calls)
-    return products / shards / _float32_flops(work.recipe, machine) + exchanges
+    return products / shards / _float32_flops(work.recipe.run.float32_matmul, machine) + exchanges

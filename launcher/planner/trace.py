@@ -40,7 +40,7 @@ from launcher.planner.memory import (
 )
 from launcher.planner.recipes import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
-from launcher.recipe.schema import CpuOffload, Recipe
+from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.training.loop import Update, train_steps
 from launcher.training.operators import shapes_of
@@ -74,7 +74,7 @@ def trace_step(
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
         prepared = prepare()
-        names, period = list(prepared.blocks), _period(prepared, recipe)
+        names, period = list(prepared.blocks), _period(prepared, recipe.activation_checkpointing)
         depths = (DEPTHS[0] * period, DEPTHS[1] * period)
         deep = period > 0 and len(names) > depths[1]
         if deep and keep_blocks(prepared.model, prepared.blocks, range(depths[0])):
@@ -96,7 +96,7 @@ def _fake_process_group(ranks: int) -> Iterator[DataParallel]:
         dist.destroy_process_group()
 
 
-def _period(prepared: PreparedModel, recipe: Recipe) -> int:
+def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | None) -> int:
     """Number of blocks after which the pattern of blocks repeats; 0 if it does not, so that the
     whole model must be traced."""
     blocks = list(prepared.blocks.values())
@@ -104,7 +104,6 @@ def _period(prepared: PreparedModel, recipe: Recipe) -> int:
     kinds = getattr(config, "layer_types", None) or [None] * len(blocks)
     if len({shapes_of(block) for block in blocks}) != 1 or len(kinds) != len(blocks):
         return 0
-    checkpointing = recipe.activation_checkpointing
     every = checkpointing.every_n_blocks if checkpointing is not None else 1
     counts = range(1, len(blocks) + 1)
     period = next(n for n in counts if all(kinds[i] == kinds[i % n] for i in range(len(blocks))))

@@ -288,9 +288,11 @@ def test_overrides_reproduce_the_configuration(name, overrides):
     assert {r.batch.global_batch_size for r in by_overrides.values()} == {
         written.batch.global_batch_size
     }
-    step = max(1, len(by_overrides) // 25)
-    for pairs, recipe in list(by_overrides.items())[::step]:
-        assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
+    tried = set()
+    for pairs, recipe in by_overrides.items():
+        if not tried.issuperset(pairs):  # each override once
+            tried.update(pairs)
+            assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
 
 
 def test_search_offers_mixed_precision_for_float32(load, estimated_plans):
