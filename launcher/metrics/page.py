@@ -260,7 +260,14 @@ def curve_figure(title: str, labels: Sequence[str], sizes: Sequence[int]) -> Fig
         "line": {"color": _COLORS[0], "width": 1.5},
         "hovertemplate": "%{text}: %{y}<extra></extra>",
     }
-    return {"title": title, "height": 300, "data": [trace], "layout": {"yaxis": axis}}
+    layout = {
+        "yaxis": axis,
+        "xaxis": {"showticklabels": False},
+        "showlegend": False,
+        "hovermode": "x",
+        "hoverdistance": -1,
+    }
+    return {"title": title, "height": 300, "data": [trace], "layout": layout}
 
 
 def bars(
