@@ -104,9 +104,11 @@ class StreamOrder:
     epochs: int | None = None
 
     def sample(self, position: int) -> int:
+        """The position itself."""
         return position
 
     def passes(self, positions: int) -> list[float]:
+        """Nothing is known of the length of a stream."""
         return []
 
 
@@ -149,6 +151,7 @@ class MixtureOrder:
             had[source] += 1
 
     def sample(self, position: int) -> int:
+        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         if self.epochs is not None and position >= self.epochs * self.samples:
             return NO_SAMPLE
         period, index = divmod(position, _PERIOD)
@@ -157,6 +160,7 @@ class MixtureOrder:
         return self._offsets[source] + self._orders[source].sample(turn)
 
     def passes(self, positions: int) -> list[float]:
+        """How many times the first `positions` positions go through each source."""
         counted = zip(self._counts, self._orders, strict=True)
         return [positions * count / _PERIOD / order.samples for count, order in counted]
 
@@ -244,6 +248,7 @@ class TokenBatchSampler(_RankPart):
         return groups
 
     def micro_batches(self, step: int) -> int:
+        """Micro-batches of a step (0-based): the same number on every rank."""
         return len(self.groups(step)) // self.ranks
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -257,7 +262,8 @@ BatchSampler = RankBatchSampler | TokenBatchSampler
 def make_batch_sampler(
     batch: schema.Batch, *, lengths: Sequence[int] | None, **part: Any
 ) -> BatchSampler:
-    """lengths: tokens of each sample, for micro_batch_tokens. part: other fields of `_RankPart`."""
+    """The sampler of a rank. lengths are the tokens of each sample, for micro_batch_tokens; part
+    holds the other fields of `_RankPart`."""
     part["global_batch_size"] = batch.global_batch_size
     if batch.micro_batch_tokens is None:
         assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before

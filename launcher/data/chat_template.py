@@ -90,7 +90,7 @@ class ChatTemplate:
         *,
         day: str | None = None,
     ) -> None:
-        """name: of the tokenizer, for messages. day: YYYY-MM-DD, for a template that prints today's
+        """name is the tokenizer's, for messages. day (YYYY-MM-DD) is for a template that prints today's
         date; None: today. Raises RecipeError if no template can be used."""
         self._tokenizer, self._template, self._day = tokenizer, template, day or today()
         self._noted = False
@@ -109,8 +109,8 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
     ) -> Rendered:
-        """loss_from: index of the first message that may carry loss. Messages with `loss: false`
-        carry none. Raises RowError."""
+        """Renders a conversation. loss_from is the index of the first message that may carry loss.
+        Messages with `loss: false` carry none. Raises RowError."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [index for index in turns if index >= loss_from]
         learned = [index for index in wanted if messages[index].get("loss", True)]

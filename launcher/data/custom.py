@@ -98,6 +98,7 @@ class CustomDataset:
         return {"tensors": tensors, "tokens": targets, "loss_tokens": targets}
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """The user's loss, as a float32 scalar. Raises RecipeError if it is no scalar tensor."""
         loss: Any = self.data.loss(model, tensors["batch"])
         is_tensor = isinstance(loss, torch.Tensor)
         if not is_tensor or loss.ndim:
@@ -109,9 +110,11 @@ class CustomDataset:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
+        """For checkpoints: only the number of samples is known."""
         return {"samples": len(self)}
 
     def describe(self) -> list[str]:
+        """A line for the log."""
         return [f"{len(self):,} samples from {self.name}"]
 
 

@@ -139,6 +139,7 @@ class SequenceDataset(_Stored):
         return make_sample(pieces)
 
     def collate(self, rows: list[Sample]) -> Collated:
+        """See `collate_sequences`."""
         return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
 
     def describe(self) -> list[str]:
@@ -214,7 +215,7 @@ class ClassificationDataset(_Stored):
     packed: bool = False
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
+        """Sum of the losses of a micro-batch's rows; a float32 scalar."""
         return summed_classification_loss(model, tensors)
 
     def __getitem__(self, index: int) -> Sample:
@@ -241,6 +242,7 @@ class ClassificationDataset(_Stored):
         return _collated(tensors, rows)
 
     def describe(self) -> list[str]:
+        """Lines for the log. The first is about the size."""
         assert self.store.classes is not None
         counts = enumerate(np.bincount(self.store.classes).tolist())
         shares = ", ".join(f"{index}: {count:,}" for index, count in counts)
@@ -276,18 +278,22 @@ class MixtureDataset:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
+        """Those of the sources by name."""
         return {"parts": {name: part.fingerprint for name, part in self.parts.items()}}
 
     @property
     def lengths(self) -> Sequence[int] | None:
+        """Tokens of each sample."""
         lengths = [np.asarray(part.lengths) for part in self.parts.values()]
         return np.concatenate(lengths)  # type: ignore[return-value]
 
     @property
     def skipped(self) -> list[dict[str, str]]:
+        """The skipped rows of all sources."""
         return [row for part in self.parts.values() for row in part.skipped]
 
     def describe(self) -> list[str]:
+        """Lines for the log, of each source."""
         lines = []
         for (name, part), weight in zip(self.parts.items(), self.weights, strict=True):
             first, *rest = part.describe()
@@ -355,6 +361,7 @@ def pack_store(
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
+    """The order of the samples of a data set."""
     options: Any = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
     if not isinstance(dataset, MixtureDataset):
         draws = isinstance(dataset, CustomDataset)  # random numbers, others in each epoch

@@ -67,6 +67,7 @@ class Encoded:
 
     @property
     def targets(self) -> Ids:
+        """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
     @property

@@ -70,7 +70,7 @@ class StepStatistics:
         return self._device[0].float()
 
     def read(self) -> StepTotals:
-        """The sums over the ranks."""
+        """The sums. Waits for the all-reduce."""
         self._wait()
         # A query does not block, and the event is usually done
         if self._event is not None and not self._event.query():
@@ -113,8 +113,8 @@ def make_loader(
     persistent_workers: bool,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """sampler: not used for a StreamingDataset, which yields micro-batches in the same order.
-    seed: of the loader processes."""
+    """Loads micro-batches. The sampler is not used for a StreamingDataset, which yields them in the
+    same order. seed is that of the loader processes."""
     workers, batches = data.workers, dict[str, Any](batch_size=None)
     if isinstance(dataset, StreamingDataset):
         workers = dataset.workers(workers)

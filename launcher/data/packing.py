@@ -22,6 +22,8 @@ _COUNTED_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class Sequences:
+    """Which pieces of the store make up each sequence."""
+
     starts: Integers
     """First token of each piece in the store, (pieces,)."""
     lengths: Integers
@@ -48,7 +50,7 @@ def pack(
     sequence_length: int,
     labels: npt.NDArray[np.int32] | None = None,
 ) -> Sequences:
-    """kind: data.kind. Documents that are too long are split for kinds text and tokens, and cut for
+    """Packs documents of a data.kind. Documents that are too long are split for kinds text and tokens, and cut for
     other kinds: the end of an answer is no useful target without its beginning.
 
     labels: of the tokens; None: the ids. Parts without a target are dropped.

@@ -242,6 +242,7 @@ def read_rows(part: SourcePart, *, column: str = "text") -> Iterator[Row]:
 
 
 def read_all(parts: Iterable[SourcePart], *, column: str = "text") -> Iterator[Row]:
+    """The rows of all parts, one part after the other (`read_rows`)."""
     for part in parts:
         yield from read_rows(part, column=column)
 

@@ -260,7 +260,7 @@ class StreamingDataset(IterableDataset[Collated]):
         model: ModelInputs,
         skipped_rows: Path | None,
     ) -> None:
-        """skipped_rows: file that lists the rows that cannot be used (data.on_error: skip)."""
+        """skipped_rows is the file that lists the rows that cannot be used (data.on_error: skip)."""
         self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
         self.seed, self.skipped_rows = seed, skipped_rows
@@ -276,6 +276,7 @@ class StreamingDataset(IterableDataset[Collated]):
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
         return summed_loss(model, tensors)
 
     def starting(
@@ -354,6 +355,7 @@ class StreamingDataset(IterableDataset[Collated]):
                 yield collated | {"positions": positions}
 
     def describe(self) -> list[str]:
+        """Lines for the log. The first is about the size."""
         data, shards, ranks = self.data, len(self.shards), self._sampler.ranks
         divided = math.gcd(shards, ranks)
         lines = [

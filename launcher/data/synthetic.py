@@ -30,6 +30,7 @@ class SyntheticData:
     def batches(
         self, ranks: DataParallel, *, micro_batches: int, steps: int
     ) -> Iterator[GlobalBatch]:
+        """The same micro-batches in each step, on the device."""
         totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)
         for step in range(1, steps + 1):
             moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]

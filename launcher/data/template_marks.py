@@ -34,6 +34,7 @@ def today() -> str:
 
 
 def uses_date(template: str) -> bool:
+    """Whether a template prints today's date."""
     return "strftime_now(" in template
 
 

@@ -100,10 +100,12 @@ class TokenStore:
 
     @property
     def documents(self) -> int:
+        """Number of documents."""
         return len(self.offsets) - 1
 
     @property
     def targets(self) -> _Int32s:
+        """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
 

@@ -54,6 +54,7 @@ class ByteTokenizer:
     def ids(
         self, texts: Sequence[str], *, special: bool = False, longest: int | None = None
     ) -> list[Ids]:
+        """Each text's ids, cut to `longest` tokens."""
         encoded = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
         return [ids[:longest].astype(np.int32) for ids in encoded]
 
@@ -171,6 +172,7 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str | None) -> Tokenizer:
+    """The tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if there is none."""
     assert name is not None
     # Threads of tokenizers do not survive a fork, and each forked process would print a warning
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

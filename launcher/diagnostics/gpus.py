@@ -122,7 +122,7 @@ def query_torch(*, compute: bool = True) -> dict[str, Any]:
                 answer["gpus"].append(torch.cuda.get_device_properties(index).name)
                 if compute:
                     torch.ones(8, device=f"cuda:{index}").sum().item()
-    except Exception as error:
+    except Exception as error:  # a broken installation or GPU raises many classes
         cannot = "torch cannot be imported: " if answer["torch"] is None else ""
         answer["error"] = cannot + first_line(error)
     return answer

@@ -54,6 +54,8 @@ Values = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class Variant:
+    """A configuration that must give the losses of the first one."""
+
     name: str
     ranks: int
     accumulation: int
@@ -135,6 +137,7 @@ def _strategies(
 
 
 def train_variant(variant: Variant, ranks: DataParallel) -> Values:
+    """Trains the steps of a variant; every one of its ranks must call this."""
     training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0)
     switch_off_dropout(training.wrapped.module)
     losses, norms = [], []

@@ -90,6 +90,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line and runs torchrun; returns its exit status."""
     block_signals()
     parser = argparse.ArgumentParser(prog="python -m launcher.slurm.agent")
     parser.add_argument("--interface")

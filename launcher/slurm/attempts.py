@@ -29,6 +29,8 @@ _HOPELESS = ("recipe", "no_valid_checkpoint")
 
 
 class Decision(NamedTuple):
+    """What becomes of a job at its end."""
+
     requeue: bool
     status: int
     """Exit status of the job."""
@@ -79,6 +81,7 @@ class Attempts:
         return cls(run_dir, max_failures, job, checkpoint=newest_checkpoint(run_dir))
 
     def write(self) -> None:
+        """Writes attempts.json."""
         own = ("run_dir", "max_failures")
         values = {name: value for name, value in vars(self).items() if name not in own}
         replace_text(self.run_dir / "slurm" / "attempts.json", json.dumps(values) + "\n")
@@ -212,10 +215,12 @@ def measured_lead(run_dir: Path) -> int | None:
 
 
 def note_submission(run_dir: Path, job: str, **more: str) -> None:
+    """Adds a line to RUN_DIR/slurm/submissions.jsonl."""
     line = {"job": job, "time": time.time(), **more}
     append_line(run_dir / "slurm" / "submissions.jsonl", line)
 
 
 def submitted_jobs(run_dir: Path) -> list[str]:
+    """The jobs that were submitted for a run."""
     lines = read_jsonl(run_dir / "slurm" / "submissions.jsonl")
     return [line["job"] for line in lines if line.get("job") is not None]

@@ -72,6 +72,7 @@ class Job:
 
     @property
     def stopping(self) -> bool:
+        """Whether the job must save and end."""
         return self.warned or self.terminated
 
     def wait(self, seconds: float) -> None:
@@ -117,6 +118,7 @@ class Job:
     # Commands on every node
 
     def srun(self, *words: str, output: IO[str] | None = None) -> subprocess.Popen[bytes]:
+        """Starts a command on every node."""
         words = ("srun", "--nodes", self.nodes, "--ntasks-per-node=1", *words)
         stderr = None if output is None else subprocess.STDOUT
         return subprocess.Popen(words, stdout=output, stderr=stderr, preexec_fn=in_child)
@@ -265,6 +267,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the job; returns its exit status."""
     block_signals()
     try:
         job = Job(read_options(arguments))

@@ -14,6 +14,8 @@ from launcher.recipe.schema import Slurm
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
+    """What a job's script is rendered from."""
+
     name: str
     slurm: Slurm
     lead: int

@@ -15,6 +15,7 @@ from launcher.errors import RecipeError
 
 
 def log(text: str) -> None:
+    """Writes a line to the job's log."""
     print(f"{time.strftime('%F %T')} {text}", file=sys.stderr, flush=True)
 
 
@@ -93,6 +94,7 @@ class JobInfo:
 
     @classmethod
     def read(cls, job: str) -> JobInfo:
+        """Asks Slurm for its record of a job."""
         values = dict(re.findall(r"(\w+)=(\S*)", scontrol("show", "job", "--oneliner", job) or ""))
         if "JobState" not in values:
             return cls()

@@ -572,26 +572,27 @@ def test_unfit_node_is_excluded(long_jobs, whole_cluster):
     assert long_jobs.starts(name) == 1
 
 
-SHIFTED_CLOCK = """
-import os, time
+WRONG_SUM = """
+import os
 if 'RANK' in os.environ:
-    read = time.time
-    time.time = lambda: read() + 40
+    from launcher.diagnostics import group_checks
+    right = group_checks.sum_is_right
+    group_checks.sum_is_right = lambda ranks: not right(ranks)
 """
 
 
 @pytest.mark.long
 def test_deviating_node_is_excluded(long_jobs, whole_cluster):
-    """The ranks on n2 read a clock that is ahead. The check of the single node cannot detect it."""
+    """The ranks on n2 compute a wrong sum. The check of the single node cannot detect it."""
     lines = 'case "$*" in *quick=true*) [ "$(hostname)" = n2 ] && PATH;; esac'
-    python = wrap_python(long_jobs.folder, "clock", SHIFTED_CLOCK, lines)
+    python = wrap_python(long_jobs.folder, "sum", WRONG_SUM, lines)
     name = "beside"
     words = ("nodes=3", "cpus=2", "preflight=true", python, "run.max_steps=6")
     job = long_jobs.submit(name, *words)
     assert long_jobs.wait_for_end(name, job, seconds=240)
     log, logs = long_jobs.log(name), long_jobs.run_dir(name) / f"slurm/job_{job}"
     assert "preflight: not fit to train: n2; details: " in log
-    assert "  n2: clocks: 40 s ahead of the other nodes': let chrony or ntpd keep it" in log
+    assert "  n2: all-reduce: gives a wrong sum" in log
     for node in ("n1", "n2", "n3"):
         assert f"{node} fit: " in (logs / "restart_0/preflight_nodes.log").read_text()
     assert json.loads((logs / "restart_0/preflight_all.json").read_text())["bad_nodes"] == ["n2"]
