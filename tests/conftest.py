@@ -19,7 +19,13 @@ from tests import limits
 # the CPU time of tests that compute was spinning. Read when torch is loaded, also by child processes
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "TOKENIZERS_PARALLELISM")
+LONGEST = ("test_train.py", "test_resumed_runs.py", "test_equivalence.py", "test_cluster.py")
 _time_limit = None
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that none of them runs alone at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def variables():

@@ -21,6 +21,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.recipe.load import load_recipe
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
+from tests.run_files import write_lines
 
 SIZES = (
     "vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
@@ -54,7 +55,7 @@ def make_data(folder):
             ids = [generator.randrange(3, 64) for _ in range(generator.choice([2, 5, 9, 20, 31]))]
             labels = [-100 if place < len(ids) // 3 else token for place, token in enumerate(ids)]
             rows.append({"input_ids": ids, "labels": labels} if index % 2 else {"input_ids": ids})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     sizes = [(generator.choice([3, 9, 25]), generator.choice(["plain", "odd"])) for _ in range(40)]
     labelled = [
         "".join(generator.choices("abcdef ", k=size)) + f"x,{label}" for size, label in sizes

@@ -17,8 +17,8 @@ from tests.limits import MARK, SESSION, kill, marked_processes
 
 DEVICE = "cpu" if torch.version.cuda or torch.version.hip else "auto"
 """run.device of trainings in tests: the CPU, also with a CUDA or ROCm build of torch."""
-PATIENCE = 3
-"""Factor for all time limits. The limits are chosen for an idle machine; this allows for three
+PATIENCE = 4
+"""Factor for all time limits. The limits are chosen for an idle machine; this allows for four
 parallel test processes on slow cores."""
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests import REPOSITORY
 from tests.distributed.launching import PATIENCE, run, torchrun, wait_until
-from tests.distributed.test_train import SMALL, TRAIN, status
+from tests.distributed.test_train import SMALL, TRAIN
+from tests.run_files import status
 
 ROWS = 12_000
 SCRIPT = """

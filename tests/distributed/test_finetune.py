@@ -15,6 +15,7 @@ from launcher.data.origins import trained_rows
 from launcher.models.inputs import IGNORED
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
+from tests.run_files import read_lines, write_lines
 
 
 @pytest.mark.long
@@ -65,10 +66,6 @@ checkpoint: {every_steps: 2, keep_last: 1, keep_best: eval_never, export: at_end
 TRAIN = REPOSITORY / "launcher/train.py"
 
 
-def lines_of(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def sum_of(first, second):
     turns = [("user", f"{first} + {second}"), ("assistant", str(first + second))]
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
@@ -92,9 +89,9 @@ def tuned(tmp_path_factory):
     config = transformers.LlamaConfig(**sizes, **heads, **tokens)
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
     sums = [sum_of(first, second) for first in range(8) for second in range(8)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    write_lines(folder / "train.jsonl", sums)
     far = [sum_of(9, second) for second in range(3)]
-    (folder / "far.jsonl").write_text("".join(json.dumps(row) + "\n" for row in far))
+    write_lines(folder / "far.jsonl", far)
     (folder / "chat.yaml").write_text(RECIPE)
     (folder / "mine.py").write_text("def never(answer, reference):\n    return 0.25\n")
     torchrun(TRAIN, "recipe=chat.yaml", "strategy.kind=fsdp", ranks=2, cwd=folder).check()
@@ -108,8 +105,8 @@ def tuned(tmp_path_factory):
 
 
 def test_generated_answers_are_independent_of_rank_count(tuned):
-    samples = lines_of(tuned / "runs/chat/samples.jsonl")
-    assert samples == lines_of(tuned / "runs/alone/samples.jsonl")
+    samples = read_lines(tuned / "runs/chat/samples.jsonl")
+    assert samples == read_lines(tuned / "runs/alone/samples.jsonl")
     assert [(line["step"], line["set"]) for line in samples] == [
         (step, name) for step in (2, 4, 6) for name in ["near"] * 5 + ["far"] * 3
     ]
@@ -117,7 +114,7 @@ def test_generated_answers_are_independent_of_rank_count(tuned):
     assert [line["reference"] for line in samples[5:8]] == ["9", "10", "11"]
     assert any(line["answer"] for line in samples)
     evaluations = [
-        line for line in lines_of(tuned / "runs/chat/metrics.jsonl") if "eval_loss" in line
+        line for line in read_lines(tuned / "runs/chat/metrics.jsonl") if "eval_loss" in line
     ]
     for number, line in enumerate(evaluations):
         mine = samples[8 * number : 8 * number + 8]
@@ -160,7 +157,7 @@ def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
     targets = [int((row.sample["targets"] != IGNORED).sum()) for row in rows]
     losses = _losses(run_dir, recipe, 3, rows, trust_run=False)
     mean = sum(loss * count for loss, count in zip(losses, targets, strict=True)) / sum(targets)
-    logged = lines_of(run_dir / "metrics.jsonl")[3]
+    logged = read_lines(run_dir / "metrics.jsonl")[3]
     assert logged["step"] == 3
     assert mean == pytest.approx(logged["loss"], rel=1e-5)
 

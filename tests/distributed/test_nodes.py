@@ -3,15 +3,14 @@
 If a node is lost, the other one resumes with the same global batches.
 """
 
-import json
-import random
 import sys
 
 import pytest
 
 from tests.distributed.launching import run, wait_until
 from tests.distributed.namespaces import two_nodes, unavailable
-from tests.distributed.test_resumed_runs import KILL_TRAIN, RECIPE, events, records, status
+from tests.distributed.test_resumed_runs import KILL_TRAIN, RECIPE, events, records
+from tests.run_files import read_lines, status, write_texts
 
 STEPS = 14
 PORT = 29417
@@ -22,12 +21,7 @@ def folder(tmp_path_factory):
     if (reason := unavailable()) is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("nodes")
-    generator = random.Random(2)
-    texts = [
-        "".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80])))
-        for _ in range(200)
-    ]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_texts(folder / "text.jsonl", seed=2)
     (folder / "recipe.yaml").write_text(
         RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", "0.0")
     )
@@ -146,7 +140,7 @@ def test_slow_rank_is_reported(folder, strategy):
 
 def check_resumed_on_one_node(run_dir, survivor, one_rank, output):
     assert status(run_dir)["state"] == "finished", output
-    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    lines = read_lines(run_dir / "events.jsonl")
     last = max(index for index, line in enumerate(lines) if line["event"] == "started")
     assert [line["ranks"] for line in lines if line["event"] == "started"][-2:] == [2, 1], lines
     assert lines[last + 1]["event"] == "built", lines

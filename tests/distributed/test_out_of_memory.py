@@ -3,8 +3,6 @@
 A rank raises the error that a full device causes.
 """
 
-import json
-import random
 import re
 import sys
 
@@ -14,6 +12,7 @@ import yaml
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
+from tests.run_files import read_lines, status, write_texts
 
 FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
 RECIPE = """
@@ -33,23 +32,14 @@ FIXED = ["strategy.kind=ddp", "batch.micro_batch_size=8"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    generator = random.Random(1)
-    texts = [
-        "".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80])))
-        for _ in range(200)
-    ]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_texts(folder / "text.jsonl", seed=1)
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     return folder
 
 
 def read(run_dir, name):
-    lines = [json.loads(line) for line in (run_dir / f"{name}.jsonl").read_text().splitlines()]
+    lines = read_lines(run_dir / f"{name}.jsonl")
     return lines if name == "events" else [line for line in lines if "loss" in line]
-
-
-def status(run_dir):
-    return json.loads((run_dir / "status.json").read_text())
 
 
 def losses(run_dir):

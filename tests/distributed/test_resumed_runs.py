@@ -21,6 +21,7 @@ from launcher.cli.main import main
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun, wait_until
 from tests.full_disk import full_disk
+from tests.run_files import read_lines, status, write_lines, write_texts
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 RECIPE = """
@@ -40,12 +41,7 @@ WHOLE_BATCH = ["strategy.kind=ddp", "batch.micro_batch_size=8"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    generator = random.Random(1)
-    texts = [
-        "".join(generator.choices("abcdefghij ", k=generator.choice([5, 30, 80])))
-        for _ in range(200)
-    ]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_texts(folder / "text.jsonl", seed=1)
     for name, dropout in (("recipe", 0.0), ("dropout", 0.1)):
         (folder / f"{name}.yaml").write_text(
             RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", str(dropout))
@@ -54,11 +50,7 @@ def folder(tmp_path_factory):
 
 
 def records(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def status(run_dir):
-    return json.loads((run_dir / "status.json").read_text())
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def events(run_dir, name):
@@ -522,9 +514,7 @@ def test_stream_resumes_exactly_and_rewinds(folder):
     file, run_dir, plain, seen = (
         folder / name for name in ("stream.jsonl", "stream", "stream-plain", "stream-seen")
     )
-    file.write_text(
-        "".join(json.dumps({"text": f"{number} " * 20}) + "\n" for number in range(4000))
-    )
+    write_lines(file, [{"text": f"{number} " * 20} for number in range(4000)])
     plain.mkdir()
     seen.mkdir()
     stream = ["data.streaming=true", "data.shuffle_buffer=40", f"data.train=[{file}]"]

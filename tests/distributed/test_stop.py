@@ -11,7 +11,8 @@ import pytest
 from tests import REPOSITORY
 from tests.distributed.launching import run, wait_until
 from tests.distributed.test_data import INSTRUCT, rows_file
-from tests.distributed.test_train import SMALL, status
+from tests.distributed.test_train import SMALL
+from tests.run_files import status
 
 STOP_TRAIN = REPOSITORY / "tests/distributed/stop_train.py"
 

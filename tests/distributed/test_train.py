@@ -15,6 +15,7 @@ import yaml
 from launcher.cli import main
 from tests import REPOSITORY
 from tests.distributed.launching import PATIENCE, free_port, run, torchrun, wait_until
+from tests.run_files import read_lines, status, write_lines
 from tests.wandb_files import history, read_records
 
 TRAIN = REPOSITORY / "launcher/train.py"
@@ -55,15 +56,11 @@ KEYS = {
 
 
 def read_metrics(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def training_metrics(run_dir):
     return [line for line in read_metrics(run_dir) if "loss" in line]
-
-
-def status(run_dir):
-    return json.loads((run_dir / "status.json").read_text())
 
 
 def run_python(*arguments, **options):
@@ -92,7 +89,7 @@ def ddp(tmp_path_factory):
 
 def test_report_shows_the_recorded_run(ddp, tmp_path):
     run_dir, _ = ddp
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = read_lines(run_dir / "events.jsonl")
     (built,) = [event for event in events if event["event"] == "built"]
     assert (built["device"], built["ranks_per_node"]) == ("cpu", 2)
     assert built["versions"]["python"] == platform.python_version()
@@ -347,7 +344,7 @@ def scalars(run_dir, name):
 
 def check_lost_rank(run_dir, rank, output):
     """Asserts that the lost rank is the only failure in events.jsonl."""
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = read_lines(run_dir / "events.jsonl")
     assert [(event["reason"], event["step"]) for event in events if event["event"] == "failed"] == [
         ("rank_lost", 2)
     ], output
@@ -636,11 +633,7 @@ def test_selftest_fails_if_losses_differ(tmp_path):
         "    StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)\n"
     )
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps({"input_ids": list(range(2 + 5 * (i % 4), 30))}) + "\n" for i in range(8)
-        )
-    )
+    write_lines(rows, [{"input_ids": list(range(2 + 5 * (i % 4), 30))} for i in range(8)])
     data = [
         "data.kind=tokens",
         f"data.train={rows}",

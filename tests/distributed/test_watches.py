@@ -17,6 +17,7 @@ from launcher.distributed.environment import Environment
 from launcher.reliability.lock import Ownership
 from tests import REPOSITORY
 from tests.distributed.launching import free_port, run, wait_until
+from tests.run_files import read_lines, status
 
 WATCHED = REPOSITORY / "tests/distributed/watched.py"
 
@@ -38,12 +39,8 @@ def start(run_dir, fault, *, during, hang_timeout=2, restarts=0, **options):
     )
 
 
-def status(run_dir):
-    return json.loads((run_dir / "status.json").read_text())
-
-
 def events(run_dir):
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "events.jsonl")
 
 
 def wait_for(condition, seconds=100):

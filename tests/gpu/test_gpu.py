@@ -16,6 +16,7 @@ import torch
 
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
+from tests.run_files import read_lines
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no CUDA device here")]
@@ -50,7 +51,7 @@ def start(recipe, run_dir, *overrides, ranks=1, script=TRAIN, restarts=0, **opti
 
 
 def read(run_dir, name="metrics"):
-    return [json.loads(line) for line in (run_dir / f"{name}.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / f"{name}.jsonl")
 
 
 def train(recipe, run_dir, *overrides, **options):

@@ -4,6 +4,7 @@ import json
 
 from tests.distributed.launching import torchrun
 from tests.nullgpu.devices import TRAIN
+from tests.run_files import read_lines
 
 RECIPE = """
 run: {{name: small, dir: {folder}/run, max_steps: 8, max_skipped_steps: 100}}
@@ -31,7 +32,7 @@ def test_killed_rank_is_reported_and_run_restarts(null_gpus, tmp_path):
     gpus = null_gpus(count=2)
     result = train(gpus, tmp_path, restarts=1, FAULT="kill:1:5")
     result.check()
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "run/events.jsonl")
     (failed,) = (event for event in events if event["event"] == "failed")
     assert failed["reason"] == "rank_lost"
     assert "rank 1 of 2" in result.output

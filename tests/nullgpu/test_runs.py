@@ -10,6 +10,7 @@ import yaml
 
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
+from tests.run_files import read_lines, write_lines
 
 TRAIN = REPOSITORY / "tests/nullgpu/train.py"
 # Device memory contains zeros or garbage, so gradients may be non-finite
@@ -29,9 +30,7 @@ schedule: {kind: constant, warmup_steps: 0}
 @pytest.fixture
 def folder(tmp_path):
     documents = [{"text": "null devices compute nothing " * (1 + i % 7)} for i in range(200)]
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps(document) + "\n" for document in documents)
-    )
+    write_lines(tmp_path / "text.jsonl", documents)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(tmp_path)))
     return tmp_path
 
@@ -55,7 +54,7 @@ def status(folder):
 
 
 def records(folder, kind="metrics"):
-    return [json.loads(line) for line in (folder / f"run/{kind}.jsonl").read_text().splitlines()]
+    return read_lines(folder / f"run/{kind}.jsonl")
 
 
 def steps(folder):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.distributed.launching import torchrun
+from tests.run_files import write_lines
 
 LAYERS = 2
 PARAMETERS = 9 * LAYERS + 3
@@ -55,7 +56,7 @@ def run_trainings(folder, gpus, trainings, *, ranks):
     rng = random.Random(0)
     for name, lengths in (("packed", [127] * 400), ("padded", rng.choices([300, 500], k=300))):
         rows = ({"text": "".join(rng.choices("abcdefgh ", k=length))} for length in lengths)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     recipe = json.loads(json.dumps(RECIPE))
     recipe["batch"]["global_batch_size"] = 4 * ranks
     recipe["data"]["train"] = ["packed.jsonl"]

@@ -28,6 +28,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
+from tests.run_files import read_lines
 from tests.unit.recipe.test_recipe import FINETUNE_DATA
 
 COMMANDS = cast(TyperGroup, typer.main.get_command(app)).commands
@@ -162,7 +163,7 @@ def test_small_versions_of_real_models_train(path, command, tmp_path):
     words, ranks = arguments(command)
     words = ["launcher/train.py", *words, f"run.dir={tmp_path}/run"]
     torchrun(*words, ranks=ranks, OMP_NUM_THREADS="1").check()
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(4 < line["loss"] < 7 for line in steps)
