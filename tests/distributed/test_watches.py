@@ -3,7 +3,6 @@
 Hanging ranks, killed and stopped agents, the `save` and `stop` files, early signals, lost locks.
 """
 
-import json
 import os
 import pickle
 import signal
