@@ -1,4 +1,5 @@
-"""`launcher report`: one or several runs as an HTML page. Reads files, and plans their memory."""
+"""`launcher report`: one or several runs as an HTML page. It reads files and runs no code of a
+recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher import __version__
-from launcher.cli.app import flag, option
+from launcher.cli.app import option
 from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
 from launcher.console import bytes_as_text, finite, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
@@ -27,15 +28,11 @@ from launcher.metrics.page import (
     timed_parts,
     write_page,
 )
-from launcher.planner.formatting import NAMES, as_json
-from launcher.planner.machine import known_machine
-from launcher.planner.page import component_amounts
+from launcher.planner.formatting import NAMES
 from launcher.recipe.decode import DEFAULT
 from launcher.recipe.find import recipe_names
-from launcher.recipe.functions import TRUST_HELP, refuse_code
 from launcher.recipe.load import load_recipe, recorded_recipe, to_yaml
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
 
@@ -68,19 +65,14 @@ def report(
         typer.Argument(metavar="RUN_DIR", help="Folders of runs, or folders that hold several."),
     ],
     out: Annotated[Path, option("The page.", "FILE")] = Path("report.html"),
-    trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
 ) -> int:
     """Write one or several runs as an HTML page that needs no network.
-
-    Without --trust-run, the memory of a run whose recipe names code is not planned.
 
     \b
     Example:
       launcher report runs/fsdp
       launcher report runs/one runs/two --out report.html
     """
-    from rich.console import Console
-
     paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
     names = [path.resolve().name for path in paths]
     names = [n if names.count(n) == 1 else str(path) for n, path in zip(names, paths, strict=True)]
@@ -88,13 +80,11 @@ def report(
     charts = run_charts(runs)
     problems = [run.problem for run in runs if run.problem]
     differences = _differences(runs)
-    with Console(stderr=True).status("planning the memory of the runs"):
-        memory = _memory(runs, trust_run=trust_run)
     sections: list[Section] = [
         _overview(runs, differences),
         replace(charts, note=" ".join([charts.note, *problems])),
         *_times(runs),
-        memory,
+        _memory(runs),
         *_samples(runs),
         differences,
         *(Text(f"{run.name}: recipe.yaml", to_yaml(run.recipe)) for run in runs if run.recipe),
@@ -171,15 +161,11 @@ def _times(runs: list[_ReportedRun]) -> Iterator[Charts]:
     yield bars("Time of a step", of_steps, lambda s: f"{1000 * s:,.3g} ms", note=note)
 
 
-def _memory(runs: list[_ReportedRun], *, trust_run: bool) -> Charts:
-    """Planned and measured peak by component."""
-    rows, notes = [], ["Planned by a trace of the run's recipe; measured: the largest peak."]
+def _memory(runs: list[_ReportedRun]) -> Charts:
+    """The measured peak, divided into what the run recorded that it holds."""
+    rows = []
     for run in runs:
-        try:
-            rows.append((f"{run.name}, planned", _planned(run, trust_run=trust_run)))
-        except RecipeError as error:
-            notes.append(f"{run.name} is not planned: {error}.")
-        # Of the last start, which the plan is for: others may have had another number of ranks
+        # Of the last start: others may have had another number of ranks
         first = run.summary.attempts[-1].resumed if run.summary.attempts else -1
         peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
         if peak := max(peaks, default=0):
@@ -187,37 +173,9 @@ def _memory(runs: list[_ReportedRun], *, trust_run: bool) -> Charts:
             held = {
                 NAMES[name]: size for name, size in sizes if name in NAMES and type(size) is int
             }
-            rest = {"other, measured": max(0, peak - sum(held.values()))}
-            rows.append((f"{run.name}, measured", held | rest))
-    return bars("Memory at the peak", rows, bytes_as_text, note=" ".join(notes))
-
-
-def _planned(run: _ReportedRun, *, trust_run: bool) -> dict[str, int]:
-    """Bytes of each component at the peak. Raises RecipeError if they are not known."""
-    recipe, built = run.recipe, run.built
-    known = ("ranks", "ranks_per_node", "device")
-    if recipe is None or open_keys(recipe) or not all(built.get(key) for key in known):
-        raise RecipeError("its recipe or its device is not recorded")
-    refuse_code(recipe, run.summary.path / "recipe.yaml", trust_run=trust_run)
-    nodes = max(1, built["ranks"] // built["ranks_per_node"])
-    machine = known_machine(
-        built["device"],
-        nodes=nodes,
-        gpus_per_node=built["ranks"] // nodes,
-        memory=built.get("device_memory"),
-    )
-    # Without what memory does not depend on: a sweep is traced once
-    same = replace(
-        recipe,
-        run=replace(recipe.run, name="", dir="", seed=0),
-        optimizer=replace(recipe.optimizer, learning_rate=1.0),
-        schedule=DEFAULT.schedule,
-    )
-    from launcher.planner.plan import make_plan  # imports torch
-
-    plan = as_json(same, make_plan(same, machine), None)
-    # On a CPU resident memory is measured, libraries included
-    return component_amounts(plan, plan["peak"], outside=machine.device == "cpu")
+            rows.append((run.name, held | {"other": max(0, peak - sum(held.values()))}))
+    note = "The largest peak of a rank. `launcher plan --verify` compares it with the plan."
+    return bars("Memory at the peak", rows, bytes_as_text, note=note)
 
 
 def _samples(runs: list[_ReportedRun]) -> Iterator[Table]:

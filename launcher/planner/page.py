@@ -11,22 +11,15 @@ from launcher.metrics.page import Charts, Section, Text, bars, curve_figure, wri
 from launcher.planner.formatting import NAMES, as_text
 
 
-def component_amounts(
-    plan: dict[str, Any], moment: dict[str, Any], *, outside: bool
-) -> dict[str, int]:
-    """Names and bytes of a moment's components; with `outside` also the context and the margin."""
-    amounts = dict(moment["components"])
-    if outside:
-        amounts |= {"context": plan["context"], "margin": plan["margin"]}
+def _amounts(plan: dict[str, Any], moment: dict[str, Any]) -> dict[str, int]:
+    """Names and bytes of a moment's components, with the context and the margin."""
+    amounts = moment["components"] | {"context": plan["context"], "margin": plan["margin"]}
     return {NAMES[name]: amount for name, amount in amounts.items() if amount}
 
 
 def write_plan(plan: dict[str, Any], file: Path) -> None:
     """Writes a plan, as `as_json` returns it, as a page. Raises RecipeError."""
-    peaks = [
-        (phase, component_amounts(plan, peak, outside=True))
-        for phase, peak in plan["phases"].items()
-    ]
+    peaks = [(phase, _amounts(plan, peak)) for phase, peak in plan["phases"].items()]
     moments = plan["timeline"]
     labels = [f"{moment['phase']} {moment['where']}" for moment in moments]
     sizes = [moment["total"] for moment in moments]

@@ -14,7 +14,7 @@ from launcher.errors import RecipeError
 from launcher.recipe.schema import Recipe
 
 TRUST_HELP = "Run the code that the recipe in RUN_DIR names: you have read it and trust it."
-"""Of the option --trust-run, which all commands have that read the folder of a run."""
+"""Of the option --trust-run, of commands that build what the recipe of a run names."""
 
 
 def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
