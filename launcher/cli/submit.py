@@ -155,7 +155,14 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
 
 def _load(arguments: Sequence[str]) -> Recipe:
     """The recipe, checked for every number of ranks that the job may get."""
-    recipe = load_recipe(arguments, ranks=None).recipe
+    loaded = load_recipe(arguments, ranks=None)
+    recipe = loaded.recipe
+    if (
+        recipe.model.config is not None
+    ):  # imports torch, but a job may wait for hours before it does
+        from launcher.models.config_keys import check_config_keys
+
+        check_config_keys(loaded)
     slurm = recipe.slurm or Slurm()
     counts = node_counts(slurm)
     for nodes in counts:

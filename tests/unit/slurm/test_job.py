@@ -198,6 +198,10 @@ _INDIVISIBLE = "64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24"
         ("sbatch_extra=--exclusive --account=x", "...must be options, --name or --name=value..."),
         ("slurm.environment={A B: x}", "...must be the name of an environment variable..."),
         ("--wiat", "command line: No such option: --wiat...--wait..."),
+        (
+            "model.config.hiden_size=64",
+            "command line: model.config.hiden_size=64: unknown key; did you mean hidden_size?",
+        ),
         ("throttle=2", "command line: throttle: needs a sweep..."),
         ("nodes=2-4", f"on 3 of 2-4 nodes: x.yaml:12: batch.global_batch_size: {_INDIVISIBLE}..."),
         (
