@@ -164,6 +164,7 @@ class PreparedModel:
         )
 
     def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
+        """The recipe's optimizer for the wrapped model."""
         return make_optimizer(
             wrapped.module,
             recipe.optimizer,
