@@ -39,6 +39,10 @@ unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/
 # The newest export of `make train`; `make finetune` needs its tokenizer.json
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
+# Python keeps compiled modules, also where the environment forbids it: uv compiles none, and a start
+# that compiles all takes three times as long
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install install-cuda train finetune test lint types test-long test-cuda test-gpu gpu-wheels docs
 
 install: $(INSTALLED)

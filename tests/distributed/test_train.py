@@ -190,7 +190,7 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     )
 
 
-@pytest.mark.parametrize("recipe", ["fsdp", "fsdp_offload"])
+@pytest.mark.parametrize("recipe", [pytest.param("fsdp", marks=pytest.mark.long), "fsdp_offload"])
 def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
     overrides = [
         *SHRUNK,
@@ -298,9 +298,10 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
             "rank 1 of 2 ended without an error message in step 3",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "hang:1:3",
             "rank 1 of 2 did not answer in step 3 within the time limit of a collective (run.timeout)",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -432,6 +433,7 @@ def test_killed_rank_is_reported_on_two_nodes(fault, tmp_path):
     assert status(tmp_path / "run")["state"] == "finished"
 
 
+@pytest.mark.long
 def test_stuck_rank_is_ended_by_its_watchdog(tmp_path):
     """Rank 0 sleeps and gets no exception when rank 1 fails. Its watchdog ends the process."""
     code = f"""
