@@ -174,7 +174,7 @@ def _memory(runs: list[_ReportedRun]) -> Charts:
                 NAMES[name]: size for name, size in sizes if name in NAMES and type(size) is int
             }
             rows.append((run.name, held | {"other": max(0, peak - sum(held.values()))}))
-    note = "The largest peak of a rank. `launcher plan --verify` compares it with the plan."
+    note = "The largest peak of a rank. launcher plan --verify compares it with the plan."
     return bars("Memory at the peak", rows, bytes_as_text, note=note)
 
 
