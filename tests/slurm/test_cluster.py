@@ -170,8 +170,9 @@ def jobs(cluster, tmp_path_factory):
     two = ["nodes=2", "cpus=2"]
     limit = [
         "cpus=2",
-        "time=2",
+        "time=4",  # a start on a loaded machine takes more than a minute
         "lead=45",
+        "max_failures=10",
         "sbatch_extra=--nodelist=n8",
         "batch.micro_batch_size=12",
     ]
