@@ -90,8 +90,8 @@ class ChatTemplate:
         *,
         day: str | None = None,
     ) -> None:
-        """name is the tokenizer's, for messages. day (YYYY-MM-DD) is for a template that prints today's
-        date; None: today. Raises RecipeError if no template can be used."""
+        """name is that of the tokenizer, for messages. day (YYYY-MM-DD) is the date for templates
+        that print one, by default today. Raises RecipeError if no template can be used."""
         self._tokenizer, self._template, self._day = tokenizer, template, day or today()
         self._noted = False
         if template is None and not tokenizer.chat_template:

@@ -50,8 +50,10 @@ def pack(
     sequence_length: int,
     labels: npt.NDArray[np.int32] | None = None,
 ) -> Sequences:
-    """Packs documents of a data.kind. Documents that are too long are split for kinds text and tokens, and cut for
-    other kinds: the end of an answer is no useful target without its beginning.
+    """Packs documents of a data.kind.
+
+    Documents that are too long are split for kinds text and tokens, and cut for other kinds: the
+    end of an answer is no useful target without its beginning.
 
     labels: of the tokens; None: the ids. Parts without a target are dropped.
     """

@@ -260,7 +260,7 @@ class StreamingDataset(IterableDataset[Collated]):
         model: ModelInputs,
         skipped_rows: Path | None,
     ) -> None:
-        """skipped_rows is the file that lists the rows that cannot be used (data.on_error: skip)."""
+        """skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
         self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
         self.seed, self.skipped_rows = seed, skipped_rows

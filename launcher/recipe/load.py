@@ -193,8 +193,8 @@ def _walk(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
-    """Replaces each `${...}` by its value. One without a value is a problem, and becomes null. Raises
-    RecipeError if there are too many."""
+    """Replaces each `${...}` by its value. One without a value is a problem, and becomes null.
+    Raises RecipeError if there are too many."""
     if isinstance(plain.get("run"), dict):
         plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
     if not OmegaConf.has_resolver("stdlib"):
@@ -232,8 +232,8 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
 
 
 class _Counter:
-    """How many interpolations a text stands for: OmegaConf resolves each one anew, so a few that
-    refer to one another can stand for billions."""
+    """Counts the interpolations that OmegaConf resolves for a text. It resolves a value again at
+    each reference, so a few that refer to one another can take billions of resolutions."""
 
     def __init__(self, texts: Mapping[KeyPath, str]) -> None:
         self._texts, self._counts = texts, dict[KeyPath, int]()

@@ -213,8 +213,9 @@ class FailureWatch:
     def report(
         self, reason: str, text: str, account: Account | None = None, *, status: int = EXIT_FAILED
     ) -> None:
-        """Reports a claimed failure on the console, in status.json and events.jsonl, and to torchrun's
-        agent. What the memory plan says of exhausted memory follows. All ranks end with `status`."""
+        """Reports a claimed failure on the console, in status.json and events.jsonl, and to
+        torchrun's agent. If memory ran out, the suggestions of the memory plan follow. All ranks
+        end with `status`."""
         self._print(text)
         step = self.progress.step
         noted = account.noted if account is not None else {}

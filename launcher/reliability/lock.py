@@ -60,7 +60,7 @@ class Owner(BaseModel):
     time: float
 
     def describe(self) -> str:
-        """The process, its machine and its job in words."""
+        """The process, its machine, its job and its start, for messages."""
         job = f", Slurm job {self.job}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host}{job}, since {since}"

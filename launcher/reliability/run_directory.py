@@ -102,16 +102,19 @@ class RunFolder:
         return step
 
     def overrides_of_last_start(self) -> list[str]:
-        """Keys that the last start of training gave as arguments; `recipe=NAME` as it was."""
-        words = (self._starts() or [{}])[-1].get("overrides") or []
-        return [word if word.startswith("recipe=") else word.partition("=")[0] for word in words]
+        """The keys of the last start's arguments; the argument `recipe=NAME` is unchanged."""
+        arguments = (self._starts() or [{}])[-1].get("overrides") or []
+        return [
+            argument if argument.startswith("recipe=") else argument.partition("=")[0]
+            for argument in arguments
+        ]
 
     def first_day(self) -> str:
         """The day (YYYY-MM-DD, UTC) of the run's first start; today if it was not started."""
         started = self._starts()
-        anew = [event["time"] for event in started if event.get("from_scratch")]
-        times = anew[-1:] or [event["time"] for event in started] or [time.time()]
-        return time.strftime("%Y-%m-%d", time.gmtime(times[0]))
+        from_scratch = [event for event in started if event.get("from_scratch")]
+        first = (from_scratch[-1:] or started or [{"time": time.time()}])[0]
+        return time.strftime("%Y-%m-%d", time.gmtime(first["time"]))
 
     def _starts(self) -> list[dict[str, Any]]:
         return [event for event in self.read_events() if event["event"] == "started"]

@@ -95,8 +95,8 @@ def take_inventory(
     buckets: bool,
     requested: int,
 ) -> dict[str, int]:
-    """Bytes that this rank holds and requested, by the keys of `_NAMES`. On CPUs `gpu` is None. With
-    buckets, as in DDP, there is memory for all gradients, even where there are none."""
+    """Bytes that this rank holds and requested, by the keys of `_NAMES`. On CPUs `gpu` is None.
+    With `buckets`, as in DDP, all gradients have memory, also those that are None."""
     device = "cpu" if gpu is None else "cuda"
     rows, everywhere = _states(module, optimizer, device, buckets)
     if gpu is None:

@@ -1,4 +1,4 @@
-"""The whole run, from a checked recipe to a trained model. `TrainingRun` reads from top to bottom."""
+"""The whole run, from a checked recipe to a trained model."""
 
 from __future__ import annotations
 

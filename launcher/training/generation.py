@@ -53,8 +53,8 @@ class Generator:
     def __init__(
         self, settings: schema.Generate, *, tokenizer: str, rows: int, longest: int
     ) -> None:
-        """`rows` is the number of rows of a micro-batch, `longest` that of the tokens of a prompt and
-        its answer. Raises RecipeError if a user's metric does not exist."""
+        """`rows` is the number of rows of a micro-batch, `longest` the number of tokens of a prompt
+        with its answer. Raises RecipeError if a user's metric does not exist."""
         self._settings, self._rows, self._longest = settings, rows, longest
         self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
         self._scores: dict[str, Callable[[str, str], float]] = {}

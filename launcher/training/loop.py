@@ -48,8 +48,8 @@ class Update:
         """Clips the gradients, updates the weights, and frees the gradients.
 
         `norm` is that of the scaled gradients, on the optimizer's device (the host with offload).
-        Without targets in the global batch, weight decay and momentum change nothing either.
-        Returns the unscaled norm, whether gradients were not finite (1 or 0), and the learning rate.
+        Without targets in the global batch nothing changes, by weight decay or momentum either.
+        Returns the unscaled norm, 1 if gradients were not finite (else 0), and the learning rate.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None

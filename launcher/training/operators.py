@@ -240,7 +240,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def saved(self, input_size: int) -> Saved:
-        """What was recorded, of a block whose input has this size."""
+        """The recorded operators and sizes of a block whose input has `input_size` bytes."""
         operators = [
             operator
             for operator, storages in self._made[: self._needed]
