@@ -149,7 +149,7 @@ class RunFolder:
     # Files
 
     def create(self, recipe_yaml: str, *, from_scratch: bool = True) -> None:
-        """Makes the folder and writes the recipe; from scratch it also discards metrics and samples.
+        """Makes the folder and writes the recipe. From scratch it also deletes metrics and samples.
         Raises RecipeError if that is not possible."""
         self.check()
         try:
