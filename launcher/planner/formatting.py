@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from launcher.console import aligned, bytes_as_text
-from launcher.data.batching import accumulation_steps
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
+from launcher.planner.recipes import micro_batches_of
 from launcher.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -53,10 +53,9 @@ def moment_text(moment: Moment, *, micro_batches: int | None) -> str:
 
 def micro_batches(recipe: Recipe, ranks: int) -> int | None:
     """Micro-batches of a rank in one step; None where `batch.micro_batch_tokens` decides."""
-    size, whole = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
-    if not isinstance(size, int):
+    if not isinstance(recipe.batch.micro_batch_size, int):
         return None
-    return accumulation_steps(global_batch_size=whole, micro_batch_size=size, ranks=ranks)
+    return micro_batches_of(recipe, ranks=ranks)
 
 
 def strategy_text(recipe: Recipe) -> str:
@@ -71,6 +70,8 @@ def strategy_text(recipe: Recipe) -> str:
             parts.append("kept after backward")
         if strategy.sync_every_micro_batch is False:
             parts.append("one reduction a step")
+    if strategy.context_parallel_size > 1:
+        parts.append(f"sequences over {strategy.context_parallel_size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
@@ -97,6 +98,8 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
     batch, count = recipe.batch, micro_batches(recipe, ranks)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
+    if (shared := recipe.strategy.context_parallel_size) > 1:
+        on = f"{_plural(ranks // shared, 'group')} of {shared} ranks"
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
         return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} sequences a step"

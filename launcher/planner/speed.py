@@ -88,11 +88,12 @@ def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> St
     # Copies overlap with compute and with the network
     copies = max(0.0, copies_forward - forward - late_forward)
     copies += max(0.0, copies_backward - backward - again - late_backward)
+    exchanges = sum(_exchanges(work, machine))
     return StepTime(
         forward=forward,
         backward=backward,
         recomputation=again,
-        communication=late_forward + late_backward,
+        communication=late_forward + late_backward + exchanges,
         offload=waits + copies,
         optimizer=optimizer,
     )
@@ -161,6 +162,17 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         reduce += 2 * _collective(own, strategy.replicate, machine, groups, across=across)
     forward, backward = _gathers(work)
     return gather * forward, gather * backward + reduce * work.reductions
+
+
+def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
+    """Seconds in which ranks that share rows exchange queries, keys, values and results, in a
+    step's forward and backward passes. Attention waits for them."""
+    size, profile = work.strategy.context_parallel_size, work.profile
+    heads, head_size = profile.heads
+    moved = float(4 * work.size * work.tokens * heads * head_size)
+    once = _collective(moved, size, machine, 4) * work.micro_batches
+    again = sum(work.recomputed)
+    return once * len(work.blocks), once * (len(work.blocks) + again)
 
 
 def _collective(
