@@ -6,20 +6,19 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.console import aligned, bytes_as_text
 from launcher.data.batching import accumulation_steps
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
 from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
     from launcher.planner.measurement import Measurement
     from launcher.planner.search import SearchResult
 
-Json = dict[str, Any]
-"""A plan, or a part of it, as plain values."""
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",

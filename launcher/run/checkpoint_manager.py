@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.philox import derived_seed
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe.load import to_yaml
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.evaluation import is_better
 from launcher.training.setup import Training
@@ -54,7 +55,7 @@ class CheckpointManager:
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
         self._weights = self._frozen_weights()
-        self._best: dict[str, Any] = {}
+        self._best: Json = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
         self._candidate = self._best
         """`_best` once the save in progress has succeeded."""
@@ -83,7 +84,7 @@ class CheckpointManager:
         folder = checkpoint_folder(section)
         if self._ranks.rank == 0 and folder is not None:
             digest = open_folder(folder).digest()
-        return cast("str | None", from_rank_0(digest, self._group))
+        return from_rank_0(digest, self._group)
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
         """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
