@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -22,10 +23,10 @@ from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import StepProfile, step_shares, verdict
 from launcher.reliability.json_files import Json, Lines, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
+from launcher.run.verdict import StepProfile, step_shares, verdict
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 from launcher.training.setup import Training
@@ -65,7 +66,8 @@ class Reporter:
         self._samples = Lines(folder.path / "samples.jsonl")
         self._sinks: list[Sink] = []
         if self._main:
-            self._sinks = open_sinks(recipe, folder)
+            name, config = recipe.run.name, asdict(recipe)
+            self._sinks = open_sinks(recipe.logging, folder, name=name, config=config)
             folder.write_status("running", step=first_step, **self._status)
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
