@@ -93,6 +93,16 @@ def recipe_changes(
     ]
 
 
+def check_recipe(
+    path: Path, before: Mapping[str, object], now: Mapping[str, object], *, allow: bool
+) -> None:
+    """Raises RecipeError if changes since a checkpoint alter the training, unless allowed."""
+    altering = recipe_changes(before, now, altering=True)
+    if altering and not allow:
+        what = f"{path} is of another recipe, and these changes alter the training:"
+        raise _refusal(what, altering, "undo them")
+
+
 def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
     return RecipeError([what, *(f"  {line}" for line in changes), f"{suggestion}; {_OTHERWISE}"])
 
@@ -209,10 +219,7 @@ def decide(
     if recorded is None:
         return Decision(source, not_continued)
     now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
-    altering = recipe_changes(recorded.recipe, now, altering=True)
-    if altering and not allow:
-        what = f"{recorded.path} is of another recipe, and these changes alter the training:"
-        raise _refusal(what, altering, "undo them")
+    check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if source == "auto" and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
             return Decision(source, finished=finished)

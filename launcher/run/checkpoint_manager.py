@@ -23,6 +23,7 @@ from launcher.checkpoint.reader import (
 from launcher.checkpoint.resume import (
     Resumed,
     check_content,
+    check_recipe,
     recipe_changes,
     saved_position,
 )
@@ -90,22 +91,25 @@ class CheckpointManager:
         """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
         one in this path. Returns None if `resume` is `never` or there is none.
 
-        Raises RecipeError if a change of the data or of the model is not allowed, NoneLeftError if
+        Raises RecipeError if a change of the recipe, the data or the weights is not allowed, NoneLeftError if
         all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
             return None
         state = read_state(path)
-        before = yaml.safe_load(state["recipe"])
-        changes = recipe_changes(before, yaml.safe_load(self._recipe_yaml))
+        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
+        allow = self._settings.allow_changes
+        # `decide` has compared the newest one, which may be damaged: this one may be of another
+        check_recipe(path, before, now, allow=allow)
+        changes = recipe_changes(before, now)
         changes += check_content(
             path,
             state,
             data=self._data.fingerprint,
             weights=self._weights,
             stream=self._data.stream_order,
-            allow=self._settings.allow_changes,
+            allow=allow,
         )
         if self._ranks.device.type == "cuda":
             # A step may still copy offloaded optimizer state to the host
