@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -15,6 +15,7 @@ from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
 _ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
@@ -53,7 +54,7 @@ class Resumed:
     position: Position
     ranks: int
     """How many ranks wrote the checkpoint."""
-    observed: dict[str, Any]
+    observed: Json
     """What `Reporter.state` returned when the checkpoint was written."""
     changes: list[str]
     """Changes of the recipe and the data since then, one line each."""
@@ -64,8 +65,8 @@ class Resumed:
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
+    before: Mapping[str, object], now: Mapping[str, object], path: str = ""
+) -> Iterator[tuple[str, object, object]]:
     """Keys in which two mappings differ, as (dotted key, before, now)."""
     for key in [*before, *(key for key in now if key not in before)]:
         full, a, b = f"{path}{key}", before.get(key), now.get(key)
@@ -80,7 +81,7 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 
 
 def recipe_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, altering: bool = False
+    before: Mapping[str, object], now: Mapping[str, object], *, altering: bool = False
 ) -> list[str]:
     """The changes between two recipes, one line each. altering: only those that alter what the
     model learns."""
@@ -92,11 +93,21 @@ def recipe_changes(
     ]
 
 
+def check_recipe(
+    path: Path, before: Mapping[str, object], now: Mapping[str, object], *, allow: bool
+) -> None:
+    """Raises RecipeError if changes since a checkpoint alter the training, unless allowed."""
+    altering = recipe_changes(before, now, altering=True)
+    if altering and not allow:
+        what = f"{path} is of another recipe, and these changes alter the training:"
+        raise _refusal(what, altering, "undo them")
+
+
 def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
     return RecipeError([what, *(f"  {line}" for line in changes), f"{suggestion}; {_OTHERWISE}"])
 
 
-def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def data_changes(before: Json, now: Json) -> Iterator[str]:
     """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
     for name, source in before.get("parts", {}).items():
         yield from data_changes(source, now.get("parts", {}).get(name, {}))
@@ -113,15 +124,15 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     yield from lines
 
 
-def _line(key: str, old: Any, new: Any) -> str:
+def _line(key: str, old: object, new: object) -> str:
     return f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
 
 
 def check_content(
     path: Path,
-    state: Mapping[str, Any],
+    state: Json,
     *,
-    data: Mapping[str, Any],
+    data: Json,
     weights: str | None,
     stream: str | None,
     allow: bool,
@@ -153,7 +164,7 @@ def check_content(
     return changes
 
 
-def saved_position(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> Position:
+def saved_position(state: Json, recipe: Json) -> Position:
     """Where a checkpoint continues. state: of the checkpoint. recipe: that it was written with."""
     step, skipped = state["step"], state["skipped_batches"]
     if (samples := state.get("samples")) is None:  # an older version counted steps
@@ -208,10 +219,7 @@ def decide(
     if recorded is None:
         return Decision(source, not_continued)
     now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
-    altering = recipe_changes(recorded.recipe, now, altering=True)
-    if altering and not allow:
-        what = f"{recorded.path} is of another recipe, and these changes alter the training:"
-        raise _refusal(what, altering, "undo them")
+    check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if source == "auto" and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
             return Decision(source, finished=finished)
@@ -294,7 +302,7 @@ class _Recorded(NamedTuple):
 
     path: Path
     step: int
-    recipe: dict[str, Any]
+    recipe: Json
 
 
 def _read_recorded(checkpoint: Path) -> _Recorded | None:

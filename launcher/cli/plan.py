@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher.cli.app import Overrides, flag, option, read_size
 from launcher.distributed import host_memory
@@ -25,6 +25,7 @@ from launcher.planner.page import write_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
+from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
 _Gpus = Annotated[int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")]
@@ -128,7 +129,7 @@ def _report(
     verify: bool,
     measure_fastest: bool,
     quiet: bool,
-) -> dict[str, Any]:
+) -> Json:
     """The plan as JSON. Raises TrainingError if the processes that `verify` starts fail."""
     # These modules import torch; errors in the command line are reported before
     from rich.console import Console

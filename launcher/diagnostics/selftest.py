@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
+from launcher.reliability.json_files import Json
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
@@ -178,7 +178,7 @@ def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], b
     return lines, good
 
 
-def selftest_recipe(setting: dict[str, Any]) -> Recipe:
+def selftest_recipe(setting: Json) -> Recipe:
     """The user's recipe for a few steps, without validation data. Raises RecipeError."""
     loaded = load_recipe(setting["recipe"], ranks=None)
     check_config_keys(loaded)
@@ -210,7 +210,7 @@ def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
     return results
 
 
-def run(setting: dict[str, Any]) -> int:
+def run(setting: Json) -> int:
     """Runs on every rank; rank 0 prints the table. Returns the exit status."""
     environment = read_environment()
     process_group.set_numerics(deterministic=False, float32_matmul="highest")

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,18 +60,21 @@ class DataParallel:
         return self.group
 
 
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_T = TypeVar("_T")
+all_gather_single: Callable[..., dist.Work] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """`all_gather_into_tensor`, which torch 2.13 renames."""
 
 
-def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
+def gather(value: _T, group: dist.ProcessGroup) -> list[_T]:
     """The values of all ranks of the group, by rank. Every rank must call this."""
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def from_rank_0(value: Any, group: dist.ProcessGroup) -> Any:
+def from_rank_0(value: _T, group: dist.ProcessGroup) -> _T:
     """The value of the group's first rank. Every rank must call this."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)

@@ -8,7 +8,6 @@ the sum of exponentials per token, and the backward pass computes each chunk's l
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight, bias, targets, log_sum = ctx.saved_tensors
         of_inputs, of_weight, of_bias, *_ = ctx.needs_input_grad
         # A sum over the chunks is kept in float32; rows of the weight's gradient are written once
@@ -160,8 +159,8 @@ class ChunkedHead:
 
     def __init__(self, model: PreTrainedModel, transform: Transform) -> None:
         self._head, self._transform = embeddings(model)[1], transform
-        self._model_forward: Callable[..., Any] = model.forward
-        self._head_forward: Callable[..., Any] = self._head.forward
+        self._model_forward = model.forward
+        self._head_forward = self._head.forward
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
@@ -169,10 +168,10 @@ class ChunkedHead:
 
     def _forward(
         self,
-        *args: Any,
+        *args: object,
         targets: torch.Tensor | None = None,
         target_positions: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """`targets` are (rows, tokens); `target_positions` are the indices of the flattened targets
         whose loss is computed, by default all."""

@@ -17,7 +17,7 @@ from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
 from launcher.planner.candidates import Configuration, overrides_between
-from launcher.planner.formatting import Json, batch_text, configuration_as_json, strategy_text
+from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
@@ -25,7 +25,7 @@ from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import ran_out_of_memory
-from launcher.reliability.json_files import replace_text
+from launcher.reliability.json_files import Json, replace_text
 
 MOST = 6
 """Maximum number of configurations that are measured."""

@@ -6,20 +6,20 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.console import aligned, bytes_as_text
 from launcher.data.batching import accumulation_steps
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
+from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
     from launcher.planner.measurement import Measurement
     from launcher.planner.search import SearchResult
 
-Json = dict[str, Any]
-"""A plan, or a part of it, as plain values."""
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -51,9 +51,9 @@ def moment_text(moment: Moment, *, micro_batches: int | None) -> str:
     return text
 
 
-def micro_batches(recipe: Recipe, ranks: int) -> int | None:
+def micro_batches(batch: schema.Batch, ranks: int) -> int | None:
     """Micro-batches of a rank in one step; None where `batch.micro_batch_tokens` decides."""
-    size, whole = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
+    size, whole = batch.micro_batch_size, batch.global_batch_size
     if not isinstance(size, int):
         return None
     return accumulation_steps(global_batch_size=whole, micro_batch_size=size, ranks=ranks)
@@ -95,7 +95,7 @@ def strategy_text(recipe: Recipe) -> str:
 
 def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
-    batch, count = recipe.batch, micro_batches(recipe, ranks)
+    batch, count = recipe.batch, micro_batches(recipe.batch, ranks)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
@@ -114,7 +114,7 @@ def as_json(
 ) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
-    peak = moment_text(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
+    peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, machine.ranks))
     return {
         "recipe": recipe.run.name,
         "strategy": strategy_text(recipe),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ DEPTHS = (4, 6)
 """Blocks that a deep model is traced with: the first two and the last two, whose neighbours differ
 from those of other blocks, and none or two between."""
 CPU = torch.device("cpu")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class UntraceableError(Exception):
@@ -166,7 +168,7 @@ def _run(
     return observer.step_memory(CUBLAS_WORKSPACES if device == "cuda" else 0)
 
 
-def _head(model: Any) -> dict[str, nn.Module]:
+def _head(model: nn.Module) -> dict[str, nn.Module]:
     head = embeddings(model)[1]
     return {clean_name(name): module for name, module in model.named_modules() if module is head}
 
@@ -235,7 +237,9 @@ class _Observer:
         for name, module in modules.items():
             module.forward = partial(self._forward, name, module.forward)
 
-    def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, name: str, forward: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
         tracker = self._tracker
         tracker.go(where=name)
         if tracker.place.phase == "backward":  # recomputation

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.json_files import replace_text
+from launcher.reliability.json_files import Json, replace_text
 from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -148,7 +147,7 @@ def choose(
     return best.recipe, best.overrides, why
 
 
-def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
+def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
     """What events.jsonl records with an out-of-memory failure, besides the number of ranks."""
     checkpointing, offload = recipe.activation_checkpointing, recipe.strategy.cpu_offload
     return {
@@ -161,9 +160,7 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
     }
 
 
-def failed_micro_batches(
-    events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe
-) -> list[int]:
+def failed_micro_batches(events: list[Json], *, machine: Machine, recipe: Recipe) -> list[int]:
     """Micro-batch sizes that ran out of memory in earlier starts of a run, on as many of the same
     devices and with the same settings; with strategy `auto` checkpointing and offload may differ.
     Empty unless the micro-batch of the recipe is `auto`."""

@@ -9,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
@@ -235,7 +235,7 @@ class StepRecorder:
         now = None if cuda else time.time()
         return PendingRecord(step, numbers, flags, work, event, interval, now)
 
-    def collect(self, pending: PendingRecord) -> dict[str, Any]:
+    def collect(self, pending: PendingRecord) -> Json:
         """Waits for the record's numbers. Times and rates are means since the previous record."""
         if pending.event is not None:
             pending.event.synchronize()
@@ -257,7 +257,7 @@ class StepRecorder:
             record["skipped"] = True
         return record
 
-    def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> dict[str, Any]:
+    def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
         gathered = dict(zip(GATHERED, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]

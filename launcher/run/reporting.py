@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,10 +23,10 @@ from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import StepProfile, step_shares, verdict
-from launcher.reliability.json_files import Lines, replace_text
+from launcher.reliability.json_files import Json, Lines, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
+from launcher.run.verdict import StepProfile, step_shares, verdict
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 from launcher.training.setup import Training
@@ -61,11 +62,12 @@ class Reporter:
         self._pending: PendingRecord | None = None
         self._micro_batches, self._judged = 1, False
         self._progress = ProgressLine(self._steps)
-        self._status: dict[str, Any] = {"steps": self._steps}
+        self._status: Json = {"steps": self._steps}
         self._samples = Lines(folder.path / "samples.jsonl")
         self._sinks: list[Sink] = []
         if self._main:
-            self._sinks = open_sinks(recipe, folder)
+            name, config = recipe.run.name, asdict(recipe)
+            self._sinks = open_sinks(recipe.logging, folder, name=name, config=config)
             folder.write_status("running", step=first_step, **self._status)
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
@@ -132,7 +134,7 @@ class Reporter:
             self._pending = None  # the following step is not logged
             raise
 
-    def _collect(self, pending: PendingRecord) -> dict[str, Any]:
+    def _collect(self, pending: PendingRecord) -> Json:
         record, flops = self._recorder.collect(pending), self._flops
         if flops.peak:
             rate = record["tokens_per_second"] * flops.model
@@ -163,7 +165,7 @@ class Reporter:
         rounded = {name: round(share, 4) for name, share in shares.items()}
         self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
 
-    def _check(self, record: dict[str, Any]) -> None:
+    def _check(self, record: Json) -> None:
         """Raises DivergedError. Every rank has the same record and makes the same decision."""
         step, loss, run = record["step"], record["loss"], self._recipe.run
         in_a_row, most = self._recorder.skipped_in_a_row, run.max_skipped_steps
@@ -190,7 +192,7 @@ class Reporter:
             )
         self._recent.append(loss)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """For a checkpoint: the values that detect divergence."""
         return {
             "skipped": self._recorder.skipped,
@@ -208,7 +210,7 @@ class Reporter:
         known = {name: value for name, value in metrics.items() if value is not None}
         if not self._main:
             return known
-        record: dict[str, Any] = {"step": step, **metrics, "eval_tokens": whole.tokens}
+        record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
             f"({seconds_as_text(seconds)})"
@@ -261,7 +263,7 @@ class Reporter:
         removed = sum(file.remove_later_steps(step) for file in files)
         remove_later_steps(self._samples, step)
         start = data.start
-        more: dict[str, Any] = {"step": step, "skipped_batches": start.skipped_batches}
+        more: Json = {"step": step, "skipped_batches": start.skipped_batches}
         more["samples"] = start.samples
         more["global_batch_size"] = data.sampler.global_batch_size
         if diverged is not None:
@@ -280,7 +282,7 @@ class Reporter:
         logger.info(text)
         self._folder.note("resumed", ranks=ranks, **more)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: Json) -> None:
         self._folder.check()
         for sink in self._sinks:
             sink.write(record)

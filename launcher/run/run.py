@@ -105,8 +105,8 @@ class TrainingRun:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         directory, environment = rank.directory, rank.environment
         # Rank 0 decides: another node may see the folder a little later
-        decided = (resume, directory.first_day()) if environment.main else None
-        resume, first_day = from_rank_0(decided, rank.ranks.group)
+        start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
+        resume, first_day = from_rank_0(start, rank.ranks.group)
         machine = detect_machine(rank.ranks, environment)
         recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
         if recipe.data.date is None and recipe.data.builder is None:

@@ -26,6 +26,7 @@ from launcher.metrics.sinks import JsonLines
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
+from launcher.run.checkpoint_manager import CheckpointManager
 
 CHECKPOINT_PATH = Path("run/checkpoints/step_00000005")
 
@@ -76,6 +77,17 @@ def test_changes_that_alter_the_training_are_refused(tmp_path, change, line):
     allowed = load_recipe([*overrides, "checkpoint.allow_changes=true"], ranks=None).recipe
     assert decide(allowed, run).source == "auto"
     assert any(line in shown for shown in changes(change))
+
+
+def test_an_older_checkpoint_of_another_recipe_is_refused(tmp_path, monkeypatch):
+    """`decide` compares the newest checkpoint. If that is damaged, an older one is loaded."""
+    path = checkpoint(tmp_path, 5)
+    manager = CheckpointManager.__new__(CheckpointManager)
+    monkeypatch.setattr(manager, "_find", lambda resume, at_most: path)
+    manager._recipe_yaml = to_yaml(load_recipe(["recipe=fsdp", "run.seed=7"], ranks=None).recipe)
+    manager._settings = schema.Checkpoint()
+    with pytest.raises(RecipeError, match=rf"^{path} is of another .*\n  run.seed: 1234 -> 7\n"):
+        manager.restore("auto")
 
 
 # Changed data

@@ -15,13 +15,13 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import TOLERATED, StepProfile, step_shares, verdict
 from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from launcher.run import recorder
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
+from launcher.run.verdict import TOLERATED, StepProfile, step_shares, verdict
 from launcher.training.loop import Step
 from launcher.training.setup import Flops
 
