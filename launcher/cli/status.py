@@ -261,6 +261,11 @@ def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
         mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
         speed = f"{_number(last['tokens_per_second'], ',.0f')} tokens/s"
         yield "speed", f"{speed}, {_number(last['step_seconds'], '.3g')} s a step{mfu}", ""
+    if reserved := summary.status.get("reserved_memory_bytes"):
+        retries = summary.status.get("allocation_retries") or 0
+        text = f"{bytes_as_text(summary.status.get('peak_memory_bytes') or 0)} of tensors at the "
+        text += f"peak, {bytes_as_text(reserved)} reserved, {retries:,} retried allocations"
+        yield "memory", text, "yellow" if retries else ""
     if summary.checkpoints:
         step, when, size = summary.checkpoints[-1]
         others = f"; {len(summary.checkpoints)} are kept" if len(summary.checkpoints) > 1 else ""

@@ -144,6 +144,12 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
         variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def segments_grow(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether the allocator's segments of GPU memory can grow, as `prepare_cuda` sets it."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in variables.get(name, "") for name in names)
+
+
 def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:
     """The folder of tokenized data, measured configurations and compiled graphs: `data.cache`."""
     if cache is not None:

@@ -123,6 +123,8 @@ def as_json(
         "fits": plan.fits,
         "needed": plan.needed,
         "spare": plan.spare,
+        "room": plan.room,
+        "has_room": plan.has_room,
         "peak": _moment(step.peak) | {"text": peak},
         "context": plan.context,
         "margin": plan.margin,
@@ -181,6 +183,7 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
         "micro_batch_size": recipe.batch.micro_batch_size,
         "micro_batch_tokens": recipe.batch.micro_batch_tokens,
         "fits": plan.fits,
+        "has_room": plan.has_room,
         "fits_device": plan.spare is None or plan.spare >= 0,
         "as_written": recipe == written,
         "needed": plan.needed,
@@ -208,7 +211,11 @@ def as_text(plan: Json) -> Iterator[str]:
     yield ""
     for label, text in _other_memory(plan):
         yield f"  {label:<22}{text}"
-    remarks = [*_disagreement(plan), *(f"note: {note}" for note in plan["notes"])]
+    remarks = [
+        *_little_room(plan),
+        *_disagreement(plan),
+        *(f"note: {note}" for note in plan["notes"]),
+    ]
     if remarks:
         yield ""
     for remark in remarks:
@@ -250,17 +257,19 @@ def _components(plan: Json) -> Iterator[str]:
                 edge = round(memory / scale)
                 bar = bar[:edge].ljust(edge) + "│" + bar[edge:]
             yield f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  {bar}"
-    verdict = _verdict(plan["spare"], memory)
+    verdict = _verdict(plan["spare"], memory, plan["room"])
     yield f"  {'needed':<22}{bytes_as_text(needed):>11}  {verdict}".rstrip()
 
 
-def _verdict(spare: int | None, memory: int | None) -> str:
-    """Empty where the memory is not known."""
+def _verdict(spare: int | None, memory: int | None, room: int = 0) -> str:
+    """Empty where the memory is not known. `room` is what there should be to spare."""
     if spare is None or memory is None:
         return ""
     if spare < 0:
         return f"does not fit: {bytes_as_text(-spare)} too much for {bytes_as_text(memory)}"
     left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)}"
+    if spare < room:
+        return f"fits, will be slow: {left} to spare, {bytes_as_text(room)} of room needed"
     return f"fits: {left} to spare ({spare / memory:.0%})"
 
 
@@ -287,6 +296,14 @@ def _sizes(amounts: dict[str, int]) -> str:
     return ", ".join(f"{name} {bytes_as_text(size)}" for name, size in amounts.items())
 
 
+def _little_room(plan: Json) -> Iterator[str]:
+    if plan["fits"] and not plan["has_room"]:
+        yield (
+            f"warning: with less than {bytes_as_text(plan['room'])} to spare, PyTorch's allocator "
+            "frees its caches in each step, and waits for the GPU each time"
+        )
+
+
 def _disagreement(plan: Json) -> Iterator[str]:
     traced, estimated = plan["peak"]["total"], (plan["arithmetic"] or plan["peak"])["total"]
     off = traced / max(estimated, 1) - 1
@@ -309,6 +326,8 @@ def _configurations(plan: Json) -> Iterator[str]:
         speed, remarks = row["tokens_per_second"], []
         if row["fits"] is False:
             remarks.append("does not fit" + (" the host" if row["fits_device"] else ""))
+        elif row["has_room"] is False:
+            remarks.append("will be slow: little room")
         if n == best:
             remarks.append("fastest that fits")
         if row["as_written"]:

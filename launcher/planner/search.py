@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,28 +173,30 @@ class _Search:
         self._scales[key] = max(self._scales.get(key, 0.0), scale)
         return dataclasses.replace(estimated, plan=plan)
 
-    def may_fit(self, estimated: Configuration) -> bool:
-        """Whether the corrected estimate fits, where memory is known."""
+    def may_fit(self, estimated: Configuration, *, with_room: bool = False) -> bool:
+        """Whether the corrected estimate fits, where memory is known, also with its room."""
         plan = estimated.plan
         extra = (self._scales.get(_like(estimated.recipe), OPTIMISM) - 1) * plan.tensors
+        extra += plan.room if with_room else 0
         host_fits = plan.host_spare is None or plan.host_spare >= 0
         return host_fits and (plan.spare is None or extra <= plan.spare)
 
     def fastest(self, candidates: Sequence[Configuration]) -> Configuration | None:
-        """The fastest whose traced plan fits; CPU offload only where nothing fits without."""
+        """The fastest whose traced plan fits: with room for the allocator, if any does, and with
+        CPU offload only where nothing fits without."""
         if self._machine.memory is None and self._machine.host_memory is None:
             return None
-        for offloads in (False, True):
+        for offloads, with_room in itertools.product((False, True), (True, False)):
             group = [candidate for candidate in candidates if candidate.offloads == offloads]
             for attempt in range(TRACES + 1):
-                group = [candidate for candidate in group if self.may_fit(candidate)]
+                group = [c for c in group if self.may_fit(c, with_room=with_room)]
                 if not group:
                     break
                 chosen = _simplest_of_the_fastest(group, self._written)
                 if attempt == TRACES:  # the estimates are wrong about this model
                     chosen = min(group, key=lambda candidate: candidate.plan.tensors)
                 traced = self.trace(chosen)
-                if traced.plan.fits:
+                if traced.plan.has_room if with_room else traced.plan.fits:
                     return traced
                 group.remove(chosen)
         return None

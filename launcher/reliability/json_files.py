@@ -31,7 +31,7 @@ _TEXTS = (
 _COUNTS = (
     "step", "steps", "attempt", "ranks", "ranks_per_node", "found_step", "skipped_batches",
     "bytes", "device_memory", "peak_memory_bytes", "micro_batch_size", "samples",
-    "global_batch_size",
+    "global_batch_size", "reserved_memory_bytes", "allocation_retries",
 )  # fmt: skip
 _TIMES = ("time", "found_time")
 _NUMBERS = (

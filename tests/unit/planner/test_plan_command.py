@@ -126,6 +126,32 @@ def test_text_gives_missing_memory_if_known():
     assert "needed                   46.9 GiB" in unknown
 
 
+def test_text_and_json_distinguish_little_room():
+    def plan_with(spare, room):
+        plan = example_plan(memory=None)
+        on = dataclasses.replace(plan.machine, memory=plan.needed + int(spare * GIB))
+        return dataclasses.replace(plan, machine=on, room=int(room * GIB))
+
+    slow = plan_with(2, 3)
+    text = "\n".join(printed(slow))
+    assert "fits, will be slow: 2.0 GiB of 48.9 GiB to spare, 3.0 GiB of room needed" in text
+    assert "warning: with less than 3.0 GiB to spare, PyTorch's allocator frees its caches" in text
+    shown = as_json(RECIPE, slow, None)
+    assert (shown["fits"], shown["has_room"], shown["room"]) == (True, False, 3 * GIB)
+    for spare, fits, room in ((4, True, True), (-1, False, False)):
+        shown = as_json(RECIPE, plan_with(spare, 3), None)
+        assert (shown["fits"], shown["has_room"]) == (fits, room)
+        assert "slow" not in "\n".join(printed(plan_with(spare, 3)))
+    assert as_json(RECIPE, example_plan(memory=None), None)["has_room"] is None
+    result = example_search()
+    first, second, *rest = result.configurations
+    second = dataclasses.replace(second, plan=dataclasses.replace(second.plan, room=70 * GIB))
+    result = dataclasses.replace(result, configurations=(first, second, *rest), best=second)
+    text = printed(result.written.plan, result)
+    assert any(line.endswith("100%  will be slow: little room, fastest that fits") for line in text)
+    assert result.configurations[1].plan.fits
+
+
 @pytest.mark.parametrize(
     ("scale", "expected"), [(1.2, "17% less"), (0.8, "25% more"), (1.05, None), (0.95, None)]
 )

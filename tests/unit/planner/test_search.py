@@ -15,6 +15,7 @@ from launcher.planner.profile import profile_model
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time, tokens_per_step
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Lora
 from tests import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes"
@@ -253,6 +254,44 @@ def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
         strategy = dataclasses.replace(written.strategy, reshard_after_forward=reshards)
         assert best.recipe == dataclasses.replace(written, strategy=strategy)
     assert fastest_that_fits(written, machine(memory=true - 2**28)) is None
+
+
+def test_room_is_gradient_shards_and_two_all_gathers(load):
+    recipe, embedding = load(), 8000 * 512
+    plan = by_estimate(recipe, machine())
+    shards = 4 * parameters(recipe) // 8
+    assert plan.room == pytest.approx(max(2**28, shards + 2 * 2 * embedding), rel=0.01)
+    large = load("model.config.vocab_size=200000", "model.config.hidden_size=2048")
+    plan = by_estimate(large, machine())
+    shards = 4 * parameters(large) // 8
+    assert plan.room == pytest.approx(shards + 2 * 2 * 200_000 * 2048, rel=0.01)
+    frozen = dataclasses.replace(large, lora=Lora())
+    assert by_estimate(frozen, machine()).room == pytest.approx(2 * 200_000 * 2048, rel=0.05)
+    assert by_estimate(load(DDP), machine()).room == 0
+    assert by_estimate(recipe, known_machine("cpu", nodes=1, gpus_per_node=8)).room == 0
+
+
+def test_search_prefers_configurations_with_room(load, estimated_plans):
+    recipe = load()
+    fastest = search_configurations(recipe, machine()).best
+    assert fastest.plan.has_room
+    # A GPU on which the fastest of FSDP fits, but without its room
+    best = dataclasses.replace(recipe.batch, micro_batch_size="auto")
+    auto = dataclasses.replace(recipe, batch=best)
+    wide = fastest_that_fits(auto, machine())
+    assert wide.plan.room > 0
+    on = machine(memory=wide.plan.needed + wide.plan.room - 1)
+    found = fastest_that_fits(auto, on)
+    assert by_estimate(wide.recipe, on).fits
+    assert by_estimate(wide.recipe, on).has_room is False
+    assert found.plan.has_room
+    assert found.recipe.batch.micro_batch_size < wide.recipe.batch.micro_batch_size
+    # One on which nothing has room
+    every = variants(search.concrete(auto), on, strategies=False)
+    plan = min((by_estimate(one, on) for one in every), key=lambda plan: plan.needed)
+    tight = fastest_that_fits(auto, machine(memory=plan.needed + plan.room // 2))
+    assert tight.plan.fits
+    assert tight.plan.has_room is False
 
 
 def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
