@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from launcher.distributed.environment import Environment
+from launcher.distributed.environment import REPORT_SECONDS, Environment
 from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
 
@@ -261,12 +261,16 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
     return generation
 
 
-def set_timeout(seconds: int) -> None:
+def set_timeout(seconds: int, *, hang_timeout: int) -> None:
     """Sets the timeout of all groups except that of checkpoints.
 
     Must be called when all groups exist, because those of a device mesh start with a default
-    timeout, and again after the first collectives, which are slow.
+    timeout, and again after the first collectives, which are slow. NCCL's timeout ends the process
+    without a report, so it comes after the one of the watchdog (`reliability/watchdog.py`).
     """
+    nccl = timedelta(seconds=max(seconds, hang_timeout) + REPORT_SECONDS)
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc != CHECKPOINT_GROUP:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if torch.device("cuda") in group._device_types:
+                group._get_backend(torch.device("cuda"))._set_default_timeout(nccl)

@@ -13,7 +13,7 @@ from launcher.console import configure_logging, task
 from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel, from_rank_0
+from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.models.config_keys import check_config_keys
 from launcher.recipe.load import LoadedRecipe
@@ -89,7 +89,9 @@ def train(
             progress=progress,
             post_mortem=post_mortem,
         ) as failures,
-        Watch(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
+        Watch(
+            failures, stop=stop, hang_timeout=settings.hang_timeout, timeout=settings.timeout
+        ) as watch,
     ):
         configure_logging()
         rank = Rank(environment, ranks, run, stop, failures, post_mortem, watch, progress)
@@ -123,7 +125,7 @@ class TrainingRun:
             skipped_rows=skipped_rows,
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
-        process_group.set_timeout(recipe.run.init_timeout)
+        self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
         self._graph_breaks = 0
         self._targets, self._warned_of_targets = 0, False
@@ -150,6 +152,9 @@ class TrainingRun:
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
             self._resume(resumed)
+
+    def _set_timeout(self, seconds: int) -> None:
+        process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
@@ -238,6 +243,9 @@ class TrainingRun:
         self._progress.heartbeat(phase)
 
     def _record(self, step: Step) -> None:
+        if step.number == self._position.step + 1:
+            gather(None, self._ranks.group)  # waits for ranks that are still in the first step
+            self._set_timeout(self._recipe.run.timeout)
         self._progress.step_done(step.number)
         self._reporter.step(step)
         if self._recipe.model.compile and self._ranks.rank == 0:
@@ -246,8 +254,6 @@ class TrainingRun:
             for reason in graph_breaks()[self._graph_breaks :]:
                 self._graph_breaks += 1
                 logger.info(f"compile: the graph of a block is split. {reason}")
-        if step.number == self._position.step + 1:
-            process_group.set_timeout(self._recipe.run.timeout)
 
     def _check_targets(self, step: Step) -> None:
         """Warns of a step without a target. Raises RecipeError if no step of the run had one."""

@@ -1,8 +1,8 @@
 """Null GPUs for tests: the environment for processes that use them, and the log of CUDA calls."""
 
 import ctypes
+import importlib.util
 import os
-import sysconfig
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,4 +130,6 @@ def preloaded() -> ctypes.CDLL:
 
 def cuda_build() -> bool:
     """Whether PyTorch is installed as a CUDA build."""
-    return any(Path(sysconfig.get_path("purelib")).glob("torch/lib/libtorch_cuda.so"))
+    torch = importlib.util.find_spec("torch")
+    folders = [] if torch is None else torch.submodule_search_locations or []
+    return any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in folders)
