@@ -147,7 +147,7 @@ class Reporter:
             record["mfu"] = rate / (flops.peak * len(self._hosts))
         return record
 
-    def _count_retries(self, record: dict[str, Any]) -> None:
+    def _count_retries(self, record: Json) -> None:
         """Keeps a record's memory for status.json. Warns of the first retried allocations after
         `WARM_UP_STEPS`."""
         before, self._logged = self._logged, record["step"]
