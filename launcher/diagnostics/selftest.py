@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
@@ -158,11 +159,8 @@ def largest_difference(values: list[float], reference: list[float]) -> float:
 
 def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], bool]:
     """Lines, and whether all differences are within their tolerances."""
-    width = max(len(variant.name) for variant in variants)
-    row = f"{{:<{width}}}  {{:<9}}  {{:>5}}  {{:>12}}  {{:>22}}  {{:>22}}".format
     differs = ("loss differs by", "grad_norm differs by")
-    head = row("strategy", "precision", "ranks", "accumulation", *differs)
-    lines, good = [head, "-" * len(head)], True
+    rows, good = [["strategy", "precision", "ranks", "accumulation", *differs, ""]], True
     for variant, values in zip(variants, results, strict=True):
         mixed = variant.recipe.strategy.mixed_precision
         limits = FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
@@ -172,10 +170,10 @@ def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], b
         if variant is variants[0]:
             cells = ["reference", "reference"]
         precision = "float32" if mixed is None else mixed.param_dtype
-        line = row(variant.name, precision, variant.ranks, variant.accumulation, *cells)
-        lines.append(line + ("" if fine else "  TOO MUCH"))
+        counts = (str(variant.ranks), str(variant.accumulation))
+        rows.append([variant.name, precision, *counts, *cells, "" if fine else "TOO MUCH"])
         good = good and fine
-    return lines, good
+    return list(aligned(rows, "<<>>>><")), good
 
 
 def selftest_recipe(setting: Json) -> Recipe:

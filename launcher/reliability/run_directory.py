@@ -127,8 +127,10 @@ class RunFolder:
         return [event for event in self.read_events() if event["event"] == "started"]
 
     def last_step(self) -> int:
-        """The last step in metrics.jsonl; 0 if there is none."""
-        return int(last_line(self.metrics).get("step") or 0)
+        """The last step that metrics.jsonl or status.json names; 0 if metrics.jsonl is empty, as
+        where the run starts from scratch. Not every step is logged (logging.every_steps)."""
+        steps = (last_line(self.metrics).get("step"), self.read_status().get("step"))
+        return int(max(step or 0 for step in steps)) if steps[0] else 0
 
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""

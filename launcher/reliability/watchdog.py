@@ -44,7 +44,7 @@ _ANSWER_SECONDS = 5.0
 _SLOW, _HANG, _ANSWER = "watch/slow", "watch/hang", "watch/answer_{}".format
 
 Answer = dict[str, Any]
-"""A rank's position in its code, its collectives, and the states of its neighbours' processes."""
+"""A rank's position in its code, and the states of its neighbours' processes."""
 
 
 class Watch:

@@ -91,8 +91,8 @@ class CheckpointManager:
         """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
         one in this path. Returns None if `resume` is `never` or there is none.
 
-        Raises RecipeError if a change of the recipe, the data or the weights is not allowed, NoneLeftError if
-        all checkpoints are damaged, UnreadableError if they cannot be read.
+        Raises RecipeError if a change of the recipe, the data or the weights is not allowed,
+        NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
