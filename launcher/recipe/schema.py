@@ -56,7 +56,8 @@ class Run(Section):
     deterministic: StrictBool = False
     """true: the same bits on CUDA too, at some cost in speed."""
     timeout: Seconds = 600
-    """Seconds that a collective may take after the first step."""
+    """Seconds that a collective may take after the first step. NCCL's take at least hang_timeout:
+    the report of a hang names the rank that is behind."""
     init_timeout: Seconds = 1800
     """Seconds that the first collectives may take, while other ranks still load and compile."""
     float32_matmul: Literal["highest", "high", "medium"] = "high"

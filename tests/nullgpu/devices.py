@@ -1,13 +1,12 @@
 """Null GPUs for tests: the environment for processes that use them, and the log of CUDA calls."""
 
 import ctypes
-import importlib.util
 import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.nullgpu.build import build
+from tests.nullgpu.build import SITE, build
 
 TRAIN = Path(__file__).parent / "train.py"
 MEBIBYTE = 2**20
@@ -130,6 +129,4 @@ def preloaded() -> ctypes.CDLL:
 
 def cuda_build() -> bool:
     """Whether PyTorch is installed as a CUDA build."""
-    torch = importlib.util.find_spec("torch")
-    folders = [] if torch is None else torch.submodule_search_locations or []
-    return any(Path(folder, "lib/libtorch_cuda.so").exists() for folder in folders)
+    return (SITE / "torch/lib/libtorch_cuda.so").exists()
