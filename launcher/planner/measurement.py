@@ -241,7 +241,7 @@ def _train(
 ) -> dict[str, Any]:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
     device, sizes = ranks.device, dict[str, Any]()
-    random = with_random_weights(recipe, compile=recipe.model.compile)
+    random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     wrapped = prepared.wrap(random, ranks)
