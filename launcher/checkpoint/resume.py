@@ -297,6 +297,13 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
+def newest_recipe(run: RunFolder) -> dict[str, Any]:
+    """The recipe, without `auto`, of the newest checkpoint that can be read; {} without one."""
+    checkpoints = reversed(list_checkpoints(run.path / "checkpoints"))
+    recorded = next(filter(None, map(_read_recorded, checkpoints)), None)
+    return {} if recorded is None else recorded.recipe
+
+
 class _Recorded(NamedTuple):
     """A checkpoint, its step, and the recipe that it was written with."""
 

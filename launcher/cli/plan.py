@@ -135,12 +135,17 @@ def _report(
     from rich.console import Console
 
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import fastest, measurement, plan, search
+    from launcher.planner import fastest, measurement, plan, recipes, search
 
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe = loaded.recipe
     progress = Console(stderr=True, quiet=quiet).status
+    if recipe.model.compile == "auto":
+        here = verify or measure_fastest
+        recipe, note = recipes.with_compile(recipe, machine.device, here=here)
+        word = f"model.compile={str(recipe.model.compile).lower()}"
+        overrides, notes = [*overrides, word], [*notes, note]
     if open_keys(recipe):
         with progress("choosing what is auto"):
             recipe, chosen, note = _choose(recipe, machine)

@@ -143,6 +143,8 @@ def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, determinis
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Compiled kernels are not chosen by timing them
+        variables.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 def segments_grow(variables: Mapping[str, str] = os.environ) -> bool:

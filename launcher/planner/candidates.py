@@ -71,6 +71,7 @@ def variants(
     micro_batches: bool = True,
     reshards: bool = False,
     precisions: bool = True,
+    compiles: bool = False,
 ) -> list[Recipe]:
     """All combinations of settings that have an effect, each once.
 
@@ -91,7 +92,11 @@ def variants(
             recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
-    return list(recipes.values())
+    found = list(recipes.values())
+    if compiles and machine.device == "cuda" and not written.model.compile:
+        compiled = dataclasses.replace(written.model, compile=True)
+        found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
+    return found
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
@@ -172,7 +177,7 @@ def _strategies(
 def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]:
     """A sort key for configurations of equal speed; the simplest configuration has the smallest.
 
-    In order of weight: CPU offload, activations on the host, unusual settings, precision,
+    In order of weight: CPU offload, activations on the host, unusual settings, precision, compile,
     checkpointing, sharding, number of overrides.
     """
     recipe = configuration.recipe
@@ -190,6 +195,7 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
         int(checkpointing is not None and checkpointing.offload_to_cpu),
         sum(unusual),
         int(compute_dtype(strategy) != compute_dtype(written.strategy)),
+        int(recipe.model.compile != written.model.compile),
         0 if checkpointing is None else 1 if checkpointing.mode == "selective" else 2,
         2 if strategy.kind != "ddp" else int(strategy.shard_optimizer),
         len(configuration.overrides),

@@ -240,7 +240,7 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
 def _train(recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int) -> Json:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
     device, sizes = ranks.device, dict[str, object]()
-    random = with_random_weights(recipe, compile=recipe.model.compile)
+    random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     wrapped = prepared.wrap(random, ranks)

@@ -141,7 +141,7 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     Raises RecipeError as `prepare_model`.
     """
     mixed = recipe.strategy.mixed_precision
-    key = repr((recipe.model, recipe.lora, recipe.data, mixed, device))
+    key = repr((with_random_weights(recipe).model, recipe.lora, recipe.data, mixed, device))
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]

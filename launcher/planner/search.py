@@ -62,7 +62,7 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
     recipe = concrete(recipe)
     search = _Search(recipe, machine)
     written = search.trace(search.estimate(recipe))
-    evaluated = [search.estimate(variant) for variant in variants(recipe, machine)]
+    evaluated = [search.estimate(variant) for variant in variants(recipe, machine, compiles=True)]
     best = search.fastest(evaluated)
     nothing_fits = best is None and machine.memory is not None
     shown = [] if nothing_fits else _shown([c for c in evaluated if search.may_fit(c)], recipe)

@@ -102,8 +102,9 @@ class Model(Section):
     attention: Text = "auto"
     """auto: sdpa if transformers has it for the model, else eager. Or any attention name of
     transformers: sdpa, eager, flash_attention_2, ..."""
-    compile: StrictBool = False
-    """torch.compile each block; compiled code is kept in data.cache."""
+    compile: StrictBool | Literal["auto"] = False
+    """torch.compile each block and the loss; compiled code is kept in data.cache. auto: true on a
+    GPU where Triton can compile."""
     chunked_loss: StrictBool = True
     """Compute the loss for a chunk of the vocabulary at a time, without full logits; only if the
     logits are the output of a linear layer."""

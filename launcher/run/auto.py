@@ -23,6 +23,7 @@ from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import Json, replace_text
 from launcher.reliability.run_directory import RunFolder
+from launcher.run.compilation import resolve_compile
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,18 @@ def resolve_auto(
     start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
-    if not open_keys(recipe):
-        return recipe
+    written, recipe = recipe, resolve_compile(recipe, ranks=ranks, run=run)
+    if open_keys(recipe):
+        recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
+    if recipe is not written and ranks.rank == 0:
+        run.check()
+        replace_text(run.path / "recipe.yaml", to_yaml(recipe))
+    return recipe
+
+
+def _resolve_by_plan(
+    recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: RunFolder
+) -> Recipe:
     answer: tuple[Recipe, Sequence[str], str] | Exception | None = None
     if ranks.rank == 0:
         logger.info("auto: looking for the fastest configuration that fits ...")
@@ -93,9 +104,6 @@ def resolve_auto(
         raise answer
     assert answer is not None
     chosen, overrides, why = answer
-    if ranks.rank == 0:
-        run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(chosen))
     lines = "".join(f"\n      {override}" for override in overrides)
     logger.info(f"auto: {why}{lines}")
     return chosen

@@ -24,13 +24,13 @@ from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.auto import detect_machine, resolve_auto
 from launcher.run.checkpoint_manager import CheckpointManager
+from launcher.run.compilation import Compilation
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
-from launcher.strategies.wrap import graph_breaks
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
 from launcher.training.setup import Hooks, assemble
@@ -127,7 +127,7 @@ class TrainingRun:
         )
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
-        self._graph_breaks = 0
+        self._compilation = Compilation(self._progress, rank=rank.ranks.rank)
         self._targets, self._warned_of_targets = 0, False
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
@@ -180,6 +180,10 @@ class TrainingRun:
 
     def execute(self) -> bool:
         """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
+        with self._compilation.observed() if self._recipe.model.compile else nullcontext():
+            return self._execute()
+
+    def _execute(self) -> bool:
         if self._evaluation_due and self._evaluate(self._position.step) is None:
             self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
         finished = self._train()
@@ -248,12 +252,7 @@ class TrainingRun:
             self._set_timeout(self._recipe.run.timeout)
         self._progress.step_done(step.number)
         self._reporter.step(step)
-        if self._recipe.model.compile and self._ranks.rank == 0:
-            # Most are known after the first step, but a micro-batch of another kind, such as the
-            # first one with a packed row, is compiled when it comes
-            for reason in graph_breaks()[self._graph_breaks :]:
-                self._graph_breaks += 1
-                logger.info(f"compile: the graph of a block is split. {reason}")
+        self._compilation.report(step.number)
 
     def _check_targets(self, step: Step) -> None:
         """Warns of a step without a target. Raises RecipeError if no step of the run had one."""

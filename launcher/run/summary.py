@@ -100,7 +100,7 @@ def _model(training: Training) -> Iterator[str]:
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "
-            "group, and nothing is checkpointed"
+            "group, and nothing is checkpointed or compiled"
         )
     if (checkpointing := recipe.activation_checkpointing) is not None:
         wrapped = sum(map(is_checkpointed, module.modules()))

@@ -144,7 +144,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
             "strategy.mixed_precision={param_dtype: bfloat16}": (
                 gpu and strategy.mixed_precision is None
             ),
-            "model.compile=true": gpu and not recipe.model.compile,
+            "model.compile=true": gpu and recipe.model.compile is False,
             f"batch.micro_batch_size={2 * micro}": gpu and memory and accumulates and micro > 0,
         },
     }[name]

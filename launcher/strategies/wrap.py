@@ -77,11 +77,3 @@ def _mark_documents(model: nn.Module, args: object, kwargs: Mapping[str, torch.T
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in kwargs:
             torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
-
-
-def graph_breaks() -> list[str]:
-    """The reasons of all graph breaks that dynamo has recorded so far, each once."""
-    from torch._dynamo.utils import counters
-
-    texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]
-    return list(dict.fromkeys(". ".join(lines[:2]) for lines in texts))

@@ -158,7 +158,7 @@ class PreparedModel:
             Parts(self.blocks, self.outer_units, kept),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
-            compile=recipe.model.compile,
+            compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
             ranks=ranks,
             init_fn=init_fn or self.init_fn,
         )
@@ -236,7 +236,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         )
     transform = logits_transform(model) if sequences else None
     if transform is not None and recipe.model.chunked_loss:
-        ChunkedHead(model, transform)
+        ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
     return PreparedModel(
         model,
         blocks,

@@ -52,6 +52,16 @@ def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
     return known_machine("h100", nodes=nodes, gpus_per_node=gpus, memory=memory, **settings)
 
 
+def test_search_offers_compiled_blocks_on_gpus(load):
+    recipe = load()
+    settings = {"strategies": False, "micro_batches": False, "compiles": True}
+    (_, compiled) = variants(recipe, machine(), **settings)
+    assert overrides_between(recipe, compiled) == ("model.compile=true",)
+    on_cpus = known_machine("cpu", nodes=1, gpus_per_node=2)
+    for written, where in ((recipe, on_cpus), (compiled, machine())):
+        assert variants(written, where, **settings) == [written]
+
+
 # Rates
 
 # fmt: off

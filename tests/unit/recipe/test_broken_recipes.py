@@ -243,6 +243,7 @@ MISTAKES_IN_ARGUMENTS = [
      "strategy.cpu_offload.what=optimizer: needs optimizer.name: adamw or sgd"),
     (None, ["optimizer={name: sgd, momentum: 0}", "strategy.cpu_offload.optimizer_path=/a"],
      "strategy.cpu_offload.optimizer_path=/a: needs optimizer.momentum"),
+    (None, ["model.compile=maybe"], "model.compile=maybe: must be true or false or auto; got 'maybe'"),
     (None, ["strategy.kind=ddp", "strategy.reshard_after_forward=auto"],
      "strategy.reshard_after_forward=auto: needs strategy.kind: fsdp or auto"),
     (None, ["strategy.shard_optimizer=true"], "strategy.shard_optimizer=true: needs strategy.kind: ddp or auto"),
