@@ -24,6 +24,7 @@ from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.auto import detect_machine, resolve_auto
 from launcher.run.checkpoint_manager import CheckpointManager
+from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
@@ -198,15 +199,15 @@ class TrainingRun:
     def _train(self) -> bool:
         """Trains to the end or until the run is stopped; rewinds if it diverges."""
         rewinds = 0
-        with self._profiler or nullcontext():
+        with self._profiler or nullcontext(), GarbageCollection() as garbage:
             while True:
                 try:
-                    return self._train_from_position()
+                    return self._train_from_position(garbage)
                 except DivergedError as error:
                     rewinds += 1
                     self._rewind(error, allowed=rewinds <= MAX_REWINDS)
 
-    def _train_from_position(self) -> bool:
+    def _train_from_position(self, garbage: GarbageCollection) -> bool:
         self._progress.preparing = False
         if self._early_stopping.over:  # in an earlier start
             return True
@@ -221,6 +222,8 @@ class TrainingRun:
             if interrupted or (stopping and step.number < self._steps):
                 self._reporter.flush()
                 return early  # after an interrupted evaluation, the next start repeats it
+            saved = self._saved_after == step.number
+            garbage.step_done(step.number, everything=saved or bool(scores))
         self._reporter.flush()
         return True
 
