@@ -22,7 +22,7 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
-from launcher.run.auto import detect_machine, resolve_auto
+from launcher.run.auto import detect_machine, resolve_auto, resolve_collectives
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
@@ -34,7 +34,7 @@ from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.strategies.wrap import graph_breaks
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.setup import Hooks, assemble
+from launcher.training.setup import Hooks, PreparedModel, assemble, prepare_model
 
 logger = logging.getLogger(__name__)
 
@@ -108,18 +108,14 @@ class TrainingRun:
         # Rank 0 decides: another node may see the folder a little later
         decided = (resume, directory.first_day()) if environment.main else None
         resume, first_day = from_rank_0(decided, rank.ranks.group)
-        machine = detect_machine(rank.ranks, environment)
-        recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
-        if recipe.data.date is None and recipe.data.builder is None:
-            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
-        self._recipe = recipe
-        rank.post_mortem.resolved(recipe, machine)
-        self._check_device(loaded)
+        prepared = self._resolve(loaded, resume, first_day)
+        recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
         recorder = StepRecorder(rank.ranks)
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),
+            prepared=prepared,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
@@ -151,6 +147,21 @@ class TrainingRun:
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
             self._resume(resumed)
+
+    def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str) -> PreparedModel:
+        """Sets the recipe, with what was chosen for `auto`. Returns its model."""
+        rank, ranks, run = self._rank, self._ranks, self._rank.directory
+        machine = detect_machine(ranks, rank.environment)
+        self._recipe = recipe = resolve_auto(loaded.recipe, machine, ranks=ranks, run=run)
+        rank.post_mortem.resolved(recipe, machine)
+        self._check_device(loaded)
+        prepared = prepare_model(recipe, device=ranks.device)
+        recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)
+        if recipe.data.date is None and recipe.data.builder is None:
+            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
+        self._recipe = recipe
+        rank.post_mortem.resolved(recipe, machine)
+        return prepared
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
