@@ -77,7 +77,7 @@ class WidthsBench(Bench):
         file = folder / "memory.0"
         counters = json.loads(file.read_text()) if file.exists() else {}
         loaded = load_recipe([f"recipe={folder}/recipe.yaml"], ranks=self.ranks, files=False)
-        recipe = concrete(loaded.recipe)
+        recipe = concrete(loaded.recipe, machine)
         profile = profile_model(recipe, device=machine.device)
         planned = make_plan(recipe, machine).step.peak.components.total
         peak = max(line["peak_memory_bytes"] for line in lines)

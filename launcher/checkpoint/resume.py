@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -214,8 +214,7 @@ def decide(
         if Path(wanted).resolve().parent != own.resolve():
             not_continued = f"it was not started from checkpoint.resume={wanted} "
             not_continued += "(checkpoint.resume=auto continues it)"
-    candidates = reversed(checkpoints) if source == "auto" else [Path(source)]
-    recorded = next(filter(None, map(_read_recorded, candidates)), None)
+    recorded = _newest(source, checkpoints)
     if recorded is None:
         return Decision(source, not_continued)
     now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
@@ -297,7 +296,7 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
-def newest_recipe(run: RunFolder) -> dict[str, Any]:
+def newest_recipe(run: RunFolder) -> Json:
     """The recipe, without `auto`, of the newest checkpoint that can be read; {} without one."""
     checkpoints = reversed(list_checkpoints(run.path / "checkpoints"))
     recorded = next(filter(None, map(_read_recorded, checkpoints)), None)
@@ -305,11 +304,40 @@ def newest_recipe(run: RunFolder) -> dict[str, Any]:
 
 
 class _Recorded(NamedTuple):
-    """A checkpoint, its step, and the recipe that it was written with."""
+    """A checkpoint, its step, and the recipe and the number of ranks that it was written with."""
 
     path: Path
     step: int
     recipe: Json
+    ranks: int | None
+
+
+def _newest(source: str, checkpoints: Sequence[Path]) -> _Recorded | None:
+    """The newest checkpoint of `Decision.source` that can be read."""
+    candidates = reversed(checkpoints) if source == "auto" else [Path(source)]
+    return next(filter(None, map(_read_recorded, candidates)), None)
+
+
+def earlier_strategy(
+    recipe: Recipe, run: RunFolder, source: str, *, ranks: int, except_for: Collection[str]
+) -> Json | None:
+    """The section `strategy` that the checkpoint of `Decision.source` was written with.
+
+    None if it was written on another number of ranks, or if its batch, strategy or activation
+    checkpointing differ in more than the keys `except_for`; then a resume is not exact.
+    """
+    if source == "never":
+        return None
+    own = run.path / "checkpoints"
+    recorded = _newest(source, list_checkpoints(own) if source == "auto" else [])
+    if recorded is None or recorded.ranks != ranks:
+        return None
+    now = yaml.safe_load(to_yaml(recipe))
+    sections = ("batch", "strategy", "activation_checkpointing")
+    before, after = ({key: each.get(key) for key in sections} for each in (recorded.recipe, now))
+    if {key for key, _, _ in _differences(before, after)} - {*except_for}:
+        return None
+    return dict(recorded.recipe["strategy"])
 
 
 def _read_recorded(checkpoint: Path) -> _Recorded | None:
@@ -317,6 +345,7 @@ def _read_recorded(checkpoint: Path) -> _Recorded | None:
     try:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])
-        return _Recorded(checkpoint, int(state.get("step", 0)), dict(recipe))
+        step = int(state.get("step", 0))
+        return _Recorded(checkpoint, step, dict(recipe), state.get("ranks"))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
         return None  # reported when it is loaded

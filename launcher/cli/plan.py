@@ -146,10 +146,11 @@ def _report(
         recipe, note = recipes.with_compile(recipe, machine.device, here=here)
         word = f"model.compile={str(recipe.model.compile).lower()}"
         overrides, notes = [*overrides, word], [*notes, note]
-    if open_keys(recipe):
-        with progress("choosing what is auto"):
-            recipe, chosen, note = _choose(recipe, machine)
-        overrides, notes = [*overrides, *chosen], [*notes, note]
+    with progress("choosing what is auto"):
+        chosen = _choose(recipe, machine)
+    if chosen is not None:
+        recipe, added, note = chosen
+        overrides, notes = [*overrides, *added], [*notes, note]
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
@@ -167,15 +168,24 @@ def _report(
     return as_json(recipe, planned, result, verified) | {"measured": trials}
 
 
-def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str]:
-    """The recipe with each `auto` replaced, the overrides that do the same, and a note."""
-    from launcher.planner import candidates, search
+def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
+    """The recipe with each `auto` replaced, the overrides that do the same, and a note. None if
+    nothing is `auto`."""
+    from launcher.planner import candidates, profile, search
     from launcher.run import auto as detect
 
+    if not open_keys(recipe):
+        if not detect.open_collectives(recipe, ranks=machine.ranks):
+            return None
+        full = profile.profile_model(recipe, device=machine.device)
+        shapes = dataclasses.replace(full, saved={})
+        chosen, why = detect.choose_collectives(recipe, machine, (shapes, lambda: full))
+        added = candidates.overrides_between(recipe, chosen)
+        return chosen, added, f"auto stands for {why}"
     if (choice := detect.choose(recipe, machine)) is not None:
         chosen, overrides, why = choice
         return chosen, overrides, f"auto stands for {' '.join(overrides)}: {why}"
-    chosen = search.concrete(recipe)
+    chosen = search.concrete(recipe, machine)
     overrides = candidates.overrides_between(recipe, chosen)
     unknown = machine.memory is None and machine.host_memory is None
     why = "no memory is known to choose for" if unknown else "nothing fits"

@@ -116,7 +116,9 @@ def _strategies(
     fsdp = Strategy(
         kind="fsdp",
         mixed_precision=None,
-        reshard_after_forward=own.reshard_after_forward is not False,
+        # What `auto` is for a model that leaves most of the memory free
+        reshard_after_forward=own.reshard_after_forward is True,
+        sync_every_micro_batch=own.sync_every_micro_batch is True,
         reshard_after_backward=own.reshard_after_backward,
     )
     offload = replace(fsdp, cpu_offload=CpuOffload())

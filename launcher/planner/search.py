@@ -21,6 +21,7 @@ from launcher.planner.candidates import (
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
 
@@ -59,7 +60,7 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
 
     Raises RecipeError as `prepare_model`.
     """
-    recipe = concrete(recipe)
+    recipe = concrete(recipe, machine)
     search = _Search(recipe, machine)
     written = search.trace(search.estimate(recipe))
     evaluated = [search.estimate(variant) for variant in variants(recipe, machine, compiles=True)]
@@ -96,12 +97,14 @@ def fastest_that_fits(
 def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) -> list[Recipe]:
     """Recipes that may replace `auto`: only what is `auto` varies, with strategy.kind also the
     checkpointing."""
+    strategy, sharded = recipe.strategy, recipe.strategy.kind != "ddp"
     recipes = variants(
-        concrete(recipe),
+        concrete(recipe, machine),
         machine,
-        strategies=recipe.strategy.kind == "auto",
+        strategies=strategy.kind == "auto",
         micro_batches=recipe.batch.micro_batch_size == "auto",
-        reshards=recipe.strategy.reshard_after_forward == "auto",
+        reshards=sharded and strategy.reshard_after_forward == "auto",
+        syncs=sharded and strategy.sync_every_micro_batch == "auto",
         precisions=False,
     )
     length, most = recipe.data.sequence_length, limit_micro_batch or math.inf
@@ -111,7 +114,7 @@ def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) 
 def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:
     """Configurations to measure, which fit by trace: the recipe as written, then the fastest of
     each strategy, resharding and checkpointing, the fastest first and CPU offload last."""
-    recipe = concrete(recipe)
+    recipe = concrete(recipe, machine)
     search = _Search(recipe, machine)
     kinds: dict[Any, list[Configuration]] = {}
     for candidate in map(search.estimate, variants(recipe, machine, precisions=False)):
@@ -136,16 +139,22 @@ def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list
     return chosen
 
 
-def concrete(recipe: Recipe) -> Recipe:
-    """The recipe with the default in place of `auto`: fsdp, one sequence, resharding."""
+def concrete(recipe: Recipe, machine: Machine) -> Recipe:
+    """The recipe with the least memory in place of `auto`: fsdp, one sequence, resharding, and a
+    reduction in each micro-batch."""
     strategy, batch = recipe.strategy, recipe.batch
-    if strategy.reshard_after_forward == "auto":
-        strategy = dataclasses.replace(strategy, reshard_after_forward=True)
     if strategy.kind == "auto":
         strategy = dataclasses.replace(strategy, kind="fsdp")
+    fsdp = strategy.kind == "fsdp"
+    if strategy.reshard_after_forward == "auto" and fsdp:
+        strategy = dataclasses.replace(strategy, reshard_after_forward=True)
     if batch.micro_batch_size == "auto":
         batch = dataclasses.replace(batch, micro_batch_size=1)
-    return dataclasses.replace(recipe, strategy=strategy, batch=batch)
+    recipe = dataclasses.replace(recipe, strategy=strategy, batch=batch)
+    accumulates = micro_batches_of(recipe, ranks=machine.ranks) > 1
+    if strategy.sync_every_micro_batch == "auto" and accumulates:
+        strategy = dataclasses.replace(strategy, sync_every_micro_batch=fsdp)
+    return dataclasses.replace(recipe, strategy=strategy)
 
 
 class _Search:
@@ -153,7 +162,7 @@ class _Search:
 
     def __init__(self, written: Recipe, machine: Machine) -> None:
         self._written, self._machine = written, machine
-        self._profile = profile_model(concrete(written), device=machine.device)
+        self._profile = profile_model(concrete(written, machine), device=machine.device)
         self._scales: dict[tuple[str, str | None], float] = {}
         """Ratio of traced to estimated bytes of tensors, by strategy and checkpointing."""
 

@@ -242,9 +242,10 @@ class Strategy(Section):
     shard_optimizer: StrictBool = False
     """ddp: each rank holds the optimizer state of its share of the parameters, and updates them
     (ZeRO-1). fsdp does so anyway."""
-    reshard_after_forward: StrictBool | Literal["auto"] = True
+    reshard_after_forward: StrictBool | Literal["auto"] = "auto"
     """fsdp; true: free a block's unsharded weights after its forward pass (ZeRO-3). false: keep
-    them until its backward pass (ZeRO-2). auto: false if that fits by the memory plan."""
+    them until its backward pass (ZeRO-2). auto: false if that leaves 15 % of the memory free, by
+    estimate."""
     reshard_after_backward: StrictBool = True
     """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step: faster,
     more memory."""
@@ -254,7 +255,7 @@ class Strategy(Section):
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
-    traffic). auto: true with fsdp, false with ddp."""
+    traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""
 
 
 class ActivationCheckpointing(Section):

@@ -32,8 +32,8 @@ def resolve_compile(recipe: Recipe, *, ranks: DataParallel, run: RunFolder) -> R
         return recipe
     reasons = gather(why_eager(ranks.device, here=True), ranks.group)
     why = next((reason for reason in reasons if reason is not None), None)
-    before = newest_recipe(run) if ranks.rank == 0 else {}
-    before = from_rank_0(before.get("model", {}).get("compile"), ranks.group)
+    recorded = newest_recipe(run) if ranks.rank == 0 else {}
+    before = from_rank_0(recorded.get("model", {}).get("compile"), ranks.group)
     on = why is None and before is not False
     text = f"auto: model.compile={str(on).lower()}"
     if why is not None:

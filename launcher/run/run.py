@@ -22,9 +22,10 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
-from launcher.run.auto import detect_machine, resolve_auto
+from launcher.run.auto import detect_machine, resolve_auto, resolve_collectives
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
+from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
@@ -33,7 +34,7 @@ from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.setup import Hooks, assemble
+from launcher.training.setup import Hooks, PreparedModel, assemble, prepare_model
 
 logger = logging.getLogger(__name__)
 
@@ -108,19 +109,15 @@ class TrainingRun:
         directory, environment = rank.directory, rank.environment
         # Rank 0 decides: another node may see the folder a little later
         start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
-        resume, first_day = from_rank_0(start, rank.ranks.group)
-        machine = detect_machine(rank.ranks, environment)
-        recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
-        if recipe.data.date is None and recipe.data.builder is None:
-            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
-        self._recipe = recipe
-        rank.post_mortem.resolved(recipe, machine)
-        self._check_device(loaded)
+        source, first_day = from_rank_0(start, rank.ranks.group)
+        prepared = self._resolve(loaded, source, first_day)
+        recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
         recorder = StepRecorder(rank.ranks)
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),
+            prepared=prepared,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
@@ -133,9 +130,9 @@ class TrainingRun:
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints: CheckpointManager | None = None
         self._evaluation_due, position, resumed = recipe.evaluation.at_start, Position(), None
-        if recipe.checkpoint.every_steps is not None or resume != "never":
+        if recipe.checkpoint.every_steps is not None or source != "never":
             self._checkpoints = CheckpointManager(directory, training)
-            resumed = self._checkpoints.restore(resume)
+            resumed = self._checkpoints.restore(source)
         if resumed is not None:
             self._evaluation_due, position = resumed.evaluation_due, resumed.position
         self._move_to(position)
@@ -155,6 +152,21 @@ class TrainingRun:
 
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
+
+    def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str) -> PreparedModel:
+        """Sets the recipe, with what was chosen for `auto`. Returns its model."""
+        rank, ranks, run = self._rank, self._ranks, self._rank.directory
+        machine = detect_machine(ranks, rank.environment)
+        self._recipe = recipe = resolve_auto(loaded.recipe, machine, ranks=ranks, run=run)
+        rank.post_mortem.resolved(recipe, machine)
+        self._check_device(loaded)
+        prepared = prepare_model(recipe, device=ranks.device)
+        recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)
+        if recipe.data.date is None and recipe.data.builder is None:
+            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
+        self._recipe = recipe
+        rank.post_mortem.resolved(recipe, machine)
+        return prepared
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
@@ -207,15 +219,15 @@ class TrainingRun:
     def _train(self) -> bool:
         """Trains to the end or until the run is stopped; rewinds if it diverges."""
         rewinds = 0
-        with self._profiler or nullcontext():
+        with self._profiler or nullcontext(), GarbageCollection() as garbage:
             while True:
                 try:
-                    return self._train_from_position()
+                    return self._train_from_position(garbage)
                 except DivergedError as error:
                     rewinds += 1
                     self._rewind(error, allowed=rewinds <= MAX_REWINDS)
 
-    def _train_from_position(self) -> bool:
+    def _train_from_position(self, garbage: GarbageCollection) -> bool:
         self._progress.preparing = False
         if self._early_stopping.over:  # in an earlier start
             return True
@@ -230,6 +242,8 @@ class TrainingRun:
             if interrupted or (stopping and step.number < self._steps):
                 self._reporter.flush()
                 return early  # after an interrupted evaluation, the next start repeats it
+            saved = self._saved_after == step.number
+            garbage.step_done(step.number, everything=saved or bool(scores))
         self._reporter.flush()
         return True
 

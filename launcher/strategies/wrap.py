@@ -56,12 +56,11 @@ def wrap(
             ranks=ranks,
             init_fn=init_fn,
         )
-    assert strategy.reshard_after_forward != "auto"  # replaced before the model is wrapped
     reduce_dtype = "float32" if precision is None else precision.reduce_dtype
     policy = FsdpPolicy(
         param_dtype=param_dtype,
         reduce_dtype=getattr(torch, reduce_dtype),
-        reshard_after_forward=strategy.reshard_after_forward,
+        reshard_after_forward=strategy.reshard_after_forward is not False,
         reshard_after_backward=strategy.reshard_after_backward,
         cpu_offload=strategy.cpu_offload,
         replicate=strategy.replicate,

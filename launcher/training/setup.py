@@ -256,14 +256,15 @@ def assemble(
     recipe: Recipe,
     *,
     ranks: DataParallel,
+    prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
     hooks: Hooks | None = None,
 ) -> Training:
-    """Builds everything. Every rank must call this. With `build_data` this process tokenizes what
-    is not cached (one process of a node). `skipped_rows` is a file for the rows of a stream that
-    cannot be used."""
-    prepared = prepare_model(recipe, device=ranks.device)
+    """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
+    With `build_data` this process tokenizes what is not cached (one process of a node).
+    `skipped_rows` is a file for the rows of a stream that cannot be used."""
+    prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
     data = open_run_data(
         recipe.data,

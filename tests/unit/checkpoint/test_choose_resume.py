@@ -14,6 +14,7 @@ from launcher.checkpoint.resume import (
     choose_resume,
     data_changes,
     decide,
+    earlier_strategy,
     finished_run,
     recipe_changes,
 )
@@ -311,6 +312,28 @@ def test_changes_are_those_since_the_newest_checkpoint_that_can_be_read(tmp_path
     words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.seed=7"]
     with pytest.raises(RecipeError, match="step_00000004 is of another recipe"):
         choose_resume(load_recipe(words, ranks=None).recipe, RunFolder(tmp_path))
+
+
+def test_strategy_of_the_checkpoint_is_known_where_a_resume_can_be_exact(tmp_path):
+    run = RunFolder(tmp_path)
+    keys = [f"strategy.{name}" for name in ("sync_every_micro_batch", "reshard_after_forward")]
+
+    def earlier(*overrides, source="auto", ranks=2):
+        written = load_recipe(["recipe=fsdp", *overrides], ranks=None).recipe
+        return earlier_strategy(written, run, source, ranks=ranks, except_for=keys)
+
+    assert earlier() is None, "there is no checkpoint"
+    path = checkpoint(tmp_path, 4)
+    assert earlier() is None, "of a version that did not record the number of ranks"
+    state = {"recipe": yaml.safe_dump(recipe(f"{keys[0]}=false")), "ranks": 2}
+    (path / "state.json").write_text(json.dumps(state))
+    for source in ("auto", str(path)):
+        found = earlier("optimizer.learning_rate=1e-5", source=source)
+        assert (found["sync_every_micro_batch"], found["reshard_after_forward"]) == (False, "auto")
+    assert earlier(source="never") is None
+    assert earlier(ranks=4) is None
+    for change in ("batch.micro_batch_size=2", "strategy.kind=ddp", "activation_checkpointing={}"):
+        assert earlier(change) is None
 
 
 def test_own_checkpoint_is_preferred_to_the_resume_path(tmp_path):

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -59,7 +60,8 @@ def counts_by_rank(ranks, monkeypatch):
             process_group._agree_on_generation(store, rank=rank, ranks=ranks, seconds=100)
             process_group.choose_device(environments[rank], store, "any")
             for name in ("default", "checkpoint"):
-                options = dist.ProcessGroupGloo._Options()
+                gloo: Any = dist.ProcessGroupGloo
+                options = gloo._Options()
                 options._timeout, options._threads = timedelta(seconds=100), 1
                 device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=lazy)
                 options._devices = [device]

@@ -15,6 +15,7 @@ from launcher.cli import plan as command
 from launcher.cli.app import read_size
 from launcher.planner import machine as machines
 from launcher.planner import measurement, plan, search
+from launcher.planner.candidates import overrides_between
 from launcher.planner.formatting import (
     NAMES,
     as_json,
@@ -24,6 +25,7 @@ from launcher.planner.formatting import (
     strategy_text,
 )
 from launcher.planner.memory import COMPONENTS, compare
+from launcher.recipe.load import load_recipe
 from launcher.run import auto as detect
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
@@ -344,7 +346,8 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))
     for fake_planner.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
         assert main.main(["plan", *arguments]) == status
-    assert calls[0] == ([["recipe=x.yaml"]], 8, True)
+    chosen = "strategy.reshard_after_forward=true"  # in place of auto
+    assert calls[0] == ([["recipe=x.yaml", chosen]], 8, True)
     assert fake_planner.result == 0
     capsys.readouterr()
     assert main.main(["plan", *arguments, "--json"]) == 3
@@ -364,4 +367,19 @@ def test_plan_resolves_auto_like_a_run(monkeypatch):
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
     recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
     assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
-    assert note == "auto is shown as batch.micro_batch_size=1 strategy.kind=fsdp: nothing fits"
+    collectives = (
+        "strategy.reshard_after_forward=true strategy.sync_every_micro_batch=true: nothing fits"
+    )
+    start = "auto is shown as batch.micro_batch_size=1 strategy.kind=fsdp"
+    assert note == f"{start} {collectives}"
+
+
+def test_plan_makes_the_choice_of_collectives_that_a_run_makes():
+    words = ["recipe=quickstart", "batch.micro_batch_size=2"]
+    written = load_recipe([*words, "strategy.kind=fsdp"], ranks=8, files=False).recipe
+    recipe, overrides, note = command._choose(written, machine())
+    assert overrides == ("strategy.reshard_after_forward=false",)
+    assert overrides_between(written, recipe) == overrides
+    assert note.startswith("auto stands for strategy.reshard_after_forward=false: by estimate 15%")
+    ddp = load_recipe(words, ranks=8, files=False).recipe
+    assert command._choose(ddp, machine()) is None

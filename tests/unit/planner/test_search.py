@@ -12,7 +12,7 @@ from launcher.planner.candidates import overrides_between, variants
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model
-from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.search import concrete, fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time, tokens_per_step
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora
@@ -233,7 +233,7 @@ def test_sharding_divides_muon_time_by_ranks(load):
 
 
 def test_configurations_are_sorted_without_dominated_configurations(load, estimated_plans):
-    recipe = load()
+    recipe = concrete(load(), machine())
     result = search_configurations(recipe, machine())
     rows = result.configurations
     assert result.evaluated > 100
@@ -255,8 +255,9 @@ def test_configurations_are_sorted_without_dominated_configurations(load, estima
 
 
 def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
-    written, key = load("strategy.reshard_after_forward=auto"), "strategy.reshard_after_forward"
-    true, false = (by_estimate(load(f"{key}={x}"), machine()).needed for x in ("true", "false"))
+    key, sync = "strategy.reshard_after_forward", "strategy.sync_every_micro_batch=true"
+    written, *given = (load(f"{key}={x}", sync) for x in ("auto", "true", "false"))
+    true, false = (by_estimate(recipe, machine()).needed for recipe in given)
     assert true < false
     for memory, reshards in ((false, False), (true, True)):
         best = fastest_that_fits(written, machine(memory=memory + 2**20))
@@ -297,7 +298,7 @@ def test_search_prefers_configurations_with_room(load, estimated_plans):
     assert found.plan.has_room
     assert found.recipe.batch.micro_batch_size < wide.recipe.batch.micro_batch_size
     # One on which nothing has room
-    every = variants(search.concrete(auto), on, strategies=False)
+    every = variants(search.concrete(auto, on), on, strategies=False)
     plan = min((by_estimate(one, on) for one in every), key=lambda plan: plan.needed)
     tight = fastest_that_fits(auto, machine(memory=plan.needed + plan.room // 2))
     assert tight.plan.fits
@@ -390,7 +391,7 @@ def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
 
 
 def test_auto_varies_only_auto_keys(load, estimated_plans):
-    written = load("activation_checkpointing.mode=full")
+    written = concrete(load("activation_checkpointing.mode=full"), machine())
 
     def fastest(*, kind="auto", micro="auto", memory=80 * GIB, **settings):
         strategy = dataclasses.replace(written.strategy, kind=kind)
