@@ -272,7 +272,7 @@ def choose(
         return None
     of = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
     if best.plan.has_room is False:
-        of += f", slow with less than {bytes_as_text(best.plan.room)} to spare"
+        after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
     why = (
         f"{strategy_text(best.recipe)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
         f"fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
