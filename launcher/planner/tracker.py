@@ -66,6 +66,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, Record] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations arrive here again, on plain tensors
         out = func(*args, **(kwargs or {}))
