@@ -8,6 +8,7 @@ status is 3 if the planned peak is more than 5 % above or 2 % below the measured
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -137,6 +138,7 @@ def _report(
     from launcher.models.config_keys import check_config_keys
     from launcher.planner import fastest, measurement, plan, recipes, search
 
+    gc.freeze()  # collections would scan the imported modules again and again
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe = loaded.recipe

@@ -153,7 +153,7 @@ class TrainingRun:
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
 
-    def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str) -> PreparedModel:
+    def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str | None) -> PreparedModel:
         """Sets the recipe, with what was chosen for `auto`. Returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)
