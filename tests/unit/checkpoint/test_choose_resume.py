@@ -16,6 +16,7 @@ from launcher.checkpoint.resume import (
     decide,
     earlier_strategy,
     finished_run,
+    newest_recipe,
     recipe_changes,
 )
 from launcher.data.run_data import open_run_data
@@ -309,6 +310,8 @@ def test_changes_are_those_since_the_newest_checkpoint_that_can_be_read(tmp_path
     damaged = [checkpoint(tmp_path, step) for step in (4, 8)][1]
     (damaged / "state.json").write_text("{")
     assert choose(tmp_path) == "auto"
+    assert newest_recipe(RunFolder(tmp_path)) == recipe()
+    assert newest_recipe(RunFolder(tmp_path / "other")) == {}
     words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.seed=7"]
     with pytest.raises(RecipeError, match="step_00000004 is of another recipe"):
         choose_resume(load_recipe(words, ranks=None).recipe, RunFolder(tmp_path))
