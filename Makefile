@@ -19,16 +19,18 @@ CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Installs into the environment of its argument; uv if there is one, which is faster than pip
 pip_install = $(if $(shell command -v uv),uv pip install --quiet --python $(1)/bin/python,\
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
-# `make test-gpu`: all parts, or PART="doctor tests"; QUICK=1: small models and few steps
+# `make test-gpu`: all parts, PART="doctor tests", or CALL=1, 2 or 3, each less than 600 s;
+# QUICK=1: small models and few steps
 GPU_RESULTS ?= build/gpu
-GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(QUICK),--quick) \
+GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(CALL),--call $(CALL)) \
+	$(if $(QUICK),--quick) \
 	$(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT))
 # `make gpu-wheels`: requirements of the launcher and its tests that a Python with torch,
 # transformers, peft, pandas and pyarrow may lack; for this version of Python
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
 	pydantic pydantic_core annotated-types typing-inspection typer nvidia-ml-py \
-	plotly narwhals pytest pluggy iniconfig
+	plotly narwhals pytest pluggy iniconfig pytest-xdist execnet
 GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 # Two processes, on two GPUs or on the CPU; one process if there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)

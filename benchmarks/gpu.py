@@ -1,14 +1,16 @@
 """Runs all tests and benchmarks that need a GPU, in parts, and writes the results to one folder.
 
     make test-gpu                            # all parts, one after another
+    make test-gpu CALL=1                     # the first of three calls of less than 600 s each
     make test-gpu PART=tests                 # one part
     python benchmarks/gpu.py --parts doctor plan --results build/gpu
 
 README.md lists the parts. For each part, gpu.json contains its status, duration, measurements,
-machine, versions and commit. gpu.md shows the same as tables, and logs/ contains the output of each
-command. Both files are written after each command, so a part that exceeds its limit keeps its
-measurements. Exit status: 0 if all parts passed, 1 if a part failed or exceeded its limit, 2 if
-nothing can run.
+machine, versions and commit. gpu.md shows the same as tables, logs/ contains the output of each
+command, and gpu-logs.tar.gz the same. All are written after each command, so a part that exceeds
+its limit keeps its measurements. A later call adds to them.
+
+Exit status: 0 if all parts passed, 1 if a part failed or exceeded its limit, 2 if nothing can run.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
+import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -31,14 +35,32 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import HERE, ROOT, describe_machine, exit_status
+from gpu_logs import Rows, diagnosis, milliseconds, outcomes, tables
 
 GRACE = 20
 """Seconds that an interrupted command gets to write its measurements."""
 LOGGERS = {"wandb", "tensorboard"}
 """Requirements that may be missing, because no part imports them."""
 TESTS = "tests/gpu/test_gpu.py"
-RESUME = "resumed or killed"
-PLAN = "allocator"
+SOME_TESTS = {
+    "contexts": "cuda_context",
+    "memory": "out_of_memory",
+    "resume": "resumed or killed",
+    "plan": "allocator",
+}
+"""Tests that other parts run than `tests`, as expressions of pytest. The first two need the GPU
+alone."""
+CALLS = {
+    "1": {"doctor": 60, "contexts": 50, "memory": 80, "tests": 200, "resume": 160},
+    "2": {"widths": 340, "plan": 210},
+    "3": {"compare": 230, "optimizer": 40, "checkpoint": 90, "overhead": 120, "extras": 70},
+}
+"""Parts of each call, the most informative first, with their seconds. Time that a part does not use
+is left to those after it."""
+LOGS = "gpu-logs.tar.gz"
+START = 30
+"""Seconds of a call before its first part: wheels are installed."""
+PARTS = tuple(itertools.chain.from_iterable(CALLS.values()))
 DESCRIBE = """
 import json, torch, transformers
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -53,8 +75,6 @@ print(json.dumps({
 """
 """Run in a separate process, because the tests count the CUDA contexts on each GPU."""
 
-Rows = list[dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Command:
@@ -67,63 +87,6 @@ class Command:
     """Extracts the measurements from the output."""
 
 
-def tables(log: str) -> Rows:
-    """The rows of all Markdown tables in the output."""
-    found, header = [], None
-    for line in log.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if not line.startswith("|"):
-            header = None
-        elif header is None:
-            header = cells
-        elif len(cells) == len(header) and not set(line) <= set("|-: "):
-            found.append(dict(zip(header, cells, strict=True)))
-    return found
-
-
-def outcomes(log: str) -> Rows:
-    """Outcome, reason and seconds of each test, from the output of `pytest -vv --durations=0`.
-
-    An interrupted test is `not done`. The last row counts the tests that did not start.
-    """
-    seconds: dict[str, float] = {}
-    for value, name in re.findall(r"^([\d.]+)s \w+ +\S+?::(.+?) *$", log, re.M):
-        seconds[name] = round(seconds.get(name, 0) + float(value), 2)
-    reasons = dict(re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.+)$", log, re.M))
-    line = r"^\S+\.py::(.+?) (?:(PASSED|FAILED|SKIPPED|ERROR)(.*?))? *(?:\[ *\d+%\])?$"
-    found = {
-        name: {"test": name, "outcome": f"{outcome.lower() or 'not done'}{why.rstrip()}"}
-        for name, outcome, why in re.findall(line, log, re.M)
-    }
-    for name, reason in reasons.items():
-        found[name]["outcome"] += f": {reason}"
-    rows: Rows = [{**row, "seconds": seconds.get(name)} for name, row in found.items()]
-    total = re.search(r"\bcollected (\d+) items?(?: / (\d+) deselected)?", log)
-    if total and (others := int(total[1]) - int(total[2] or 0) - len(rows)):
-        rows.append({"test": f"{others} others", "outcome": "not started", "seconds": None})
-    return rows
-
-
-def milliseconds(log: str) -> Rows:
-    """The medians from the last line of checkpoint.py's output."""
-    found = [line for line in log.splitlines() if line.startswith("{")]
-    medians = json.loads(found[-1]) if found else {}
-    return [{"what": name, "ms": round(ms, 1)} for name, ms in medians.items()]
-
-
-def diagnosis(file: Path) -> Callable[[str], Rows]:
-    """Findings and rates of `launcher doctor`, from the file that it writes."""
-
-    def read(log: str) -> Rows:
-        report = json.loads(file.read_text())
-        rates = report["rates"] or {}
-        found = [(one["name"], f"{one['state']}: {one['text']}") for one in report["findings"]]
-        found += [(name, f"{rate:.4g}") for name, rate in rates.items() if isinstance(rate, float)]
-        return [{"what": name, "found": text} for name, text in found]
-
-    return read
-
-
 def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
     """The commands of a part. quick: small models and few steps, as a smoke test."""
     size = "small" if quick else "1b"
@@ -131,9 +94,11 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
     few_steps: list[object] = ["--steps", 4, "--skip", 1]
     words: list[object]
 
-    def pytest(expression: str) -> list[Command]:
-        options = f"-m pytest {TESTS} -m gpu -vv --durations=0 --tb=short -k"
-        words: list[object] = [*options.split(), expression]
+    def pytest(expression: str, *, processes: int = 1) -> list[Command]:
+        options = f"-m pytest {TESTS} -m gpu -vv --durations=0 --tb=short"
+        if processes > 1 and importlib.util.find_spec("xdist") is not None:
+            options += f" --numprocesses {processes}"
+        words: list[object] = [*options.split(), "-k", expression]
         return [Command(part, words, outcomes)]
 
     if part == "doctor":
@@ -141,18 +106,29 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
         words = ["-m", "launcher.cli.main", "doctor", f"ranks={gpus}", f"json={file}"]
         return [Command("doctor", words, diagnosis(file))]
     if part == "tests":
-        return pytest(f"not ({RESUME} or {PLAN})")
-    if part == "resume":
-        return pytest(RESUME)
+        return pytest(f"not ({' or '.join(SOME_TESTS.values())})", processes=4)
+    if part in ("contexts", "memory", "resume"):
+        return pytest(SOME_TESTS[part], processes=4 if part == "resume" else 1)
+    if part == "widths":
+        few = ["--size", "small", "--steps", 6, "--configurations", "eager-full-packed"]
+        words = [HERE / "widths.py", *ranks, *(few if quick else [])]
+        return [Command("widths", words, tables)]
+    if part == "optimizer":
+        few = ["--layers", 1, "--hidden", 256, "--intermediate", 512, "--repeats", 2]
+        return [Command(part, [HERE / "optimizer.py", *(few if quick else [])], tables)]
+    if part == "extras":
+        few = ["--hidden", 256, "--intermediate", 512, "--tokens", 64, "--repeats", 2]
+        few.append("--no-compile")
+        return [Command(part, [HERE / "extras.py", *(few if quick else [])], tables)]
     if part == "plan":
         few = ["--strategies", "ddp", "fsdp, full", "--rows", 1] if quick else []
         words = [HERE / "memory.py", *ranks, *few, "--sizes"]
         sizes = ["tiny"] if quick else ["1b", "0.1b", "3b"]
         return [Command(name, [*words, name], tables) for name in sizes]
     if part == "compare":
-        short = [*few_steps, "--rounds", 1] if quick else ["--steps", 20, "--rounds", 2]
+        short = [*few_steps, "--rounds", 1] if quick else ["--steps", 20, "--rounds", 1]
         words = [HERE / "compare.py", *ranks, "--device-size", size, *short]
-        modes = ["ddp-bf16", "fsdp-bf16", "offload-bf16", "fsdp-bf16-packed", "fsdp-bf16-gathered"]
+        modes = ["fsdp-bf16", "fsdp-bf16-packed", "ddp-bf16", "offload-bf16", "fsdp-bf16-gathered"]
         words += ["--json", logs / "compare.json", "--modes", *(modes[:2] if quick else modes)]
         return [Command("compare", words, tables)]
     if part == "checkpoint":
@@ -162,7 +138,7 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
         words = [HERE / "checkpoint.py", *ranks, *(short if quick else full), "--strategy"]
         return [Command(name, [*words, name], milliseconds) for name in ("fsdp", "ddp")]
     assert part == "overhead"
-    full = ["--steps", 20, "--skip", 8, "--rounds", 2]
+    full = ["--steps", 20, "--skip", 8, "--rounds", 1]
     short = [*few_steps, "--rounds", 1] if quick else full
     words = [
         HERE / "overhead.py",
@@ -175,9 +151,6 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
         "--strategies",
     ]
     return [Command(name, [*words, name], tables) for name in ("ddp", "fsdp")]
-
-
-PARTS = ("doctor", "tests", "resume", "plan", "compare", "checkpoint", "overhead")
 
 
 def run_command(command: Command, *, part: str, log: Path, seconds: float) -> dict[str, Any]:
@@ -226,7 +199,10 @@ def markdown(parts: dict[str, Any]) -> str:
 
 
 def write(results: Path, parts: dict[str, Any]) -> None:
-    """Replaces gpu.json and gpu.md."""
+    """Replaces gpu.json, gpu.md and gpu-logs.tar.gz."""
+    with tarfile.open(results / "gpu-logs.new", "w:gz") as archive:
+        archive.add(results / "logs", "logs")
+    (results / "gpu-logs.new").replace(results / LOGS)
     for name, text in (
         ("gpu.json", json.dumps({"parts": parts}, indent=1)),
         ("gpu.md", markdown(parts)),
@@ -313,17 +289,25 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, metavar="PART", default=PARTS, help=" ".join(PARTS))
+    add("--call", choices=CALLS, help="parts of one of three calls of less than 600 s, with limits")
     add("--results", type=Path, default=ROOT / "build/gpu", help="folder for the results")
     add("--wheels", type=Path, help="folder with wheels of missing packages")
     add("--limit", type=float, default=530, help=f"seconds per part, plus {GRACE} to end it")
     add("--quick", action="store_true", help="smoke test with small models and few steps")
     add("--commit", help="commit of these files, if there is no git repository")
     arguments = parser.parse_args()
+    end = time.monotonic() + START
+    limits: dict[str, float] = dict.fromkeys(arguments.parts, arguments.limit + GRACE)
+    if arguments.call is not None:
+        limits = dict(CALLS[arguments.call])
     # A shell starts background jobs with SIGINT ignored, and subprocesses would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results: Path = arguments.results.resolve()
     logs = results / "logs"
+    if not logs.exists() and (results / LOGS).exists():  # of an earlier call, elsewhere
+        with tarfile.open(results / LOGS) as archive:
+            archive.extractall(results, filter="data")
     logs.mkdir(parents=True, exist_ok=True)
     import_from(ROOT)
     os.environ["PYTHONUNBUFFERED"] = "1"  # logs are complete even if a command is killed
@@ -339,7 +323,7 @@ def main() -> int:
     file = results / "gpu.json"
     done: dict[str, Any] = json.loads(file.read_text())["parts"] if file.exists() else {}
     failed = []
-    for part in arguments.parts:
+    for part, limit in limits.items():
         for old in logs.glob(f"{part}[-.]*"):
             old.unlink()
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -348,9 +332,10 @@ def main() -> int:
         done.pop(part, None)
         done[part] = record | {"commands": records}
         started = time.monotonic()
+        end = limit + (started if arguments.call is None else end)
         for command in commands(part, gpus=machine["gpus"], quick=arguments.quick, logs=logs):
             write(results, done)
-            left = started + arguments.limit - time.monotonic()
+            left = end - GRACE - time.monotonic()
             log = logs / f"{part}-{command.name}.log"
             records.append(run_command(command, part=part, log=log, seconds=left))
             done[part]["seconds"] = round(time.monotonic() - started, 1)

@@ -1,9 +1,9 @@
-"""Runs the launcher's training and records the CPU time of each step. Started by overhead.py.
+"""Runs the launcher's training and records the CPU time of each step. Started by other scripts.
 
     torchrun --nproc-per-node 2 benchmarks/launcher_cpu.py recipe=FOLDER/recipe.yaml
 
-Each rank writes FOLDER/cpu.RANK and exits after the last step, without the final checkpoint, which
-takes longer than the steps.
+Each rank writes FOLDER/cpu.RANK, and on a GPU the allocator's counters to FOLDER/memory.RANK. It
+exits after the last step, without the final checkpoint, which takes longer than the steps.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from launcher.distributed.environment import prepare_cuda
 
 prepare_cuda(deterministic=False)  # before torch is imported, as launcher/train.py does
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from raw_common import cpu_seconds  # noqa: E402
 
@@ -38,6 +39,10 @@ def measure(recipe: str) -> None:
         if step == last:
             file = Path(recipe.partition("=")[2]).with_name(f"cpu.{dist.get_rank()}")
             file.write_text(json.dumps([b - a for a, b in itertools.pairwise(times)]))
+            if torch.cuda.is_available():
+                file.with_name(f"memory.{dist.get_rank()}").write_text(
+                    json.dumps(torch.cuda.memory_stats())
+                )
             dist.barrier()
             os._exit(0)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from launcher.models.chunked_loss import Transform, chunk_width, linear_cross_entropy
+from launcher.models.chunked_loss import Chunking, Transform, chunk_width, linear_cross_entropy
 from launcher.planner.measurement import CpuMeter
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,7 +31,7 @@ def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> t
 
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     width = chunk_width(len(targets), len(weight))
-    return linear_cross_entropy(hidden, weight, None, targets, transform=Transform(), width=width)
+    return linear_cross_entropy(hidden, weight, None, targets, Chunking(Transform(), width))
 
 
 def torch_chunked(

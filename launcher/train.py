@@ -24,6 +24,7 @@ from launcher.distributed.environment import (
     Environment,
     cache_folder,
     prepare_cuda,
+    prepare_nccl,
     read_environment,
     set_compile_cache,
 )
@@ -63,6 +64,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             run.release()
         return _refuse(error, environment, stop)
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
+    prepare_nccl(run.log, hang_timeout=loaded.recipe.run.hang_timeout)
     set_compile_cache(cache_folder(loaded.recipe.data.cache))
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.

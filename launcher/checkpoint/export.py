@@ -35,6 +35,7 @@ from launcher.recipe.functions import refuse_code
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
+from launcher.reliability.json_files import Json
 
 
 def export_checkpoint(
@@ -184,7 +185,7 @@ def open_exported_weights(source: Path) -> StoredModel:
         config = json.loads((source / "config.json").read_text())
         model, checkpoint = _open_model(str(source), str(config.get("architectures")))
         return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype())
-    settings: dict[str, Any] = json.loads((source / ADAPTER_CONFIG).read_text())
+    settings: Json = json.loads((source / ADAPTER_CONFIG).read_text())
     base = settings.get("base_model_name_or_path")
     if not base:
         where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"

@@ -10,7 +10,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from launcher.console import task
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import DTYPES, StoredRows, StoredTensors, Tensors
+from launcher.reliability.json_files import Json
 
 
 def find_checkpoint(
@@ -69,7 +69,7 @@ def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
         raise DamagedCheckpointError(path, problem)
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> Json:
     """Content of state.json. Raises DamagedCheckpointError."""
     try:
         state = json.loads((path / files.STATE).read_bytes())

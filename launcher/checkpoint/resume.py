@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -15,6 +15,7 @@ from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
 _ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
@@ -53,7 +54,7 @@ class Resumed:
     position: Position
     ranks: int
     """How many ranks wrote the checkpoint."""
-    observed: dict[str, Any]
+    observed: Json
     """What `Reporter.state` returned when the checkpoint was written."""
     changes: list[str]
     """Changes of the recipe and the data since then, one line each."""
@@ -64,8 +65,8 @@ class Resumed:
 
 
 def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
+    before: Mapping[str, object], now: Mapping[str, object], path: str = ""
+) -> Iterator[tuple[str, object, object]]:
     """Keys in which two mappings differ, as (dotted key, before, now)."""
     for key in [*before, *(key for key in now if key not in before)]:
         full, a, b = f"{path}{key}", before.get(key), now.get(key)
@@ -80,7 +81,7 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 
 
 def recipe_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, altering: bool = False
+    before: Mapping[str, object], now: Mapping[str, object], *, altering: bool = False
 ) -> list[str]:
     """The changes between two recipes, one line each. altering: only those that alter what the
     model learns."""
@@ -92,11 +93,21 @@ def recipe_changes(
     ]
 
 
+def check_recipe(
+    path: Path, before: Mapping[str, object], now: Mapping[str, object], *, allow: bool
+) -> None:
+    """Raises RecipeError if changes since a checkpoint alter the training, unless allowed."""
+    altering = recipe_changes(before, now, altering=True)
+    if altering and not allow:
+        what = f"{path} is of another recipe, and these changes alter the training:"
+        raise _refusal(what, altering, "undo them")
+
+
 def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
     return RecipeError([what, *(f"  {line}" for line in changes), f"{suggestion}; {_OTHERWISE}"])
 
 
-def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def data_changes(before: Json, now: Json) -> Iterator[str]:
     """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
     for name, source in before.get("parts", {}).items():
         yield from data_changes(source, now.get("parts", {}).get(name, {}))
@@ -113,15 +124,15 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     yield from lines
 
 
-def _line(key: str, old: Any, new: Any) -> str:
+def _line(key: str, old: object, new: object) -> str:
     return f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
 
 
 def check_content(
     path: Path,
-    state: Mapping[str, Any],
+    state: Json,
     *,
-    data: Mapping[str, Any],
+    data: Json,
     weights: str | None,
     stream: str | None,
     allow: bool,
@@ -153,7 +164,7 @@ def check_content(
     return changes
 
 
-def saved_position(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> Position:
+def saved_position(state: Json, recipe: Json) -> Position:
     """Where a checkpoint continues. state: of the checkpoint. recipe: that it was written with."""
     step, skipped = state["step"], state["skipped_batches"]
     if (samples := state.get("samples")) is None:  # an older version counted steps
@@ -203,15 +214,11 @@ def decide(
         if Path(wanted).resolve().parent != own.resolve():
             not_continued = f"it was not started from checkpoint.resume={wanted} "
             not_continued += "(checkpoint.resume=auto continues it)"
-    candidates = reversed(checkpoints) if source == "auto" else [Path(source)]
-    recorded = next(filter(None, map(_read_recorded, candidates)), None)
+    recorded = _newest(source, checkpoints)
     if recorded is None:
         return Decision(source, not_continued)
     now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
-    altering = recipe_changes(recorded.recipe, now, altering=True)
-    if altering and not allow:
-        what = f"{recorded.path} is of another recipe, and these changes alter the training:"
-        raise _refusal(what, altering, "undo them")
+    check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if source == "auto" and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
             return Decision(source, finished=finished)
@@ -289,12 +296,48 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
+def newest_recipe(run: RunFolder) -> Json:
+    """The recipe, without `auto`, of the newest checkpoint that can be read; {} without one."""
+    checkpoints = reversed(list_checkpoints(run.path / "checkpoints"))
+    recorded = next(filter(None, map(_read_recorded, checkpoints)), None)
+    return {} if recorded is None else recorded.recipe
+
+
 class _Recorded(NamedTuple):
-    """A checkpoint, its step, and the recipe that it was written with."""
+    """A checkpoint, its step, and the recipe and the number of ranks that it was written with."""
 
     path: Path
     step: int
-    recipe: dict[str, Any]
+    recipe: Json
+    ranks: int | None
+
+
+def _newest(source: str, checkpoints: Sequence[Path]) -> _Recorded | None:
+    """The newest checkpoint of `Decision.source` that can be read."""
+    candidates = reversed(checkpoints) if source == "auto" else [Path(source)]
+    return next(filter(None, map(_read_recorded, candidates)), None)
+
+
+def earlier_strategy(
+    recipe: Recipe, run: RunFolder, source: str, *, ranks: int, except_for: Collection[str]
+) -> Json | None:
+    """The section `strategy` that the checkpoint of `Decision.source` was written with.
+
+    None if it was written on another number of ranks, or if its batch, strategy or activation
+    checkpointing differ in more than the keys `except_for`; then a resume is not exact.
+    """
+    if source == "never":
+        return None
+    own = run.path / "checkpoints"
+    recorded = _newest(source, list_checkpoints(own) if source == "auto" else [])
+    if recorded is None or recorded.ranks != ranks:
+        return None
+    now = yaml.safe_load(to_yaml(recipe))
+    sections = ("batch", "strategy", "activation_checkpointing")
+    before, after = ({key: each.get(key) for key in sections} for each in (recorded.recipe, now))
+    if {key for key, _, _ in _differences(before, after)} - {*except_for}:
+        return None
+    return dict(recorded.recipe["strategy"])
 
 
 def _read_recorded(checkpoint: Path) -> _Recorded | None:
@@ -302,6 +345,7 @@ def _read_recorded(checkpoint: Path) -> _Recorded | None:
     try:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])
-        return _Recorded(checkpoint, int(state.get("step", 0)), dict(recipe))
+        step = int(state.get("step", 0))
+        return _Recorded(checkpoint, step, dict(recipe), state.get("ranks"))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
         return None  # reported when it is loaded

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import class_count, is_classifier, vocabulary_size
 from launcher.models.hugging_face_files import exported_tensors
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
+from launcher.reliability.json_files import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHAPE = (2, 32)
 """Sequences, and tokens in each, for which logits are computed."""
@@ -94,10 +98,10 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
 
 
-def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Json:
     """The settings that determine tokenization and the end of generation."""
     generation = getattr(model, "generation_config", None)
-    facts: dict[str, Any] = {
+    facts: Json = {
         "config.json: eos_token_id": model.config.get_text_config(decoder=True).eos_token_id,
         "generation_config.json: eos_token_id": generation and generation.eos_token_id,
     }
@@ -117,7 +121,7 @@ def _facts(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 def _load_exported(
     out: Path, ids: torch.Tensor, classes: int | None, trusted: bool, has_tokenizer: bool
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, Json]:
     """The logits and the facts of an exported folder."""
     import transformers
 

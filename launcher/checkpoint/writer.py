@@ -124,7 +124,7 @@ class Checkpointer:
         step: int,
         tensors: Tensors,
         *,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         local: Tensors,
         best: bool = False,
     ) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher.cli.app import flag, option
 from launcher.diagnostics import node_checks
@@ -72,7 +72,7 @@ def doctor(
             what = f"there is no folder {folder} that can be written to"
             raise RecipeError(f"command line: json={json}: {what}")
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    checks: dict[str, Any] = {
+    checks: node_checks.Checks = {
         "expected_gpus": gpus or (int(granted) if granted.isdigit() else None),
         "ranks": ranks,
         "runs": runs,
@@ -94,7 +94,7 @@ def doctor(
 
 
 def _examine_group(
-    checks: dict[str, Any], environment: Environment, file: Path | None, *, quick: bool
+    checks: node_checks.Checks, environment: Environment, file: Path | None, *, quick: bool
 ) -> int:
     """Under torchrun: the ranks of all nodes check and measure together."""
     checks["ranks"] = environment.local_world_size
@@ -109,7 +109,7 @@ def _examine_group(
     return EXIT_DONE if report.fit or quick else EXIT_NO
 
 
-def _examine_machine(checks: dict[str, Any], file: Path | None) -> int:
+def _examine_machine(checks: node_checks.Checks, file: Path | None) -> int:
     """Checks this machine, then measures with several processes."""
     findings, versions = node_checks.examine(**checks)
     print_findings(findings, hosts=False)

@@ -27,15 +27,18 @@ def inspect(
       launcher inspect recipe=quickstart samples=2
     """
     configure_logging(stream="stderr")
-    recipe = load_recipe(overrides, ranks=None).recipe
+    loaded = load_recipe(overrides, ranks=None)
+    recipe = loaded.recipe
     if recipe.data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
     sets = _sets_of(recipe.data, set)
 
-    # After all errors of the recipe, because it imports torch
+    # After all other errors of the recipe, because they import torch
     from launcher.cli.inspect_page import print_page
+    from launcher.models.config_keys import check_config_keys
 
+    check_config_keys(loaded)
     print_page(recipe, set, sets, samples=samples, tokens=tokens)
     return EXIT_DONE
 

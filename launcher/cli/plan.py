@@ -8,11 +8,12 @@ status is 3 if the planned peak is more than 5 % above or 2 % below the measured
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher.cli.app import Overrides, flag, option, read_size
 from launcher.distributed import host_memory
@@ -25,6 +26,7 @@ from launcher.planner.page import write_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
+from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
 _Gpus = Annotated[int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")]
@@ -128,22 +130,29 @@ def _report(
     verify: bool,
     measure_fastest: bool,
     quiet: bool,
-) -> dict[str, Any]:
+) -> Json:
     """The plan as JSON. Raises TrainingError if the processes that `verify` starts fail."""
     # These modules import torch; errors in the command line are reported before
     from rich.console import Console
 
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import fastest, measurement, plan, search
+    from launcher.planner import fastest, measurement, plan, recipes, search
 
+    gc.freeze()  # collections would scan the imported modules again and again
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe = loaded.recipe
     progress = Console(stderr=True, quiet=quiet).status
-    if open_keys(recipe):
-        with progress("choosing what is auto"):
-            recipe, chosen, note = _choose(recipe, machine)
-        overrides, notes = [*overrides, *chosen], [*notes, note]
+    if recipe.model.compile == "auto":
+        here = verify or measure_fastest
+        recipe, note = recipes.with_compile(recipe, machine.device, here=here)
+        word = f"model.compile={str(recipe.model.compile).lower()}"
+        overrides, notes = [*overrides, word], [*notes, note]
+    with progress("choosing what is auto"):
+        chosen = _choose(recipe, machine)
+    if chosen is not None:
+        recipe, added, note = chosen
+        overrides, notes = [*overrides, *added], [*notes, note]
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
@@ -161,15 +170,24 @@ def _report(
     return as_json(recipe, planned, result, verified) | {"measured": trials}
 
 
-def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str]:
-    """The recipe with each `auto` replaced, the overrides that do the same, and a note."""
-    from launcher.planner import candidates, search
+def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
+    """The recipe with each `auto` replaced, the overrides that do the same, and a note. None if
+    nothing is `auto`."""
+    from launcher.planner import candidates, profile, search
     from launcher.run import auto as detect
 
+    if not open_keys(recipe):
+        if not detect.open_collectives(recipe, ranks=machine.ranks):
+            return None
+        full = profile.profile_model(recipe, device=machine.device)
+        shapes = dataclasses.replace(full, saved={})
+        chosen, why = detect.choose_collectives(recipe, machine, (shapes, lambda: full))
+        added = candidates.overrides_between(recipe, chosen)
+        return chosen, added, f"auto stands for {why}"
     if (choice := detect.choose(recipe, machine)) is not None:
         chosen, overrides, why = choice
         return chosen, overrides, f"auto stands for {' '.join(overrides)}: {why}"
-    chosen = search.concrete(recipe)
+    chosen = search.concrete(recipe, machine)
     overrides = candidates.overrides_between(recipe, chosen)
     unknown = machine.memory is None and machine.host_memory is None
     why = "no memory is known to choose for" if unknown else "nothing fits"

@@ -25,7 +25,11 @@ def prepare(overrides: Overrides) -> int:
     Example:
       launcher prepare recipe=lora_llama_3_1_8b data.train=[my/data/*.jsonl]
     """
-    recipe = load_recipe(overrides, ranks=None).recipe
+    from launcher.models.config_keys import check_config_keys
+
+    loaded = load_recipe(overrides, ranks=None)
+    check_config_keys(loaded)
+    recipe = loaded.recipe
     configure_logging()
     model, data = recipe.model, recipe.data
     if model.path is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -33,7 +33,7 @@ from launcher.recipe.decode import DEFAULT
 from launcher.recipe.find import recipe_names
 from launcher.recipe.load import load_recipe, recorded_recipe, to_yaml
 from launcher.recipe.schema import Recipe
-from launcher.reliability.json_files import read_jsonl
+from launcher.reliability.json_files import Json, read_jsonl
 from launcher.reliability.run_directory import RunFolder
 
 _SAMPLES = 8
@@ -48,13 +48,13 @@ class _ReportedRun(RunHistory):
     """What the page shows of a run, besides its curves."""
 
     summary: Summary
-    events: list[dict[str, Any]]
+    events: list[Json]
     recipe: Recipe | None
     problem: str
     """Why the recipe is not known."""
 
     @property
-    def built(self) -> dict[str, Any]:
+    def built(self) -> Json:
         """The last event `built`; empty if there is none."""
         return next((event for event in self.events[::-1] if event["event"] == "built"), {})
 
@@ -208,7 +208,7 @@ def _differences(runs: list[_ReportedRun]) -> Table:
     return replace(table, rows=[row for row in table.rows if len(set(row[1:])) > 1])
 
 
-def _leaves(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(section: Json, above: str = "") -> Iterator[tuple[str, str]]:
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{above}{key}.")

@@ -19,7 +19,7 @@ from launcher.errors import EXIT_DONE, RecipeError, first_line
 from launcher.recipe.functions import TRUST_HELP, refuse_code
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Batch, Model, Recipe
-from launcher.reliability.json_files import read_jsonl
+from launcher.reliability.json_files import Json, read_jsonl
 from launcher.reliability.run_directory import RunFolder
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _recipe(run: Path, step: int) -> Recipe:
 
 
 def positions_of(
-    events: list[dict[str, Any]], step: int, *, run: Path, global_batch_size: int
+    events: list[Json], step: int, *, run: Path, global_batch_size: int
 ) -> tuple[range, int]:
     """The positions of a step's samples in the data, and how many batches the run had skipped
     before it because it diverged on them.

@@ -21,6 +21,9 @@ def show(
 ) -> int:
     """Print the resolved recipe, each value with the line or argument that it comes from.
 
+    All is checked but the names of keys in model.config, which takes seconds: launcher plan
+    checks them.
+
     \b
     Example:
       launcher show recipe=fsdp optimizer.learning_rate=1e-4

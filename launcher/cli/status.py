@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ from launcher.checkpoint.files import list_checkpoints, read_marker, verify
 from launcher.cli.tables import make_table, plain, print_parts
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
-from launcher.reliability.json_files import last_line, read_jsonl
+from launcher.reliability.json_files import Json, last_line, read_jsonl
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
 
@@ -51,10 +51,10 @@ class Summary:
     """As in status.json, or `starting` before it exists, or `died`: running without an owner."""
     reason: str
     step: int
-    status: dict[str, Any]
-    last: dict[str, Any]
+    status: Json
+    last: Json
     """The last metrics of a step."""
-    evaluation: dict[str, Any]
+    evaluation: Json
     owner: str
     until: float
     """Time of its end or its last heartbeat, or now."""
@@ -150,7 +150,7 @@ def summarize(path: Path, now: float) -> Summary:
     return summary
 
 
-def read_attempts(events: list[dict[str, Any]]) -> list[Attempt]:
+def read_attempts(events: list[Json]) -> list[Attempt]:
     """The attempts in events.jsonl.
 
     For an attempt without an end, the next `started` event has the last known step and time.
@@ -261,6 +261,11 @@ def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
         mfu = f", MFU {last['mfu']:.1%}" if last.get("mfu") is not None else ""
         speed = f"{_number(last['tokens_per_second'], ',.0f')} tokens/s"
         yield "speed", f"{speed}, {_number(last['step_seconds'], '.3g')} s a step{mfu}", ""
+    if reserved := summary.status.get("reserved_memory_bytes"):
+        retries = summary.status.get("allocation_retries") or 0
+        text = f"{bytes_as_text(summary.status.get('peak_memory_bytes') or 0)} of tensors at the "
+        text += f"peak, {bytes_as_text(reserved)} reserved, {retries:,} retried allocations"
+        yield "memory", text, "yellow" if retries else ""
     if summary.checkpoints:
         step, when, size = summary.checkpoints[-1]
         others = f"; {len(summary.checkpoints)} are kept" if len(summary.checkpoints) > 1 else ""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 Message = dict[str, Any]
+"""Role, content, and whatever else the data set gives it."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _SHAREGPT = {
@@ -25,7 +26,7 @@ class RefusedError(RowError):
     """The chat template refuses a conversation."""
 
 
-def read_messages(value: Any, column: str) -> list[Message]:
+def read_messages(value: object, column: str) -> list[Message]:
     """Messages for a template, from OpenAI's `messages` (role, content) or ShareGPT's
     `conversations` (from, value). Raises RowError.
 
@@ -53,10 +54,9 @@ def _message(turn: Message, what: str) -> Message:
         got = "no role" if role is None else f"unknown role {role!r}"
         raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        texts: list[Any] = [
-            part.get("text") if isinstance(part, dict) else part for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
             kinds = [part.get("type") for part in content if isinstance(part, dict)]
             raise RowError(f"{what}: only text can be trained on; got parts of the types {kinds}")
         content = "".join(texts)
@@ -75,7 +75,7 @@ def _message(turn: Message, what: str) -> Message:
     return {**message, "content": content, **silent}
 
 
-def _tool_calls(value: Any, what: str) -> list[Any] | None:
+def _tool_calls(value: object, what: str) -> list[object] | None:
     """A list of calls, or a list as JSON; None: there are none. Raises RowError."""
     calls = read_list(value, f"{what}: tool_calls")
     functions = [
@@ -86,26 +86,28 @@ def _tool_calls(value: Any, what: str) -> list[Any] | None:
     return calls
 
 
-def read_tools(value: Any) -> list[Any] | None:
+def read_tools(value: object) -> list[object] | None:
     """A row's `tools`: a list, or a list as JSON. Raises RowError."""
     return read_list(value, "column 'tools'")
 
 
-def read_list(value: Any, where: str) -> list[Any] | None:
+def read_list(value: object, where: str) -> list[object] | None:
     """A list, or a list as JSON; None or an empty text: there is none. Raises RowError."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RowError(f"{where} is not JSON: {error}") from None
-    if value and not isinstance(value, list):
+    if not value:
+        return None
+    if not isinstance(value, list):
         raise RowError(f"{where} must hold a list; got {type(value).__name__}")
-    return value or None
+    return value
 
 
-def with_system(messages: list[Message], system: Any) -> list[Message]:
+def with_system(messages: list[Message], value: object) -> list[Message]:
     """The messages after the system prompt of a row's column `system`. Raises RowError."""
-    system = read_text(system, "system")
+    system = read_text(value, "system")
     if not system or not messages:
         return messages
     first = messages[0]
@@ -116,22 +118,24 @@ def with_system(messages: list[Message], system: Any) -> list[Message]:
     return messages
 
 
-def read_text(value: Any, column: str) -> str:
+def read_text(value: object, column: str) -> str:
     """The text of an optional column, which may be null. Raises RowError."""
     if not isinstance(value, str | None):
         raise RowError(f"column {column!r} must hold text; got {type(value).__name__}")
     return value or ""
 
 
-def read_history(value: Any) -> list[tuple[str, str]]:
+def read_history(value: object) -> list[tuple[str, str]]:
     """Alpaca's `history`: the earlier questions and answers, a list or a list as JSON."""
-    rounds: Any = read_list(value, "column 'history'") or []
-    if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        for pair in rounds
-    ):
-        raise RowError("column 'history' must hold a list of pairs of texts, [question, answer]")
-    return [(question, answer) for question, answer in rounds]
+    rounds = []
+    for pair in read_list(value, "column 'history'") or []:
+        match pair:
+            case [str(question), str(answer)]:
+                rounds.append((question, answer))
+            case _:
+                form = "a list of pairs of texts, [question, answer]"
+                raise RowError(f"column 'history' must hold {form}")
+    return rounds
 
 
 def parse_arguments(messages: list[Message]) -> list[Message]:

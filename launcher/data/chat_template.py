@@ -107,7 +107,7 @@ class ChatTemplate:
         self._special_texts = tuple(text for text in texts if text.strip())
 
     def render(
-        self, messages: list[Message], tools: list[Any] | None, *, loss_from: int = 0
+        self, messages: list[Message], tools: list[object] | None, *, loss_from: int = 0
     ) -> Rendered:
         """Renders a conversation. loss_from is the index of the first message that may carry loss.
         Messages with `loss: false` carry none. Raises RowError."""
@@ -201,7 +201,7 @@ class ChatTemplate:
             raise RecipeError(f"data.chat_template: {what}: the model would not learn to stop")
         return int(self._tokenizer.eos_token_id)
 
-    def source(self, tools: list[Any] | None) -> str:
+    def source(self, tools: list[object] | None) -> str:
         """The template for a conversation with these tools."""
         template = str(self._tokenizer.get_chat_template(self._template, tools))
         return fix_date(template, self._day) if uses_date(template) else template
@@ -209,10 +209,10 @@ class ChatTemplate:
     def apply(
         self,
         messages: list[Message],
-        tools: list[Any] | None,
+        tools: list[object] | None,
         *,
         source: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> str:
         """The rendered text. source: instead of the template. options: for the template. Raises
         RowError."""
@@ -237,7 +237,7 @@ class ChatTemplate:
             raise RefusedError(what) from None
         return str(texts[0])
 
-    def layout(self, messages: list[Message], tools: list[Any] | None, **options: Any) -> Layout:
+    def layout(self, messages: list[Message], tools: list[object] | None, **options: Any) -> Layout:
         """The rendered text with the parts of its messages, as far as they are known. Raises
         RowError."""
         text, source = self.apply(messages, tools, **options), self.source(tools)
@@ -271,7 +271,7 @@ class _Conversation:
         self,
         template: ChatTemplate,
         messages: list[Message],
-        tools: list[Any] | None,
+        tools: list[object] | None,
         layout: Layout,
     ) -> None:
         self._template, self._messages, self._tools = template, messages, tools

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -28,11 +28,19 @@ from launcher.models.philox import derived_seed
 from launcher.recipe.functions import call_function
 
 
+class Samples(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> object: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class CustomData:
     """What a data.builder returns."""
 
-    train: Any
+    train: Samples
     """A map-style data set: `len()`, and `[index]` gives a sample. The launcher sets the order.
 
     For `[index]`, the launcher seeds the global generators of torch (on the CPU), numpy and random
@@ -47,7 +55,7 @@ class CustomData:
     is divided by the targets of the whole global batch, over all ranks and micro-batches."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
     """Number of targets of a micro-batch, a whole number; None: its number of samples."""
-    validation: Any = None
+    validation: Samples | dict[str, Samples] | None = None
     """A data set like train, or a dict of them by name. Each evaluation draws the same random
     numbers, whatever run.seed is."""
 
@@ -56,7 +64,7 @@ class CustomData:
 class CustomDataset:
     """One data set of a CustomData, with the members of `SequenceDataset`."""
 
-    samples: Any
+    samples: Samples
     data: CustomData
     name: str
     seed: int = 0
@@ -67,14 +75,14 @@ class CustomDataset:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> tuple[int, object] | None:
         """The index with its sample. index: plus the samples of the epochs before."""
         if index == NO_SAMPLE:
             return None
         with _seeded(self.seed, index):
             return index, self.samples[index % len(self)]
 
-    def collate(self, rows: list[Any]) -> dict[str, Any]:
+    def collate(self, rows: list[tuple[int, object] | None]) -> dict[str, Any]:
         """The user's micro-batch. If it has no sample, the first sample is used with weight 0."""
         try:
             return self._collated(rows)
@@ -99,17 +107,18 @@ class CustomDataset:
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """The user's loss, as a float32 scalar. Raises RecipeError if it is no scalar tensor."""
-        loss: Any = self.data.loss(model, tensors["batch"])
-        is_tensor = isinstance(loss, torch.Tensor)
-        if not is_tensor or loss.ndim:
-            what = "its loss must be a scalar tensor, the sum over the micro-batch"
-            got = f"the shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
-            raise RecipeError(f"data.builder: {what}; got {got}")
-        weighted: torch.Tensor = loss.float() * tensors["weight"]
-        return weighted
+        loss: object = self.data.loss(model, tensors["batch"])
+        got = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            if not loss.ndim:
+                weighted: torch.Tensor = loss.float() * tensors["weight"]
+                return weighted
+            got = f"the shape {tuple(loss.shape)}"
+        what = "its loss must be a scalar tensor, the sum over the micro-batch"
+        raise RecipeError(f"data.builder: {what}; got {got}")
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """For checkpoints: only the number of samples is known."""
         return {"samples": len(self)}
 
@@ -118,7 +127,7 @@ class CustomDataset:
         return [f"{len(self):,} samples from {self.name}"]
 
 
-def _whole(targets: Any) -> int:
+def _whole(targets: object) -> int:
     """A number of targets. The sum over the ranks is one of integers, and the loss is divided by
     it: a fraction would be cut, and a negative number would turn the gradient around."""
     array = np.asarray(targets)
@@ -133,7 +142,7 @@ def _whole(targets: Any) -> int:
 def _seeded(*key: object) -> Iterator[None]:
     """Seeds the global generators. Outside loader processes it restores them afterwards, because
     dropout draws from them."""
-    states: Any = None
+    states = None
     if get_worker_info() is None:  # it takes longer than the seeds
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     seed = derived_seed(0, repr(key))
@@ -149,7 +158,7 @@ def _seeded(*key: object) -> Iterator[None]:
             random.setstate(states[2])
 
 
-def build_custom_data(builder: str, arguments: Mapping[str, Any] | None) -> CustomData:
+def build_custom_data(builder: str, arguments: Mapping[str, object] | None) -> CustomData:
     """Calls `package.module:function`. Raises RecipeError if it is missing or returns something
     else."""
     built = call_function(builder, arguments or {}, key="data.builder")

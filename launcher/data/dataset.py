@@ -24,7 +24,8 @@ from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
 Sample = dict[str, Integers]
-Piece = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+_Integers = npt.NDArray[np.int32] | Integers
+Piece = tuple[_Integers, _Integers]
 """Ids and targets of a run of tokens of one document."""
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
@@ -334,15 +335,22 @@ def open_dataset(
     validation: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
     """Opens (see `open_store`) and packs the files of a source, or of each source of a mixture."""
-    options: Any = {"tokenizer": tokenizer, "model": model, "build": build}
-    if isinstance(source, dict):
-        parts: dict[str, Any] = {}
-        for name, part in source.items():
-            own = dataclasses.replace(data, kind=part.kind or data.kind)
-            parts[name] = open_dataset(own, part.files, validation=validation, **options)
-        return MixtureDataset(parts, tuple(part.weight for part in source.values()))
-    store = open_store(source, data, validation=validation, **options)
-    return pack_store(store, data, model)
+
+    def opened(
+        data: schema.Data, files: tuple[str, ...]
+    ) -> SequenceDataset | ClassificationDataset:
+        store = open_store(
+            files, data, tokenizer=tokenizer, model=model, build=build, validation=validation
+        )
+        return pack_store(store, data, model)
+
+    if not isinstance(source, dict):
+        return opened(data, source)
+    parts = {
+        name: opened(dataclasses.replace(data, kind=part.kind or data.kind), part.files)
+        for name, part in source.items()
+    }
+    return MixtureDataset(parts, tuple(part.weight for part in source.values()))
 
 
 def first_names(names: Iterable[str]) -> str:
@@ -365,8 +373,9 @@ def pack_store(
 ) -> SequenceDataset | ClassificationDataset:
     """Raises RecipeError if no token has loss."""
     length, kind = data.sequence_length, data.kind
-    options: Any = {"packing": data.packing, "labels": store.labels}
-    sequences = pack(store.offsets, kind, sequence_length=length, **options)
+    sequences = pack(
+        store.offsets, kind, sequence_length=length, packing=data.packing, labels=store.labels
+    )
     if kind == "classification":  # the tokenizer has cut its documents
         sequences = dataclasses.replace(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
@@ -380,9 +389,12 @@ def pack_store(
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
     """The order of the samples of a data set."""
-    options: Any = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
     if not isinstance(dataset, MixtureDataset):
         draws = isinstance(dataset, CustomDataset)  # random numbers, others in each epoch
-        return SampleOrder(samples=len(dataset), with_epoch=draws, **options)
+        return SampleOrder(
+            samples=len(dataset), with_epoch=draws, seed=seed, shuffle=shuffle, epochs=epochs
+        )
     sizes = [len(part) for part in dataset.parts.values()]
-    return MixtureOrder(sizes=sizes, weights=dataset.weights, **options)
+    return MixtureOrder(
+        sizes=sizes, weights=dataset.weights, seed=seed, shuffle=shuffle, epochs=epochs
+    )

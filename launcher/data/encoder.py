@@ -97,7 +97,7 @@ class Encoder:
         """The column that the content of a text file goes to."""
         return self.columns.get("text_column") or "text"
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         tokenizer, template, *day = self.fingerprint().values()
         return [self.kind, tokenizer, self.columns, self.labels, template, self.longest, *day]
@@ -220,7 +220,9 @@ def _read_instruct(encoder: Encoder, row: Values) -> Rendered | tuple[str, str]:
     rounds: list[tuple[str, str]] = []
     if encoder.columns["prompt_column"] is None and "prompt" not in row and "instruction" in row:
         rounds, headings = read_history(row.get("history")), not (as_chat or type(response) is list)
-        prompt: Any = _instruction(row, rounds if headings else [], headings=headings)
+        prompt: str | list[object] = _instruction(
+            row, rounds if headings else [], headings=headings
+        )
     else:
         key, prompt = _column(encoder, row, "prompt_column", kinds, what, names)
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
@@ -238,7 +240,7 @@ def _read_instruct(encoder: Encoder, row: Values) -> Rendered | tuple[str, str]:
     return _render(encoder, row, question + answer, loss_from=len(question))
 
 
-def _turns(role: str, value: str | list[Any], column: str) -> list[Message]:
+def _turns(role: str, value: str | list[object], column: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     return read_messages(value, column)
@@ -324,7 +326,7 @@ def _column(
     encoder: Encoder,
     row: Values,
     key: str,
-    kinds: Any,
+    kinds: type | tuple[type, ...],
     what: str,
     names: tuple[str, ...] = (),
 ) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 
 TrainingData = MapData | StreamingDataset
+_T = TypeVar("_T")
 Tensors = dict[str, Any]
 """A micro-batch: tensors, and whatever else its loss takes."""
 
@@ -134,9 +135,12 @@ def make_loader(
     )
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(value: _T, device: torch.device) -> _T:
     """Copies the tensors in dicts, lists and tuples to the device without waiting."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+    moved: _T = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value
+    )
+    return moved
 
 
 def expected_padding(dataset: TrainingData, sampler: BatchSampler) -> float | None:

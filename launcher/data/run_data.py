@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -213,7 +213,7 @@ def open_run_data(
 
 
 def _open_custom(
-    builder: str, arguments: Mapping[str, Any] | None, *, seed: int
+    builder: str, arguments: Mapping[str, object] | None, *, seed: int
 ) -> tuple[CustomDataset, Mapping[str, MapData]]:
     custom = build_custom_data(builder, arguments)
     training = CustomDataset(custom.train, custom, builder, seed=seed)
@@ -223,7 +223,10 @@ def _open_custom(
     }
 
 
-def _by_name(sets: Any) -> dict[str, Any]:
+_Set = TypeVar("_Set")
+
+
+def _by_name(sets: _Set | dict[str, _Set] | None) -> dict[str, _Set]:
     """Validation sets by name; a set without a name is `validation`."""
     named = sets if isinstance(sets, dict) else {"validation": sets}
     return {name: files for name, files in named.items() if files is not None}

@@ -276,10 +276,11 @@ def _parse_json(content: bytes) -> tuple[Any, str]:
         return None, f"not JSON that can be read: {error}"
 
 
-def _object(part: SourcePart, number: int, value: Any, problem: str = "") -> Row:
-    if not problem and not isinstance(value, dict):
-        problem = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
-    return Row(part, number, None if problem else value, problem)
+def _object(part: SourcePart, number: int, value: object, problem: str = "") -> Row:
+    if not problem and isinstance(value, dict):
+        return Row(part, number, value)
+    wrong = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
+    return Row(part, number, None, problem or wrong)
 
 
 def _jsonl(part: SourcePart) -> Iterator[Row]:
@@ -378,7 +379,7 @@ def _without_nulls(row: Values) -> Values:
     column have the same fields, so most of these nulls were not in the data that was converted.
     Null columns and null items of lists stay."""
 
-    def clean(value: Any) -> Any:
+    def clean(value: object) -> object:
         if isinstance(value, dict):
             return {key: clean(item) for key, item in value.items() if item is not None}
         return [clean(item) for item in value] if isinstance(value, list) else value

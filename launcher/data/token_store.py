@@ -164,7 +164,7 @@ def check_range(encoded: Encoded, model: ModelInputs) -> None:
         raise RecipeError(f"{row.where}: label {category}, but the model has {what}")
 
 
-def _identity(part: SourcePart) -> list[Any]:
+def _identity(part: SourcePart) -> list[object]:
     """Changes with a file's content."""
     if part.form == "hub" and not os.path.isdir(part.name):
         return [part.name, part.validation]
@@ -345,7 +345,7 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
     largest, counts = -1, dict.fromkeys(_COUNTS, 0)
     with contextlib.ExitStack() as files:
         ids = files.enter_context((folder / "ids.bin").open("wb"))
-        labels: Any = None
+        labels = None
         for store in stores:
             if store.labels is not None and labels is None:  # the first store with labels
                 ids.flush()

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import typer
+
+from launcher.reliability.json_files import Json
 
 State = Literal["good", "note", "warning", "bad"]
 _MARKS = {
@@ -48,6 +50,19 @@ class Finding:
     host: str = field(default_factory=host_name)
 
 
+class Versions(TypedDict, total=False):
+    """Versions on a node, None for what is missing; empty if this process examined none."""
+
+    torch: str | None
+    cuda: str | None
+    rocm: str | None
+    nccl: str | None
+    python: str
+    gpus: int
+    """The number that torch sees."""
+    driver: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What the checks found and measured."""
@@ -56,8 +71,8 @@ class Report:
     device: str
     nodes: int
     ranks_per_node: int
-    versions: dict[str, Any]
-    rates: dict[str, Any] | None = None
+    versions: Versions
+    rates: Json | None = None
     """Fields of `planner.machine.Rates`; None for a rate that was not measured."""
 
     @property
@@ -115,7 +130,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     return merged
 
 
-def print_node(findings: Sequence[Finding], versions: dict[str, Any]) -> bool:
+def print_node(findings: Sequence[Finding], versions: Versions) -> bool:
     """Prints `HOST fit: ...`, or one line `HOST unfit: ...` for each bad finding."""
     bad = [finding for finding in findings if finding.state == "bad"]
     for finding in bad:

@@ -13,31 +13,72 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypedDict
 
 from launcher.console import bytes_as_text
-from launcher.diagnostics.findings import Finding, State
+from launcher.diagnostics.findings import Finding, State, Versions
 from launcher.errors import first_line
 
 GIB = 1024**3
 ANSWER_SECONDS = 90
 """Time for NVML and torch to answer: importing torch from a busy network disk takes long."""
 COMMAND = (sys.executable, "-m", "launcher.diagnostics.gpus")
-_NO_NVML: dict[str, Any] = {"driver": None, "gpus": [], "error": None}
-_NO_TORCH: dict[str, Any] = {
-    **dict.fromkeys(("torch", "cuda", "rocm", "nccl", "error")),
-    "python": platform.python_version(),
-    "gpus": [],
-}
 
 
-def query_nvml() -> dict[str, Any]:
-    """Returns what NVML reports.
+class Gpu(TypedDict):
+    """What NVML reports of a GPU."""
 
-    driver: its version. gpus: index, uuid, name, memory (bytes) and problems (state and text) of
-    each GPU. error: an error of NVML as a whole, or None; a missing NVIDIA driver is not an error.
-    """
-    answer = _NO_NVML | {"gpus": []}
+    index: int
+    uuid: str
+    name: str
+    memory: int
+    """Bytes."""
+    problems: list[tuple[State, str]]
+
+
+class Nvml(TypedDict):
+    """What NVML reports."""
+
+    driver: str | None
+    gpus: list[Gpu]
+    error: str | None
+    """Of NVML as a whole; a missing NVIDIA driver is not an error."""
+
+
+class Torch(TypedDict):
+    """What torch reports."""
+
+    torch: str | None
+    cuda: str | None
+    rocm: str | None
+    nccl: str | None
+    error: str | None
+    python: str
+    gpus: list[str]
+    """Their names."""
+
+
+def _no_nvml(error: str | None = None) -> Nvml:
+    return {"driver": None, "gpus": [], "error": error}
+
+
+def _no_torch(error: str | None = None) -> Torch:
+    python = platform.python_version()
+    return {
+        "torch": None,
+        "cuda": None,
+        "rocm": None,
+        "nccl": None,
+        "error": error,
+        "python": python,
+        "gpus": [],
+    }
+
+
+def query_nvml() -> Nvml:
+    """Returns what NVML reports."""
+    answer = _no_nvml()
     try:
         import pynvml as nvml
     except ImportError:
@@ -46,7 +87,7 @@ def query_nvml() -> dict[str, Any]:
         nvml.nvmlInit()
         answer["driver"] = nvml.nvmlSystemGetDriverVersion()
         for index in range(nvml.nvmlDeviceGetCount()):
-            gpu: dict[str, Any] = {"index": index, "uuid": "", "name": "", "memory": 0}
+            gpu: Gpu = {"index": index, "uuid": "", "name": "", "memory": 0, "problems": []}
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 gpu["uuid"] = nvml.nvmlDeviceGetUUID(handle)
@@ -68,8 +109,8 @@ def query_nvml() -> dict[str, Any]:
     return answer
 
 
-def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
-    def ask(name: str, *arguments: Any, **options: Any) -> Any:
+def _problems(nvml: ModuleType, handle: object) -> Iterator[tuple[State, str]]:
+    def ask(name: str, *arguments: object, **options: object) -> Any:
         """None where the GPU or its driver does not support the query."""
         with contextlib.suppress(nvml.NVMLError):
             return getattr(nvml, name)(*arguments, **options)
@@ -103,17 +144,13 @@ def _problems(nvml: Any, handle: Any) -> Iterator[tuple[State, str]]:
         yield "warning", "slowed down by its power supply"
 
 
-def query_torch(*, compute: bool = True) -> dict[str, Any]:
-    """Returns what torch reports.
-
-    python, torch, cuda, rocm, nccl: versions. gpus: names. error: an error message, or None.
-    compute: also computes something on each GPU.
-    """
-    answer = _NO_TORCH | {"gpus": []}
+def query_torch(*, compute: bool = True) -> Torch:
+    """Returns what torch reports. compute: also computes something on each GPU."""
+    answer = _no_torch()
     try:
         import torch
 
-        answer |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        answer["torch"], answer["cuda"] = torch.__version__, torch.version.cuda
         answer["rocm"] = torch.version.hip
         if torch.cuda.is_available():
             version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -128,7 +165,7 @@ def query_torch(*, compute: bool = True) -> dict[str, Any]:
     return answer
 
 
-def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str, Any]]:
+def query(*, seconds: float = ANSWER_SECONDS) -> tuple[Nvml, Torch]:
     """`query_nvml` and `query_torch` in another process, within this time."""
     process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
@@ -138,25 +175,32 @@ def query(*, seconds: float = ANSWER_SECONDS) -> tuple[dict[str, Any], dict[str,
         printed, how = expired.output or b"", f"did not answer within {seconds:.0f} s"
     answers = [json.loads(line) for line in printed.splitlines() if line.startswith(b"{")]
     answers += [
-        _NO_NVML | {"error": f"NVML {how}: reboot the node"},
-        _NO_TORCH | {"error": f"torch {how}: a GPU or a file system hangs"},
+        _no_nvml(f"NVML {how}: reboot the node"),
+        _no_torch(f"torch {how}: a GPU or a file system hangs"),
     ][len(answers) :]
     return answers[0], answers[1]
 
 
-def versions(nvml: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
-    """Versions on this node, None for what is missing; and `gpus`, the number that torch sees."""
-    known = {name: version for name, version in torch.items() if name != "error"}
-    return known | {"driver": nvml["driver"], "gpus": len(torch["gpus"])}
+def versions(nvml: Nvml, torch: Torch) -> Versions:
+    """The versions on this node."""
+    return {
+        "torch": torch["torch"],
+        "cuda": torch["cuda"],
+        "rocm": torch["rocm"],
+        "nccl": torch["nccl"],
+        "python": torch["python"],
+        "gpus": len(torch["gpus"]),
+        "driver": nvml["driver"],
+    }
 
 
-def visible_gpus(nvml: dict[str, Any], visible: str | None) -> list[dict[str, Any]]:
+def visible_gpus(nvml: Nvml, visible: str | None) -> list[Gpu]:
     """The GPUs of `query_nvml` that this process may use.
 
     visible: CUDA_VISIBLE_DEVICES, indices or the beginnings of UUIDs; None: all. A part of a GPU
     (MIG-...) matches none.
     """
-    gpus: list[dict[str, Any]] = nvml["gpus"]
+    gpus = nvml["gpus"]
     if visible is None:
         return gpus
     names = [name.strip() for name in visible.split(",")]
@@ -165,7 +209,7 @@ def visible_gpus(nvml: dict[str, Any], visible: str | None) -> list[dict[str, An
 
 
 def gpu_findings(
-    nvml: dict[str, Any], torch: dict[str, Any], *, visible: str | None, expected: int | None
+    nvml: Nvml, torch: Torch, *, visible: str | None, expected: int | None
 ) -> Iterator[Finding]:
     """Whether the GPUs are there, free and healthy, and torch computes on all of them."""
     gpus, names = visible_gpus(nvml, visible), torch["gpus"]
@@ -182,7 +226,7 @@ def gpu_findings(
         text = "none: training computes on the CPU; a torch built for GPUs needs run.device=cpu"
         yield Finding("GPUs", "note", text)
     else:
-        models, sizes = ({gpu[key] for gpu in gpus} for key in ("name", "memory"))
+        models, sizes = {gpu["name"] for gpu in gpus}, {gpu["memory"] for gpu in gpus}
         mixed = len(models) > 1 or len(sizes) > 1
         text = f"{len(gpus)} x {', '.join(sorted(models))} of {bytes_as_text(min(sizes))}"
         text += f", driver {nvml['driver']}" + ("; not all alike" if mixed else "")
@@ -200,9 +244,10 @@ def gpu_findings(
         text = f"{torch['torch']} computes on {len(names)} of {len(gpus)} GPUs: {why}"
         yield Finding("torch", "bad", text)
     else:
-        keys = (("cuda", "CUDA"), ("rocm", "ROCm"), ("nccl", "NCCL"), ("python", "Python"))
-        numbers = [f"{label} {torch[key]}" for key, label in keys if torch[key]]
-        yield Finding("torch", "good", ", ".join([torch["torch"], *numbers]))
+        cuda, rocm, nccl = torch["cuda"], torch["rocm"], torch["nccl"]
+        found = {"CUDA": cuda, "ROCm": rocm, "NCCL": nccl, "Python": torch["python"]}
+        numbers = [f"{label} {number}" for label, number in found.items() if number]
+        yield Finding("torch", "good", ", ".join([str(torch["torch"]), *numbers]))
 
 
 if __name__ == "__main__":

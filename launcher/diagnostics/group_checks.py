@@ -9,19 +9,19 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launcher.diagnostics.findings import RATES, Finding, Report, State, host_name
+from launcher.diagnostics.findings import RATES, Finding, Report, State, Versions, host_name
 from launcher.diagnostics.measurements import measure_rates
-from launcher.diagnostics.node_checks import examine
+from launcher.diagnostics.node_checks import Checks, examine
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel, gather
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE
+from launcher.reliability.json_files import Json
 
 INIT_SECONDS = 180
 """Time for all ranks to meet, while the first one of each node examines it."""
@@ -44,7 +44,7 @@ class RankResult:
     """Rank within the node."""
     findings: list[Finding]
     """Of the node, from its first rank."""
-    versions: dict[str, Any]
+    versions: Versions
     sum_is_right: bool
     rates: dict[str, float]
 
@@ -75,7 +75,7 @@ def judge(results: Sequence[RankResult], *, cpu: bool) -> Iterator[Finding]:
                 yield Finding("speed", state, text, host=results[rank].host)
 
 
-def slowest_rates(rates: Sequence[Mapping[str, float]], *, source: str) -> dict[str, Any]:
+def slowest_rates(rates: Sequence[Mapping[str, float]], *, source: str) -> Json:
     """Fields of `planner.machine.Rates`, from the rates of all ranks; None where not measured."""
     slowest = {
         name: min((rank_rates[name] for rank_rates in rates if name in rank_rates), default=None)
@@ -84,7 +84,7 @@ def slowest_rates(rates: Sequence[Mapping[str, float]], *, source: str) -> dict[
     return {"source": source} | slowest
 
 
-def run(*, node: dict[str, Any] | None, quick: bool = False) -> Report:
+def run(*, node: Checks | None, quick: bool = False) -> Report:
     """Checks and measures on all ranks; each gets the report.
 
     node holds the arguments of `examine`; None: the node was examined already. quick: less is
@@ -93,7 +93,7 @@ def run(*, node: dict[str, Any] | None, quick: bool = False) -> Report:
     environment = read_environment()
     local = environment.local_world_size
     findings: list[Finding] = []
-    versions: dict[str, Any] = {}
+    versions: Versions = {}
     # Before the ranks meet, so that no process of another rank is on the GPUs yet
     if environment.local_rank == 0 and node is not None:
         findings, versions = examine(**node)
@@ -125,7 +125,7 @@ def run(*, node: dict[str, Any] | None, quick: bool = False) -> Report:
     )
 
 
-def _run(setting: dict[str, Any]) -> dict[str, Any]:
+def _run(setting: object) -> Json:
     return asdict(run(node=None))
 
 

@@ -11,11 +11,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 from launcher.console import bytes_as_text
 from launcher.diagnostics import gpus
-from launcher.diagnostics.findings import Finding
+from launcher.diagnostics.findings import Finding, Versions
 from launcher.diagnostics.gpus import GIB
 from launcher.distributed import host_memory
 
@@ -113,20 +113,26 @@ def place_findings(*, runs: Path, shared: Path | None, port: int) -> Iterator[Fi
     yield Finding("network", "bad" if problem else "good", problem or good)
 
 
-def examine(
-    *,
-    expected_gpus: int | None,
-    ranks: int | None,
-    runs: Path,
-    shared: Path | None,
-    port: int,
-    visible: str | None,
-) -> tuple[list[Finding], dict[str, Any]]:
+class Checks(TypedDict):
+    """The arguments of `examine`."""
+
+    expected_gpus: int | None
+    ranks: int | None
+    runs: Path
+    shared: Path | None
+    port: int
+    visible: str | None
+
+
+def examine(**checks: Unpack[Checks]) -> tuple[list[Finding], Versions]:
     """All findings of this node, and its `gpus.versions`."""
     nvml, torch = gpus.query()
+
     findings = [
-        *gpus.gpu_findings(nvml, torch, visible=visible, expected=expected_gpus),
-        *host_findings(ranks=ranks),
-        *place_findings(runs=runs, shared=shared, port=port),
+        *gpus.gpu_findings(
+            nvml, torch, visible=checks["visible"], expected=checks["expected_gpus"]
+        ),
+        *host_findings(ranks=checks["ranks"]),
+        *place_findings(runs=checks["runs"], shared=checks["shared"], port=checks["port"]),
     ]
     return findings, gpus.versions(nvml, torch)

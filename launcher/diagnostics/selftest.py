@@ -7,12 +7,12 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel
@@ -30,6 +30,7 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
+from launcher.reliability.json_files import Json
 from launcher.training.setup import assemble
 
 SEQUENCES_PER_RANK = 4
@@ -117,7 +118,9 @@ def _strategies(
     fsdp = Strategy(
         kind="fsdp",
         mixed_precision=None,
-        reshard_after_forward=own.reshard_after_forward is not False,
+        # What `auto` is for a model that leaves most of the memory free
+        reshard_after_forward=own.reshard_after_forward is True,
+        sync_every_micro_batch=own.sync_every_micro_batch is True,
         reshard_after_backward=own.reshard_after_backward,
     )
     offload = replace(fsdp, cpu_offload=CpuOffload())
@@ -163,11 +166,8 @@ def largest_difference(values: list[float], reference: list[float]) -> float:
 
 def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], bool]:
     """Lines, and whether all differences are within their tolerances."""
-    width = max(len(variant.name) for variant in variants)
-    row = f"{{:<{width}}}  {{:<9}}  {{:>5}}  {{:>12}}  {{:>22}}  {{:>22}}".format
     differs = ("loss differs by", "grad_norm differs by")
-    head = row("strategy", "precision", "ranks", "accumulation", *differs)
-    lines, good = [head, "-" * len(head)], True
+    rows, good = [["strategy", "precision", "ranks", "accumulation", *differs, ""]], True
     for variant, values in zip(variants, results, strict=True):
         mixed = variant.recipe.strategy.mixed_precision
         limits = FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
@@ -177,13 +177,13 @@ def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], b
         if variant is variants[0]:
             cells = ["reference", "reference"]
         precision = "float32" if mixed is None else mixed.param_dtype
-        line = row(variant.name, precision, variant.ranks, variant.accumulation, *cells)
-        lines.append(line + ("" if fine else "  TOO MUCH"))
+        counts = (str(variant.ranks), str(variant.accumulation))
+        rows.append([variant.name, precision, *counts, *cells, "" if fine else "TOO MUCH"])
         good = good and fine
-    return lines, good
+    return list(aligned(rows, "<<>>>><")), good
 
 
-def selftest_recipe(setting: dict[str, Any]) -> Recipe:
+def selftest_recipe(setting: Json) -> Recipe:
     """The user's recipe for a few steps, without validation data. Raises RecipeError."""
     loaded = load_recipe(setting["recipe"], ranks=None)
     check_config_keys(loaded)
@@ -215,7 +215,7 @@ def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
     return results
 
 
-def run(setting: dict[str, Any]) -> int:
+def run(setting: Json) -> int:
     """Runs on every rank; rank 0 prints the table. Returns the exit status."""
     environment = read_environment()
     process_group.set_numerics(deterministic=False, float32_matmul="highest")

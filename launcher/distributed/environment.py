@@ -12,6 +12,9 @@ from pathlib import Path
 
 from launcher.errors import RecipeError
 
+REPORT_SECONDS = 120
+"""How much longer NCCL's own timeouts are than ours, which report the failure first. NCCL's end the
+process."""
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -134,14 +137,35 @@ def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, deterministic: bool) -> None:
     """Settings that CUDA reads once at its start. Must be called before torch is imported.
 
-    Growing segments lose less memory to fragmentation; a user's own allocator setting stays. NCCL's
-    flight recorder keeps the last collectives, for the report of a hang.
+    Growing segments lose less memory to fragmentation; a user's own allocator setting stays.
     """
-    variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "PYTORCH_ALLOC_CONF" not in variables and "PYTORCH_CUDA_ALLOC_CONF" not in variables:
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Compiled kernels are not chosen by timing them
+        variables.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+
+
+def segments_grow(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether the allocator's segments of GPU memory can grow, as `prepare_cuda` sets it."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in variables.get(name, "") for name in names)
+
+
+def prepare_nccl(
+    log: Path, variables: MutableMapping[str, str] = os.environ, *, hang_timeout: int
+) -> None:
+    """Settings of NCCL's watchdog, which the user's own replace. Must be called before the process
+    group exists.
+
+    The watchdog ends a process in which it has been stuck for 480 s by default (torch 2.11 to
+    2.13): only after the report of the hang. It writes the last collectives to files in `log`.
+    """
+    seconds = max(480, hang_timeout + REPORT_SECONDS)
+    variables.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds))
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in variables:  # the older name; torch reads both
+        variables.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(log.absolute() / "flight_recorder_"))
 
 
 def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from launcher.distributed.environment import Environment
+from launcher.distributed.environment import REPORT_SECONDS, Environment
 from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
 
@@ -29,6 +29,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device type. Objects are exchanged over gloo, which neither waits for a device nor needs an
 NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU
 offload."""
+CONNECTED_RANKS = 64
+"""Most ranks of which gloo connects every pair when a group is created. Each of n ranks then reads
+n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
@@ -82,18 +85,21 @@ class DataParallel:
         return self.group
 
 
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_T = TypeVar("_T")
+all_gather_single: Callable[..., dist.Work] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """`all_gather_into_tensor`, which torch 2.13 renames."""
 
 
-def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
+def gather(value: _T, group: dist.ProcessGroup) -> list[_T]:
     """The values of all ranks of the group, by rank. Every rank must call this."""
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def from_rank_0(value: Any, group: dist.ProcessGroup) -> Any:
+def from_rank_0(value: _T, group: dist.ProcessGroup) -> _T:
     """The value of the group's first rank. Every rank must call this."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
@@ -193,10 +199,12 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _choose_gloo_interface(environment: Environment) -> None:
+def _prepare_gloo(environment: Environment) -> None:
     """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one or it
     is the loopback. By default gloo uses the address of this machine's own name, which may not
-    exist or not be reachable."""
+    exist or not be reachable. Many ranks connect when they first exchange data."""
+    if environment.world_size > CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
         name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
         if name not in (None, "lo"):
@@ -217,7 +225,7 @@ def process_group(
         store = HashStore()
     else:
         store = _meet(environment, seconds=init_timeout)
-        _choose_gloo_interface(environment)
+        _prepare_gloo(environment)
     chosen = choose_device(environment, store, device)
     rank, size = environment.rank, environment.world_size
     dist.init_process_group(
@@ -280,12 +288,16 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
     return generation
 
 
-def set_timeout(seconds: int) -> None:
+def set_timeout(seconds: int, *, hang_timeout: int) -> None:
     """Sets the timeout of all groups except that of checkpoints.
 
     Must be called when all groups exist, because those of a device mesh start with a default
-    timeout, and again after the first collectives, which are slow.
+    timeout, and again after the first collectives, which are slow. NCCL's timeout ends the process
+    without a report, so it comes after the one of the watchdog (`reliability/watchdog.py`).
     """
+    nccl = timedelta(seconds=max(seconds, hang_timeout) + REPORT_SECONDS)
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc != CHECKPOINT_GROUP:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if torch.device("cuda") in group._device_types:
+                group._get_backend(torch.device("cuda"))._set_default_timeout(nccl)

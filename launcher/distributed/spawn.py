@@ -41,7 +41,7 @@ class RanksEnded:
 
 def run_ranks(
     module: str,
-    setting: Mapping[str, Any],
+    setting: Mapping[str, object],
     *,
     ranks: int,
     seconds: float | None = None,
@@ -75,7 +75,7 @@ def run_ranks(
         return RanksEnded(result, error, status, log.read_text(errors="replace"))
 
 
-def rank_main(run: Callable[[dict[str, Any]], Any]) -> None:
+def rank_main(run: Callable[[Any], object]) -> None:
     """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
     setting = json.loads(sys.argv[1])
     file = Path(setting["result"])

@@ -35,6 +35,7 @@ _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "bytes",
         {"peak_memory_bytes": "allocated", "reserved_memory_bytes": "reserved"},
     ),
+    ("Retried allocations", "", {"allocation_retries": ""}),
     ("Seconds per step", "", {"step_seconds": ""}),
 )
 """Title, unit, and the keys of metrics.jsonl with the names of their curves."""

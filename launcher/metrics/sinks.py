@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -186,14 +185,16 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_sinks(recipe: schema.Recipe, run: RunFolder) -> list[Sink]:
-    """metrics.jsonl, then the sinks that the recipe enables."""
+def open_sinks(
+    logging: schema.Logging, run: RunFolder, *, name: str, config: dict[str, Any]
+) -> list[Sink]:
+    """metrics.jsonl, then the sinks that the recipe enables. name, config: of the run, for wandb;
+    config is the whole recipe."""
     sinks: list[Sink] = [JsonLines(run.metrics)]
-    if (wandb := recipe.logging.wandb) is not None:
-        name, config = recipe.run.name, dataclasses.asdict(recipe)
+    if (wandb := logging.wandb) is not None:
         make = partial(Wandb, wandb, name=name, folder=run.path, config=config)
         sinks.append(OptionalSink("wandb", make))
-    if recipe.logging.tensorboard:
+    if logging.tensorboard:
         make_board = partial(TensorBoard, run.path / "tensorboard")
         sinks.append(OptionalSink("tensorboard", make_board))
     return sinks

@@ -148,7 +148,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: object = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> tuple[torch.Tensor, None]:
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -247,7 +247,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def parts_without_text(model: nn.Module) -> list[str]:
     """Names of the parameters that text does not use, such as those of a vision tower."""
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     if config is None or config.get_text_config(decoder=True) is config:
         return []
     text = (model.get_decoder(), *embeddings(model))  # type: ignore[operator]
@@ -328,7 +328,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     a frozen one counts 4 in place of 6. L and h are the number of blocks and the hidden size, T is
     the sequence length; a causal mask does not halve it.
     """
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     if not layers or not hidden:
         return 0.0
@@ -344,7 +344,7 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
     """Floating-point operations per token of another forward pass of these blocks, 2 N + 4 h T for
     each (see `flops_per_token`). `tokens` is T, or 0 if the results of attention are kept."""
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     total = 0.0
     for block in blocks:
         total += 2.0 * sum(used for _, used in _used_parameters(block, config))

@@ -8,6 +8,7 @@ the sum of exponentials per token, and the backward pass computes each chunk's l
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,14 +44,41 @@ class Transform:
     softcap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits if self.scale == 1.0 else logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        """Computes in float32; returns the logits themselves if there is nothing to do."""
+        logits = logits if self.scale == 1.0 else logits.float() * self.scale
+        if self.softcap is None:
+            return logits
+        return torch.tanh(logits.float() / self.softcap) * self.softcap
 
-    def backward_(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The gradient before the transform, in place. Overwrites the transformed `logits`."""
+    def backward(self, gradient: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+        """The gradient before the transform. A soft cap needs the transformed `logits`. Overwrites
+        both."""
         if self.softcap is not None:
+            assert logits is not None
             gradient.addcmul_(gradient, logits.div_(self.softcap).square_(), value=-1)
         return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How the logits of a chunk are computed."""
+
+    transform: Transform
+    width: int
+    """Vocabulary entries of a chunk."""
+    compile: bool = False
+    """Compile what follows the matrix products: it then reads the logits once or twice in each
+    pass, where its eager operators move 48 bytes for a logit in bfloat16."""
+
+    def function(self, eager: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled or not."""
+        return _compiled(eager) if self.compile else eager
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function)
+    return compiled
 
 
 def linear_cross_entropy(
@@ -58,18 +86,15 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    *,
-    transform: Transform,
-    width: int,
+    chunking: Chunking,
 ) -> torch.Tensor:
     """Sum of the cross-entropies of transform(inputs @ weight.T + bias), a float32 scalar.
 
     `inputs` (tokens, features) are in the dtype of the matrix products, `weight` is (vocabulary,
-    features), `targets` (tokens,) are IGNORED where there is no loss, and `width` is the number of
-    vocabulary entries of a chunk.
+    features), and `targets` (tokens,) are IGNORED where there is no loss.
     """
     function: Any = _LinearCrossEntropy
-    summed: torch.Tensor = function.apply(inputs, weight, bias, targets, transform, width)
+    summed: torch.Tensor = function.apply(inputs, weight, bias, targets, chunking)
     return summed
 
 
@@ -81,43 +106,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        transform: Transform,
-        width: int,
+        chunking: Chunking,
     ) -> torch.Tensor:
+        statistics, transform = chunking.function(_statistics), chunking.transform
         largest, sums = [], []
         at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
-            for chunk in _chunks(weight, width):
-                logits = transform(_logits(inputs, weight, bias, chunk))
-                column, inside = _find_targets(targets, chunk)
-                at_target = torch.where(inside, logits.gather(1, column), at_target)
-                largest.append(logits.amax(1, keepdim=True))
-                sums.append(logits.sub_(largest[-1]).exp_().sum(1, keepdim=True))
-                del logits
+            for chunk in _chunks(weight, chunking.width):
+                column = (targets - chunk.start)[:, None]
+                highest, total, at_target = statistics(
+                    _logits(inputs, weight, bias, chunk), column, at_target, transform
+                )
+                largest.append(highest)
+                sums.append(total)
         log_sum = torch.cat(sums, 1).log_().add_(torch.cat(largest, 1)).logsumexp(1, keepdim=True)
         losses = (log_sum - at_target).masked_fill((targets == IGNORED)[:, None], 0)
-        ctx.transform, ctx.width = transform, width
+        ctx.chunking = chunking
         ctx.save_for_backward(inputs, weight, bias, targets, log_sum)
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight, bias, targets, log_sum = ctx.saved_tensors
         of_inputs, of_weight, of_bias, *_ = ctx.needs_input_grad
+        gradient_of_logits, transform = ctx.chunking.function(_gradient), ctx.chunking.transform
         # A sum over the chunks is kept in float32; rows of the weight's gradient are written once
         d_inputs = torch.zeros_like(inputs, dtype=torch.float32) if of_inputs else None
         d_weight = torch.empty_like(weight) if of_weight else None
         d_bias = torch.empty_like(bias) if of_bias else None
         per_token = (gradient * (targets != IGNORED))[:, None]
         with torch.autocast(targets.device.type, enabled=False):
-            for chunk in _chunks(weight, ctx.width):
-                logits = ctx.transform(_logits(inputs, weight, bias, chunk))
-                probabilities = logits if ctx.transform.softcap is None else logits.clone()
-                probabilities.sub_(log_sum).exp_()
-                column, inside = _find_targets(targets, chunk)
-                d_logits = probabilities.scatter_add_(1, column, -inside.float()).mul_(per_token)
-                d_logits = ctx.transform.backward_(d_logits, logits).to(inputs.dtype)
-                del logits, probabilities
+            for chunk in _chunks(weight, ctx.chunking.width):
+                column = (targets - chunk.start)[:, None]
+                # No name for the logits here, so that they can be freed before the gradient is made
+                d_logits = gradient_of_logits(
+                    _logits(inputs, weight, bias, chunk), log_sum, column, per_token, transform
+                )
                 if d_inputs is not None:
                     d_inputs += d_logits @ weight[chunk].to(inputs.dtype)
                 if d_weight is not None:
@@ -126,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_bias[chunk] = d_logits.sum(0)
                 del d_logits  # so that it is not held beside the next chunk's logits
         d_inputs = None if d_inputs is None else d_inputs.to(inputs.dtype)
-        return d_inputs, d_weight, d_bias, None, None, None
+        return d_inputs, d_weight, d_bias, None, None
 
 
 def _chunks(weight: torch.Tensor, width: int) -> list[slice]:
@@ -134,21 +158,71 @@ def _chunks(weight: torch.Tensor, width: int) -> list[slice]:
     return [slice(begin, min(begin + width, size)) for begin in range(0, size, width)]
 
 
-def _find_targets(targets: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of the targets in a chunk, and whether they are in it: both (tokens, 1)."""
-    column = (targets - chunk.start)[:, None]
-    inside = (column >= 0) & (column < chunk.stop - chunk.start)
-    return column.clamp(0, chunk.stop - chunk.start - 1), inside
+# The functions that are compiled take the logits of a chunk in the dtype of the matrix product, and
+# the columns of the targets in it (tokens, 1), which may be outside
+
+
+def _statistics(
+    logits: torch.Tensor, column: torch.Tensor, at_target: torch.Tensor, transform: Transform
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest logit of each token, the sum of the exponentials of the differences to it, and
+    the logit of the target where it is in this chunk: all (tokens, 1), float32."""
+    values = transform(logits)
+    del logits
+    width = values.shape[1]
+    inside = (column >= 0) & (column < width)
+    own = values.gather(1, column.clamp(0, width - 1)).float()
+    largest = values.amax(1, keepdim=True).float()
+    exponentials = _exp_of_difference(values, largest)
+    return largest, exponentials.sum(1, keepdim=True), torch.where(inside, own, at_target)
+
+
+def _gradient(
+    logits: torch.Tensor,
+    log_sum: torch.Tensor,
+    column: torch.Tensor,
+    per_token: torch.Tensor,
+    transform: Transform,
+) -> torch.Tensor:
+    """The gradient of the logits, in their dtype. Eager, it overwrites them."""
+    values, dtype, width = transform(logits), logits.dtype, logits.shape[1]
+    del logits
+    if torch.compiler.is_compiling():  # one kernel that reads the logits and writes the gradient
+        at_target = torch.arange(width, device=values.device) == column
+        gradient = ((values.float() - log_sum).exp() - at_target.float()) * per_token
+        return transform.backward(gradient, values).to(dtype)
+    kept = None if transform.softcap is None else values.clone()
+    probabilities = _exp_of_difference(values, log_sum)
+    del values
+    inside = ((column >= 0) & (column < width)).float()
+    gradient = probabilities.scatter_add_(1, column.clamp(0, width - 1), -inside)
+    if transform == Transform() and dtype != torch.float32 and not _copies_to_cast(gradient):
+        return torch.mul(gradient, per_token, out=torch.empty_like(gradient, dtype=dtype))
+    return transform.backward(gradient.mul_(per_token), kept).to(dtype)
+
+
+def _exp_of_difference(values: torch.Tensor, subtracted: torch.Tensor) -> torch.Tensor:
+    """exp(values - subtracted) in float32. Eager, it overwrites float32 values."""
+    if torch.compiler.is_compiling():
+        return (values.float() - subtracted).exp()
+    if values.dtype == torch.float32 or _copies_to_cast(values):
+        return values.float().sub_(subtracted).exp_()
+    return (values - subtracted).exp_()
+
+
+def _copies_to_cast(tensor: torch.Tensor) -> bool:
+    """Whether an operator on tensors of several dtypes makes copies of them in one dtype."""
+    return tensor.device.type == "cpu"
 
 
 def _logits(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: slice
 ) -> torch.Tensor:
-    """(tokens, width of the chunk), float32."""
+    """(tokens, width of the chunk), in the dtype of the inputs."""
     logits = inputs @ weight[chunk].to(inputs.dtype).T
     if bias is not None:
         logits += bias[chunk].to(inputs.dtype)
-    return logits.float()
+    return logits
 
 
 class ChunkedHead:
@@ -158,10 +232,13 @@ class ChunkedHead:
     works as before. The head is called once, so that FSDP all-gathers and reduces it once.
     """
 
-    def __init__(self, model: PreTrainedModel, transform: Transform) -> None:
+    def __init__(
+        self, model: PreTrainedModel, transform: Transform, *, compile: bool = False
+    ) -> None:
         self._head, self._transform = embeddings(model)[1], transform
-        self._model_forward: Callable[..., Any] = model.forward
-        self._head_forward: Callable[..., Any] = self._head.forward
+        self._compile = compile
+        self._model_forward = model.forward
+        self._head_forward = self._head.forward
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
@@ -169,10 +246,10 @@ class ChunkedHead:
 
     def _forward(
         self,
-        *args: Any,
+        *args: object,
         targets: torch.Tensor | None = None,
         target_positions: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """`targets` are (rows, tokens); `target_positions` are the indices of the flattened targets
         whose loss is computed, by default all."""
@@ -197,17 +274,21 @@ class ChunkedHead:
             hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
         vocabulary = _base(self._head).out_features
         width = chunk_width(len(targets), vocabulary)
+        chunking = Chunking(self._transform, width, self._compile)
         if width < vocabulary:
-            loss = linear_cross_entropy(
-                *_linear(self._head, hidden), targets, transform=self._transform, width=width
-            )
+            loss = linear_cross_entropy(*_linear(self._head, hidden), targets, chunking)
         else:  # a single chunk: its logits are kept for the backward pass, not recomputed
-            logits = self._transform(self._head_forward(hidden).float())
-            loss = nn.functional.cross_entropy(
-                logits, targets, ignore_index=IGNORED, reduction="sum"
-            )
+            cross_entropy = chunking.function(_cross_entropy)
+            loss = cross_entropy(self._head_forward(hidden), targets, self._transform)
         self._loss = loss.view(1, 1, 1).clone()  # a copy, since FSDP warns about views
         return self._loss
+
+
+def _cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, transform: Transform
+) -> torch.Tensor:
+    logits = transform(logits.float())
+    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _linear(

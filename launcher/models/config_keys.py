@@ -17,12 +17,12 @@ _UNDECLARED = {
 def check_config_keys(loaded: LoadedRecipe) -> None:
     """Raises RecipeError for keys of model.config that transformers does not know: its classes
     accept any key silently. Imports only the class of the recipe's model type."""
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     model = loaded.recipe.model
     if model.config is None:
         return
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     model_type = model.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         near = suggestion(model_type, CONFIG_MAPPING) or "; llama, qwen3 and gpt2 are some"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_map_only
 from launcher.errors import RecipeError
 from launcher.models import philox
 from launcher.models.shards import compute_device, copy_local_rows, local_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
@@ -113,7 +116,7 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
         )
 
 
-def _draw(module: nn.Module, name: str, owner: Any) -> None:
+def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
     if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
         nn.init.zeros_(module.get_parameter("weight"))
     elif owner is not None and ".lora_" not in name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ def adapted_weights(names: Iterable[str]) -> set[str]:
 
 def merged_reader(
     model: nn.Module,
-    config: dict[str, Any],
+    config: Mapping[str, Any],
     names: Collection[str],
     *,
     read_base: Read,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.inputs import IGNORED
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
 
 _TARGETS = ("targets", "target_positions")
 
@@ -49,7 +52,7 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     return summed
 
 
-def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+def _router_loss(model: nn.Module, outputs: ModelOutput, targets: torch.Tensor) -> torch.Tensor:
     """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
     with one micro-batch, the mean over targets is what transformers adds to its loss.
 
@@ -57,7 +60,7 @@ def _router_loss(model: nn.Module, outputs: Any, targets: torch.Tensor) -> torch
     without `num_experts` and `num_experts_per_tok`.
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
-    config: Any = model.config
+    config = model.config
     coefficient = None
     for place in (getattr(config, "text_config", None), config, model):
         for name in ("aux_loss_coef", "router_aux_loss_coef"):

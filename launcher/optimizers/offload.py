@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from launcher.checkpoint.files import ALIGNMENT, DirectFile
 from launcher.checkpoint.writer import aligned_buffer
@@ -49,7 +50,7 @@ class _Piece(NamedTuple):
     span: slice
     shape: torch.Size
     dtype: torch.dtype
-    spec: Any
+    spec: DTensorSpec | None
     """The DTensorSpec of a DTensor; None of another tensor."""
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:

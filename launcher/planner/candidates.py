@@ -70,21 +70,28 @@ def variants(
     strategies: bool = True,
     micro_batches: bool = True,
     reshards: bool = False,
+    syncs: bool = False,
     precisions: bool = True,
+    compiles: bool = False,
 ) -> list[Recipe]:
     """All combinations of settings that have an effect, each once.
 
-    The flags select what may vary. `reshards` is resharding after the forward pass, for use without
-    `strategies`, which varies it too.
+    The flags select what may vary. `reshards` is resharding after the forward pass, and `syncs` the
+    reduction in each micro-batch, for use without `strategies`, which varies them too.
     """
     recipes: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
-        pairs = [(written.strategy, written.activation_checkpointing)]
-        if reshards:
-            kept = dataclasses.replace(written.strategy, reshard_after_forward=False)
-            pairs.append((kept, written.activation_checkpointing))
+        own, both = written.strategy, (True, False)
+        every: Any = [own.sync_every_micro_batch]
+        if syncs:
+            every = both if accumulates else ["auto"]
+        after = both if reshards else (own.reshard_after_forward,)
+        pairs = [
+            (dataclasses.replace(own, sync_every_micro_batch=s, reshard_after_forward=r), c)
+            for s, r, c in itertools.product(every, after, [written.activation_checkpointing])
+        ]
         if strategies:
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
@@ -92,7 +99,11 @@ def variants(
             recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
-    return list(recipes.values())
+    found = list(recipes.values())
+    if compiles and machine.device == "cuda" and not written.model.compile:
+        compiled = dataclasses.replace(written.model, compile=True)
+        found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
+    return found
 
 
 def _sharing_rows(strategy: Strategy, written: Recipe) -> Strategy:
@@ -145,7 +156,7 @@ def _strategies(
 ) -> Iterator[Strategy]:
     """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload."""
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
-    syncs: list[Any] = ["auto", True] if accumulates else ["auto"]
+    syncs: list[Any] = [False, True] if accumulates else ["auto"]
     for sync, zero in itertools.product(syncs, {False, machine.ranks > 1}):
         yield Strategy(
             kind="ddp", mixed_precision=wide, sync_every_micro_batch=sync, shard_optimizer=zero
@@ -158,7 +169,6 @@ def _strategies(
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
     copies = sorted(n for n in {1, written.strategy.replicate, *inside} if machine.ranks % n == 0)
-    syncs = ["auto", False] if accumulates else ["auto"]
     reshards = [True, False] if accumulates else [True]
     for replicate, forward, backward, sync in itertools.product(
         copies, (True, False), reshards, syncs
@@ -180,24 +190,27 @@ def _strategies(
 def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]:
     """A sort key for configurations of equal speed; the simplest configuration has the smallest.
 
-    In order of weight: CPU offload, activations on the host, unusual settings, precision,
+    In order of weight: CPU offload, activations on the host, unusual settings, precision, compile,
     checkpointing, sharding, number of overrides.
     """
     recipe = configuration.recipe
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
-    # Among configurations of equal speed, `auto` prefers to keep weights unsharded
+    # Among configurations of equal speed, `auto` prefers fewer collectives
     usual_reshard = written.strategy.reshard_after_forward != "auto"
+    usual_sync = strategy.kind == "fsdp" and written.strategy.sync_every_micro_batch is True
+    accumulates = micro_batches_of(recipe, ranks=configuration.plan.machine.ranks) > 1
     unusual = (
         strategy.replicate > 1,
         strategy.kind == "fsdp" and strategy.reshard_after_forward is not usual_reshard,
         not strategy.reshard_after_backward,
-        strategy.sync_every_micro_batch is (strategy.kind == "ddp"),
+        accumulates and strategy.sync_every_micro_batch is not usual_sync,
     )
     return (
         int(configuration.offloads),
         int(checkpointing is not None and checkpointing.offload_to_cpu),
         sum(unusual),
         int(compute_dtype(strategy) != compute_dtype(written.strategy)),
+        int(recipe.model.compile != written.model.compile),
         0 if checkpointing is None else 1 if checkpointing.mode == "selective" else 2,
         2 if strategy.kind != "ddp" else int(strategy.shard_optimizer),
         len(configuration.overrides),

@@ -51,13 +51,13 @@ def replaced_for_tracing(
     """
     from launcher.optimizers import low_precision
     from launcher.optimizers import offload as optimizer_offload
-    from launcher.optimizers.low_precision import parts_of
+    from launcher.optimizers.low_precision import Rectangle, parts_of
     from launcher.strategies import activation_checkpointing, ddp
 
     storage = torch.UntypedStorage
     resize = storage.resize_
 
-    def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
+    def recorded_resize(storage: torch.UntypedStorage, size: int) -> object:
         result = resize(storage, size)
         tracker.resize(storage, size)
         return result
@@ -65,7 +65,7 @@ def replaced_for_tracing(
     def unaligned(size: int) -> torch.Tensor:
         return torch.empty(size + 4096, dtype=torch.uint8)[:size]
 
-    def largest_part(matrix: torch.Tensor, _: torch.device) -> Any:
+    def largest_part(matrix: torch.Tensor, _: torch.device) -> Iterator[Rectangle]:
         on = torch.device(device if pinned is None else "cpu")
         return islice(parts_of(matrix, on), 1)  # the other parts follow and take no more memory
 
@@ -88,7 +88,7 @@ class Reducer(nn.Module):
     """Replaces DistributedDataParallel: buckets as large as the gradients. Reduced gradients are
     views of the buckets."""
 
-    def __init__(self, module: nn.Module, **settings: Any) -> None:
+    def __init__(self, module: nn.Module, **settings: object) -> None:
         super().__init__()
         self.module = module
         self.buckets: list[torch.Tensor] = []
@@ -100,7 +100,7 @@ class Reducer(nn.Module):
                 hook = partial(self._reduce, bucket)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self.module(*args, **kwargs)
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
@@ -166,7 +166,7 @@ class TracedOffload(ActivationOffload):
 class TracedFile:
     """Replaces StateFile, without memory for its content."""
 
-    def __init__(self, tracker: Tracker, folder: Any, size: int) -> None:
+    def __init__(self, tracker: Tracker, folder: object, size: int) -> None:
         self.size, self.tensor = size, torch.empty(size, dtype=torch.uint8)
         tracker.see(self.tensor)
         tracker.resize(self.tensor.untyped_storage(), 0)

@@ -17,15 +17,16 @@ from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
 from launcher.planner.candidates import Configuration, overrides_between
-from launcher.planner.formatting import Json, batch_text, configuration_as_json, strategy_text
+from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import ran_out_of_memory
-from launcher.reliability.json_files import replace_text
+from launcher.reliability.json_files import Json, replace_text
 
 MOST = 6
 """Maximum number of configurations that are measured."""
@@ -51,7 +52,7 @@ def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) 
     if not any(speeds):
         return {"best": None, "file": None, "rows": rows}
     best, file = speeds.index(max(speeds)), _file(recipe, machine)
-    settings = _settings(configurations[best].recipe)
+    settings = _settings(configurations[best].recipe, machine)
     kept = {"day": time.strftime("%Y-%m-%d"), "settings": settings}
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, json.dumps(rows[best]["measured"] | kept, indent=1))
@@ -90,16 +91,19 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
     return cache_folder(data.cache) / "measured" / f"{name}.json"
 
 
-def _settings(recipe: Recipe) -> str:
+def _settings(recipe: Recipe, machine: Machine) -> str:
     """The settings that `auto` decides, as text."""
     size, tokens = recipe.batch.micro_batch_size, recipe.batch.micro_batch_tokens
-    return repr((recipe.strategy, recipe.activation_checkpointing, size, tokens))
+    strategy = recipe.strategy
+    if micro_batches_of(recipe, ranks=machine.ranks) == 1:  # it has no effect
+        strategy = dataclasses.replace(strategy, sync_every_micro_batch="auto")
+    return repr((strategy, recipe.activation_checkpointing, size, tokens))
 
 
 def measured_choice(
     recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None = None
 ) -> tuple[Recipe, Sequence[str], str] | None:
-    """The fastest measured configuration in place of `auto`, as `detect.choose` returns it.
+    """The fastest measured configuration in place of `auto`, as `choose` in run/auto.py returns it.
 
     Returns None if the recipe was not measured on such a machine, if `auto` does not cover the
     measured settings in this recipe, or if by plan they do not fit the memory available now.
@@ -111,7 +115,7 @@ def measured_choice(
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     for chosen in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
-        if _settings(chosen) == settings and make_plan(chosen, machine).fits is not False:
+        if _settings(chosen, machine) == settings and make_plan(chosen, machine).fits is not False:
             why = (
                 f"{strategy_text(chosen)}; {batch_text(chosen, machine.ranks)}. The fastest "
                 f"measured, on {kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, "

@@ -6,20 +6,20 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.console import aligned, bytes_as_text
+from launcher.data.batching import accumulation_steps
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
-from launcher.planner.recipes import micro_batches_of
+from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
     from launcher.planner.measurement import Measurement
     from launcher.planner.search import SearchResult
 
-Json = dict[str, Any]
-"""A plan, or a part of it, as plain values."""
 NAMES = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -51,11 +51,12 @@ def moment_text(moment: Moment, *, micro_batches: int | None) -> str:
     return text
 
 
-def micro_batches(recipe: Recipe, ranks: int) -> int | None:
+def micro_batches(batch: schema.Batch, ranks: int) -> int | None:
     """Micro-batches of a rank in one step; None where `batch.micro_batch_tokens` decides."""
-    if not isinstance(recipe.batch.micro_batch_size, int):
+    size, whole = batch.micro_batch_size, batch.global_batch_size
+    if not isinstance(size, int):
         return None
-    return micro_batches_of(recipe, ranks=ranks)
+    return accumulation_steps(global_batch_size=whole, micro_batch_size=size, ranks=ranks)
 
 
 def strategy_text(recipe: Recipe) -> str:
@@ -96,9 +97,10 @@ def strategy_text(recipe: Recipe) -> str:
 
 def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
-    batch, count = recipe.batch, micro_batches(recipe, ranks)
+    batch, shared = recipe.batch, recipe.strategy.context_parallel_size
+    count = micro_batches(batch, ranks // shared)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
-    if (shared := recipe.strategy.context_parallel_size) > 1:
+    if shared > 1:
         on = f"{_plural(ranks // shared, 'group')} of {shared} ranks"
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
@@ -117,7 +119,8 @@ def as_json(
 ) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
-    peak = moment_text(step.peak, micro_batches=micro_batches(recipe, machine.ranks))
+    sharing = machine.ranks // recipe.strategy.context_parallel_size
+    peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, sharing))
     return {
         "recipe": recipe.run.name,
         "strategy": strategy_text(recipe),
@@ -126,6 +129,8 @@ def as_json(
         "fits": plan.fits,
         "needed": plan.needed,
         "spare": plan.spare,
+        "room": plan.room,
+        "has_room": plan.has_room,
         "peak": _moment(step.peak) | {"text": peak},
         "context": plan.context,
         "margin": plan.margin,
@@ -184,6 +189,7 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
         "micro_batch_size": recipe.batch.micro_batch_size,
         "micro_batch_tokens": recipe.batch.micro_batch_tokens,
         "fits": plan.fits,
+        "has_room": plan.has_room,
         "fits_device": plan.spare is None or plan.spare >= 0,
         "as_written": recipe == written,
         "needed": plan.needed,
@@ -211,7 +217,11 @@ def as_text(plan: Json) -> Iterator[str]:
     yield ""
     for label, text in _other_memory(plan):
         yield f"  {label:<22}{text}"
-    remarks = [*_disagreement(plan), *(f"note: {note}" for note in plan["notes"])]
+    remarks = [
+        *_little_room(plan),
+        *_disagreement(plan),
+        *(f"note: {note}" for note in plan["notes"]),
+    ]
     if remarks:
         yield ""
     for remark in remarks:
@@ -253,17 +263,19 @@ def _components(plan: Json) -> Iterator[str]:
                 edge = round(memory / scale)
                 bar = bar[:edge].ljust(edge) + "│" + bar[edge:]
             yield f"  {NAMES[name]:<22}{bytes_as_text(amount):>11}  {bar}"
-    verdict = _verdict(plan["spare"], memory)
+    verdict = _verdict(plan["spare"], memory, plan["room"])
     yield f"  {'needed':<22}{bytes_as_text(needed):>11}  {verdict}".rstrip()
 
 
-def _verdict(spare: int | None, memory: int | None) -> str:
-    """Empty where the memory is not known."""
+def _verdict(spare: int | None, memory: int | None, room: int = 0) -> str:
+    """Empty where the memory is not known. `room` is what there should be to spare."""
     if spare is None or memory is None:
         return ""
     if spare < 0:
         return f"does not fit: {bytes_as_text(-spare)} too much for {bytes_as_text(memory)}"
     left = f"{bytes_as_text(spare)} of {bytes_as_text(memory)}"
+    if spare < room:
+        return f"fits, will be slow: {left} to spare, {bytes_as_text(room)} of room needed"
     return f"fits: {left} to spare ({spare / memory:.0%})"
 
 
@@ -290,6 +302,14 @@ def _sizes(amounts: dict[str, int]) -> str:
     return ", ".join(f"{name} {bytes_as_text(size)}" for name, size in amounts.items())
 
 
+def _little_room(plan: Json) -> Iterator[str]:
+    if plan["fits"] and not plan["has_room"]:
+        yield (
+            f"warning: with less than {bytes_as_text(plan['room'])} to spare, PyTorch's allocator "
+            "frees its caches in each step, and waits for the GPU each time"
+        )
+
+
 def _disagreement(plan: Json) -> Iterator[str]:
     traced, estimated = plan["peak"]["total"], (plan["arithmetic"] or plan["peak"])["total"]
     off = traced / max(estimated, 1) - 1
@@ -312,6 +332,8 @@ def _configurations(plan: Json) -> Iterator[str]:
         speed, remarks = row["tokens_per_second"], []
         if row["fits"] is False:
             remarks.append("does not fit" + (" the host" if row["fits_device"] else ""))
+        elif row["has_room"] is False:
+            remarks.append("will be slow: little room")
         if n == best:
             remarks.append("fastest that fits")
         if row["as_written"]:

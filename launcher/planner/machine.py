@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from launcher.distributed.hardware import GPUS, Gpu, find_gpu
 from launcher.errors import RecipeError
+from launcher.reliability.json_files import Json
 
 # Shares of the data sheet's rates that training achieves
 PRODUCTS = {"A100": 0.78, "B200": 0.65}
@@ -181,7 +182,7 @@ def _cpu_rates(ranks_per_node: int) -> Rates:
     )
 
 
-def read_rates(file: Path) -> dict[str, Any]:
+def read_rates(file: Path) -> Json:
     """Rates that `launcher doctor --json FILE` measured: fields of `Rates`, without those that are
     null. Raises RecipeError if the file cannot be read or holds something else."""
     try:

@@ -36,6 +36,7 @@ from launcher.optimizers.optimizer import LossScale
 from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
 from launcher.training.loop import Update, train_steps
 from launcher.training.setup import prepare_model, row_part
 
@@ -236,13 +237,11 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     return statistics.median(steps)
 
 
-def _train(
-    recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int
-) -> dict[str, Any]:
+def _train(recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int) -> Json:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
     ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
-    device, sizes = ranks.device, dict[str, Any]()
-    random = with_random_weights(recipe, compile=recipe.model.compile)
+    device, sizes = ranks.device, dict[str, object]()
+    random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     wrapped = prepared.wrap(random, ranks)
@@ -282,7 +281,7 @@ def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
     return dataclasses.replace(batch, micro_batches=copies)
 
 
-def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measurement:
+def evaluate(marks: list[Mark], sizes: Json, *, device: str) -> Measurement:
     """Finds peaks and totals from the marks of `STEPS` steps."""
     starts = [index for index, mark in enumerate(marks) if mark.name == "data"]
     assert len(starts) == STEPS + 1
@@ -306,7 +305,7 @@ def evaluate(marks: list[Mark], sizes: dict[str, Any], *, device: str) -> Measur
     )
 
 
-def run(setting: dict[str, Any]) -> list[dict[str, Any]]:
+def run(setting: Json) -> list[Json]:
     """On every rank: measures each recipe; returns the fields of `Measurement`."""
     environment = read_environment()
     with process_group.process_group(environment, device="any", init_timeout=300) as (ranks, _):

@@ -132,6 +132,9 @@ class Plan:
     """Bytes per rank that the driver, libraries and communicators take."""
     margin: int
     """Bytes per rank that the allocator cannot use (fragmentation)."""
+    room: int = 0
+    """Bytes of a device beyond `needed` that the allocator's caches take. With less, it frees them
+    and waits for the device in each step."""
     host: HostMemory
     checkpoint_bytes: int
     """Bytes of each checkpoint on disk."""
@@ -171,6 +174,11 @@ class Plan:
         """Whether it fits device and host; None where neither's memory is known."""
         known = [spare for spare in (self.spare, self.host_spare) if spare is not None]
         return min(known) >= 0 if known else None
+
+    @property
+    def has_room(self) -> bool | None:
+        """Whether it fits with `room`, and is not slowed down by the allocator; None as `fits`."""
+        return self.fits and (self.spare is None or self.spare >= self.room)
 
 
 def compare(planned: StepMemory, measured: Measurement) -> list[tuple[str, int, int]]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from launcher import __version__
 from launcher.console import bytes_as_text
 from launcher.metrics.page import Charts, Section, Text, bars, curve_figure, write_page
 from launcher.planner.formatting import NAMES, as_text
+from launcher.reliability.json_files import Json
 
 
-def _amounts(plan: dict[str, Any], moment: dict[str, Any]) -> dict[str, int]:
+def _amounts(plan: Json, moment: Json) -> dict[str, int]:
     """Names and bytes of a moment's components, with the context and the margin."""
     amounts = moment["components"] | {"context": plan["context"], "margin": plan["margin"]}
     return {NAMES[name]: amount for name, amount in amounts.items() if amount}
 
 
-def write_plan(plan: dict[str, Any], file: Path) -> None:
+def write_plan(plan: Json, file: Path) -> None:
     """Writes a plan, as `as_json` returns it, as a page. Raises RecipeError."""
     peaks = [(phase, _amounts(plan, peak)) for phase, peak in plan["phases"].items()]
     moments = plan["timeline"]

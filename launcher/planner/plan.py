@@ -10,10 +10,11 @@ from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.planner.trace import UntraceableError, trace_step
 from launcher.planner.work import state_bytes
 from launcher.recipe.schema import Recipe
+from launcher.strategies.base import compute_dtype
 
 MiB, GiB = 2**20, 2**30
 
@@ -23,9 +24,10 @@ process that computed one product on an A100 or H100."""
 COMMUNICATOR = 400 * MiB
 """Buffers of an NCCL communicator. An estimate: two of 4 MiB per channel and peer."""
 MARGIN = 0.04
-"""Share of the peak that the allocator reserves but cannot use, with expandable segments. An
-estimate: on null GPUs it reserved up to 12 % more than the peak with DDP, and 61 % with FSDP, but
-frees cached memory on a full device."""
+"""Share of the peak that the allocator reserves but cannot use, with expandable segments. On
+null GPUs with DDP it reserved up to 4 % more than the peak. With FSDP it reserves more: `_room`."""
+LEAST_ROOM = GiB // 4
+"""Least room with FSDP: small buffers on the streams of its collectives."""
 CUDA_PROCESS, CPU_PROCESS = 3 * GiB, GiB // 2
 """Resident memory of a rank without tensors: an estimate on a GPU, measured on a CPU (0.4 GiB with
 torch 2.13 and transformers 5.23)."""
@@ -46,7 +48,8 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     profile = profile_model(recipe, device=machine.device)
     estimated = estimated_plan(profile, recipe, machine)
     ranks, device = machine.ranks, machine.device
-    key, count = repr((recipe, ranks, device)), micro_batches_of(recipe, ranks=ranks)
+    key = repr((with_random_weights(recipe), ranks, device))
+    count = micro_batches_of(recipe, ranks=ranks)
     try:
         if key not in _STEPS:
             _STEPS[key] = trace_step(recipe, ranks=ranks, device=device, micro_batches=count)
@@ -74,11 +77,27 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         arithmetic=None,
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
         margin=round(MARGIN * step.peak.total) if on_gpu else 0,
+        room=_room(profile, recipe, step) if on_gpu else 0,
         host=_host(recipe, machine, step, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
         notes=tuple(_notes(recipe, machine)),
     )
+
+
+def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
+    """Bytes of a GPU that the allocator's caches take besides the peak and the margin.
+
+    The allocator gives memory that was freed on one stream only to the same stream. FSDP allocates
+    gradient shards on the stream of its reductions, and all-gathered weights on another one, so
+    other tensors cannot take their place while they do not exist. docs/memory.md has measurements.
+    """
+    if recipe.strategy.kind == "ddp":
+        return 0
+    largest = max(profile.groups, key=lambda group: group.count)
+    gathered = largest.count * compute_dtype(recipe.strategy).itemsize
+    gathered *= 2 if largest.trained else 1
+    return max(LEAST_ROOM, step.phases["optimizer"].components.gradients + gathered)
 
 
 def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:
@@ -99,10 +118,10 @@ def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: 
 
 
 def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
-    if recipe.model.compile:
+    if recipe.model.compile is True:
         yield (
-            "model.compile is not in the plan: compiled blocks keep fewer activations, and need "
-            "memory while they compile"
+            "memory is that of eager blocks; compiled ones keep less for the backward pass (on null "
+            "GPUs 22 % in a Llama without checkpointing, nothing with full checkpointing)"
         )
     if machine.device == "cuda":
         yield "context, communicators and the margin are estimates; everything else is counted"

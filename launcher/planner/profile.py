@@ -19,7 +19,7 @@ from launcher.planner.recipes import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import Saved, saved_of_blocks
-from launcher.training.setup import prepare_model
+from launcher.training.setup import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
 
@@ -104,6 +104,8 @@ class ModelProfile:
     """Width of the logits; 0 without a language model's head."""
     heads: tuple[int, int]
     """Number of attention heads, size of each; zeros where they are not known."""
+    packed_attention: bool
+    """Whether all layers that mix tokens are attention by the kernel for packed documents."""
     experts: int
     """Experts that a token is sent to."""
     saved: dict[torch.dtype, dict[int, Saved]]
@@ -141,7 +143,7 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     Raises RecipeError as `prepare_model`.
     """
     mixed = recipe.strategy.mixed_precision
-    key = repr((recipe.model, recipe.lora, recipe.data, mixed, device))
+    key = repr((with_random_weights(recipe).model, recipe.lora, recipe.data, mixed, device))
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]
@@ -150,6 +152,14 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
 def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     recipe = with_random_weights(recipe)
     prepared = prepare_model(recipe, device=torch.device(device))
+    profile = profile_of_shapes(prepared, recipe, device=device)
+    own = compute_dtype(recipe.strategy)
+    offered = torch.bfloat16 if own == torch.float32 else own  # by the search
+    return with_saved(profile, prepared, recipe, dtypes={own, offered})
+
+
+def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
+    """The profile of a prepared model without what its blocks save."""
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
         weights = (Weight(tuple(p.shape), p.requires_grad, p.element_size()) for p in parameters)
@@ -167,7 +177,7 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     first = prepared.outer_units[:1]
     inside = {id(p) for unit in (*first, *prepared.blocks.values()) for p in unit.parameters()}
     hidden, heads = configured("hidden_size"), configured("num_attention_heads")
-    profile = ModelProfile(
+    return ModelProfile(
         device=device,
         block_classes=kinds,
         classes=classes,
@@ -180,21 +190,31 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
         if recipe.model.task == "sequence_classification"
         else prepared.vocabulary or 0,
         heads=(heads, configured("head_dim") or (hidden // heads if heads else 0)),
+        packed_attention=prepared.masking == "varlen",
         experts=configured("num_experts_per_tok") or 1,
         saved={},
     )
+
+
+def with_saved(
+    profile: ModelProfile, prepared: PreparedModel, recipe: Recipe, *, dtypes: set[torch.dtype]
+) -> ModelProfile:
+    """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors.
+    Deletes blocks of the prepared model."""
+    kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
     lasts = {kind: index for index, kind in enumerate(kinds)}
     if not keep_blocks(prepared.model, prepared.blocks, sorted(lasts.values())):
         return profile
     kind_of = dict(zip(prepared.blocks, sorted(lasts, key=lasts.__getitem__), strict=True))
     batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
-    data, own = prepared.synthetic_data(recipe.data, batch), compute_dtype(recipe.strategy)
-    offered = torch.bfloat16 if own == torch.float32 else own  # by the search
+    data, saved = prepared.synthetic_data(recipe.data, batch), {}
     try:
-        for dtype in {own, offered}:
-            saved = saved_of_blocks(prepared.model, kind_of, data, device=device, dtype=dtype)
-            profile.saved[dtype] = {kind_of[name]: block for name, block in saved.items()}
+        for dtype in dtypes:
+            of_blocks = saved_of_blocks(
+                prepared.model, kind_of, data, device=profile.device, dtype=dtype
+            )
+            saved[dtype] = {kind_of[name]: block for name, block in of_blocks.items()}
     except Exception:  # models fail in various ways on tensors without values
-        profile.saved.clear()
-    return profile
+        return profile
+    return dataclasses.replace(profile, saved=saved)

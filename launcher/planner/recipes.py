@@ -6,6 +6,7 @@ import dataclasses
 
 from launcher.data.batching import accumulation_steps, rows_of
 from launcher.recipe.schema import Recipe
+from launcher.strategies.compilation import why_eager
 
 
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
@@ -14,6 +15,14 @@ def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     size = recipe.batch.global_batch_size
     return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)
+
+
+def with_compile(recipe: Recipe, device: str, *, here: bool) -> tuple[Recipe, str]:
+    """The recipe with true or false in place of `model.compile: auto` on a kind of device, and why;
+    `here`: on this machine."""
+    why = why_eager(device, here=here)
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, compile=not why))
+    return recipe, f"model.compile: auto is {f'off: {why}' if why else 'on'}"
 
 
 def with_random_weights(recipe: Recipe, *, compile: bool = False) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from launcher.planner.candidates import (
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
 
@@ -58,10 +60,10 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
 
     Raises RecipeError as `prepare_model`.
     """
-    recipe = concrete(recipe)
+    recipe = concrete(recipe, machine)
     search = _Search(recipe, machine)
     written = search.trace(search.estimate(recipe))
-    evaluated = [search.estimate(variant) for variant in variants(recipe, machine)]
+    evaluated = [search.estimate(variant) for variant in variants(recipe, machine, compiles=True)]
     best = search.fastest(evaluated)
     nothing_fits = best is None and machine.memory is not None
     shown = [] if nothing_fits else _shown([c for c in evaluated if search.may_fit(c)], recipe)
@@ -95,12 +97,14 @@ def fastest_that_fits(
 def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) -> list[Recipe]:
     """Recipes that may replace `auto`: only what is `auto` varies, with strategy.kind also the
     checkpointing."""
+    strategy, sharded = recipe.strategy, recipe.strategy.kind != "ddp"
     recipes = variants(
-        concrete(recipe),
+        concrete(recipe, machine),
         machine,
-        strategies=recipe.strategy.kind == "auto",
+        strategies=strategy.kind == "auto",
         micro_batches=recipe.batch.micro_batch_size == "auto",
-        reshards=recipe.strategy.reshard_after_forward == "auto",
+        reshards=sharded and strategy.reshard_after_forward == "auto",
+        syncs=sharded and strategy.sync_every_micro_batch == "auto",
         precisions=False,
     )
     length, most = recipe.data.sequence_length, limit_micro_batch or math.inf
@@ -110,7 +114,7 @@ def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) 
 def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:
     """Configurations to measure, which fit by trace: the recipe as written, then the fastest of
     each strategy, resharding and checkpointing, the fastest first and CPU offload last."""
-    recipe = concrete(recipe)
+    recipe = concrete(recipe, machine)
     search = _Search(recipe, machine)
     kinds: dict[Any, list[Configuration]] = {}
     for candidate in map(search.estimate, variants(recipe, machine, precisions=False)):
@@ -135,16 +139,22 @@ def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list
     return chosen
 
 
-def concrete(recipe: Recipe) -> Recipe:
-    """The recipe with the default in place of `auto`: fsdp, one sequence, resharding."""
+def concrete(recipe: Recipe, machine: Machine) -> Recipe:
+    """The recipe with the least memory in place of `auto`: fsdp, one sequence, resharding, and a
+    reduction in each micro-batch."""
     strategy, batch = recipe.strategy, recipe.batch
-    if strategy.reshard_after_forward == "auto":
-        strategy = dataclasses.replace(strategy, reshard_after_forward=True)
     if strategy.kind == "auto":
         strategy = dataclasses.replace(strategy, kind="fsdp")
+    fsdp = strategy.kind == "fsdp"
+    if strategy.reshard_after_forward == "auto" and fsdp:
+        strategy = dataclasses.replace(strategy, reshard_after_forward=True)
     if batch.micro_batch_size == "auto":
         batch = dataclasses.replace(batch, micro_batch_size=1)
-    return dataclasses.replace(recipe, strategy=strategy, batch=batch)
+    recipe = dataclasses.replace(recipe, strategy=strategy, batch=batch)
+    accumulates = micro_batches_of(recipe, ranks=machine.ranks) > 1
+    if strategy.sync_every_micro_batch == "auto" and accumulates:
+        strategy = dataclasses.replace(strategy, sync_every_micro_batch=fsdp)
+    return dataclasses.replace(recipe, strategy=strategy)
 
 
 class _Search:
@@ -152,7 +162,7 @@ class _Search:
 
     def __init__(self, written: Recipe, machine: Machine) -> None:
         self._written, self._machine = written, machine
-        self._profile = profile_model(concrete(written), device=machine.device)
+        self._profile = profile_model(concrete(written, machine), device=machine.device)
         self._scales: dict[tuple[str, str | None], float] = {}
         """Ratio of traced to estimated bytes of tensors, by strategy and checkpointing."""
 
@@ -172,28 +182,30 @@ class _Search:
         self._scales[key] = max(self._scales.get(key, 0.0), scale)
         return dataclasses.replace(estimated, plan=plan)
 
-    def may_fit(self, estimated: Configuration) -> bool:
-        """Whether the corrected estimate fits, where memory is known."""
+    def may_fit(self, estimated: Configuration, *, with_room: bool = False) -> bool:
+        """Whether the corrected estimate fits, where memory is known, also with its room."""
         plan = estimated.plan
         extra = (self._scales.get(_like(estimated.recipe), OPTIMISM) - 1) * plan.tensors
+        extra += plan.room if with_room else 0
         host_fits = plan.host_spare is None or plan.host_spare >= 0
         return host_fits and (plan.spare is None or extra <= plan.spare)
 
     def fastest(self, candidates: Sequence[Configuration]) -> Configuration | None:
-        """The fastest whose traced plan fits; CPU offload only where nothing fits without."""
+        """The fastest whose traced plan fits: with room for the allocator, if any does, and with
+        CPU offload only where nothing fits without."""
         if self._machine.memory is None and self._machine.host_memory is None:
             return None
-        for offloads in (False, True):
+        for offloads, with_room in itertools.product((False, True), (True, False)):
             group = [candidate for candidate in candidates if candidate.offloads == offloads]
             for attempt in range(TRACES + 1):
-                group = [candidate for candidate in group if self.may_fit(candidate)]
+                group = [c for c in group if self.may_fit(c, with_room=with_room)]
                 if not group:
                     break
                 chosen = _simplest_of_the_fastest(group, self._written)
                 if attempt == TRACES:  # the estimates are wrong about this model
                     chosen = min(group, key=lambda candidate: candidate.plan.tensors)
                 traced = self.trace(chosen)
-                if traced.plan.fits:
+                if traced.plan.has_room if with_room else traced.plan.fits:
                     return traced
                 group.remove(chosen)
         return None

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,8 @@ DEPTHS = (4, 6)
 """Blocks that a deep model is traced with: the first two and the last two, whose neighbours differ
 from those of other blocks, and none or two between."""
 CPU = torch.device("cpu")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class UntraceableError(Exception):
@@ -151,10 +154,15 @@ def _run(
                     module.register_forward_pre_hook(observer.label_unsharded)
             scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)
             update = Update(optimizer, lambda step: 1e-3, scale, recipe.optimizer.max_grad_norm)
+            # DTensor computes the shapes of an operation on whole tensors when it first sees it.
+            # The first step, which only updates, keeps these tensors out of the second
+            for parameter in observer.trained:
+                parameter.grad = torch.zeros_like(parameter)
+            losses = chain([_no_loss], repeat(data.loss))
             steps = train_steps(
                 wrapped,
                 _batches(data, micro_batches),
-                loss=data.loss,
+                loss=lambda model, micro_batch: next(losses)(model, micro_batch),
                 update=update,
                 ranks=ranks.size,
                 heartbeat=observer.heartbeat,
@@ -167,13 +175,17 @@ def _run(
     return observer.step_memory(CUBLAS_WORKSPACES if device == "cuda" else 0)
 
 
-def _head(model: Any) -> dict[str, nn.Module]:
+def _head(model: nn.Module) -> dict[str, nn.Module]:
     head = embeddings(model)[1]
     return {clean_name(name): module for name, module in model.named_modules() if module is head}
 
 
+def _no_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+    return torch.empty(0, requires_grad=True).sum()
+
+
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
-    """Batches of two steps. Only the second one counts: what the first one allocates is held."""
+    """Batches of two steps. Only the second one counts."""
     statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
     for step, count in ((1, 1), (2, micro_batches)):
         fake = [tree_map_only(torch.Tensor, torch.empty_like, data.tensors) for _ in range(count)]
@@ -193,7 +205,7 @@ class _Observer:
     ) -> None:
         """`offload` is None on CPUs, where host memory is the device's."""
         self._tracker, self._optimizer = tracker, optimizer
-        self._trained = [p for p in wrapped.module.parameters() if p.requires_grad]
+        self.trained = [p for p in wrapped.module.parameters() if p.requires_grad]
         self._gradients = HOST if offloads_parameters(offload) else "gradients"
         self._states = HOST if offload is not None else "optimizer"
         self._file: StateFile | None = getattr(optimizer, "file", None)
@@ -228,7 +240,7 @@ class _Observer:
             tracker.go(where="", phase="optimizer")
 
     def _mark_gradients(self) -> None:
-        gradients = [p.grad for p in self._trained if p.grad is not None]
+        gradients = [p.grad for p in self.trained if p.grad is not None]
         self._tracker.mark(gradients, self._gradients)
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
@@ -236,7 +248,9 @@ class _Observer:
         for name, module in modules.items():
             module.forward = partial(self._forward, name, module.forward)
 
-    def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self, name: str, forward: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
         tracker = self._tracker
         tracker.go(where=name)
         if tracker.place.phase == "backward":  # recomputation
@@ -272,7 +286,7 @@ class _Observer:
         self._tracker.go(where=name)
 
     def step_memory(self, workspaces: int) -> StepMemory:
-        """Memory of the second step, whose first micro-batch is the second one of the trace."""
+        """Memory of the second step."""
         tracker, (first, last) = self._tracker, self._step_from[1:3]
         moments = tracker.replay(first, last)
         return StepMemory(

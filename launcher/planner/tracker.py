@@ -7,7 +7,7 @@ has ended. So labels are read when the recorded allocations and releases are rep
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Record:
     size: int
     label: str | None
     born: int
-    weak: Any = None
+    weak: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class Place(NamedTuple):
@@ -65,7 +65,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Place, storage, and bytes allocated (positive) or released."""
         self._live: dict[int, Record] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations arrive here again, on plain tensors
         out = func(*args, **(kwargs or {}))
@@ -101,7 +109,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Sets the place of the events that follow."""
         self.place = self.place._replace(**changes)
 
-    def see(self, tensor: torch.Tensor, *, label: str | None = None, source: Any = None) -> Record:
+    def see(
+        self, tensor: torch.Tensor, *, label: str | None = None, source: object = None
+    ) -> Record:
         """Records a tensor's storage, if it is new. `source` is the tensor it was copied from."""
         storage = _storage_of(tensor)
         key = id(storage)
@@ -152,7 +162,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if delta:
             self._events.append((self.place, record, delta))
 
-    def _label_of_copy(self, source: Any) -> str | None:
+    def _label_of_copy(self, source: object) -> str | None:
         if not isinstance(source, torch.Tensor) or isinstance(source, DTensor):
             return None
         known = self._live.get(id(source.untyped_storage()))

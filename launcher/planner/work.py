@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from launcher.planner.profile import ModelProfile, WeightGroup
 from launcher.planner.recipes import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.operators import share_of_budget
+from launcher.training.operators import Saved, share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
 """Bytes of optimizer state for each parameter, AdamW by the dtype of its state. 256 int8 numbers
@@ -26,6 +27,9 @@ OVER_MATRICES = 1.25
 token to 40 h (h: hidden size)."""
 SELECTED = 0.25
 """Share of what autograd saves that selective checkpointing keeps."""
+SCORES = 64
+"""More bytes than are saved for each attention score where no kernel avoids them (51 with dropout in
+float32)."""
 
 
 def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
@@ -37,6 +41,20 @@ def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
         each = 0.0
     momenta = sum(map(math.prod, profile.orthogonalized)) if optimizer.name == "muon" else 0
     return each * (profile.trained - momenta) + 4 * momenta
+
+
+def with_most_saved(profile: ModelProfile, recipe: Recipe) -> ModelProfile:
+    """The profile with more than the blocks of a model with packed attention save: three times the usual
+    bytes around matrices, and on a CPU the scores of attention."""
+    length, dtype = recipe.data.sequence_length, compute_dtype(recipe.strategy)
+    scores = SCORES * profile.heads[0] * length**2 if profile.device == "cpu" else 0
+    saved = {}
+    for kind, weights in enumerate(profile.classes):
+        shapes = [(shape, profile.experts if len(shape) == 3 else 1) for shape in weights.matrices]
+        ends = sum(times * (shape[-2] + shape[-1]) for shape, times in shapes)
+        kept = 3 * OVER_MATRICES * dtype.itemsize * length * ends
+        saved[kind] = Saved(kept=round(kept + scores), selected=round(kept / 2), cost=1)
+    return dataclasses.replace(profile, saved={dtype: saved})
 
 
 @dataclass(frozen=True, kw_only=True)

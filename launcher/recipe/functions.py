@@ -17,7 +17,7 @@ TRUST_HELP = "Run the code that the recipe in RUN_DIR names: you have read it an
 """Of the option --trust-run, of commands that build what the recipe of a run names."""
 
 
-def call_function(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
+def call_function(name: str, arguments: Mapping[str, object], *, key: str) -> object:
     """Calls a function with keyword arguments.
 
     name, key: see `import_function`.

@@ -184,7 +184,7 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
     return None
 
 
-def _walk(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+def _walk(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """Every key inside a value, with its value; a section before its keys."""
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 _SET_ELSEWHERE = {
     "attn_implementation": "model.attention",
@@ -16,7 +15,7 @@ _SET_ELSEWHERE = {
 }
 
 
-def config_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def config_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yields each wrong key of `model.config` and what is wrong with it."""
     if not isinstance(model_type := config.get("model_type"), str):
         what = "must be a model type of transformers, such as llama, qwen3 or gpt2"
@@ -26,7 +25,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from value_problems(config)
 
 
-def value_problems(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yields each key with a value that transformers accepts and no model can compute with.
 
     config: the keys of a recipe, or all keys of a config.

@@ -56,7 +56,8 @@ class Run(Section):
     deterministic: StrictBool = False
     """true: the same bits on CUDA too, at some cost in speed."""
     timeout: Seconds = 600
-    """Seconds that a collective may take after the first step."""
+    """Seconds that a collective may take after the first step. NCCL's take at least hang_timeout:
+    the report of a hang names the rank that is behind."""
     init_timeout: Seconds = 1800
     """Seconds that the first collectives may take, while other ranks still load and compile."""
     float32_matmul: Literal["highest", "high", "medium"] = "high"
@@ -101,8 +102,9 @@ class Model(Section):
     attention: Text = "auto"
     """auto: sdpa if transformers has it for the model, else eager. Or any attention name of
     transformers: sdpa, eager, flash_attention_2, ..."""
-    compile: StrictBool = False
-    """torch.compile each block; compiled code is kept in data.cache."""
+    compile: StrictBool | Literal["auto"] = False
+    """torch.compile each block and the loss; compiled code is kept in data.cache. auto: true on a
+    GPU where Triton can compile."""
     chunked_loss: StrictBool = True
     """Compute the loss for a chunk of the vocabulary at a time, without full logits; only if the
     logits are the output of a linear layer."""
@@ -240,9 +242,10 @@ class Strategy(Section):
     shard_optimizer: StrictBool = False
     """ddp: each rank holds the optimizer state of its share of the parameters, and updates them
     (ZeRO-1). fsdp does so anyway."""
-    reshard_after_forward: StrictBool | Literal["auto"] = True
+    reshard_after_forward: StrictBool | Literal["auto"] = "auto"
     """fsdp; true: free a block's unsharded weights after its forward pass (ZeRO-3). false: keep
-    them until its backward pass (ZeRO-2). auto: false if that fits by the memory plan."""
+    them until its backward pass (ZeRO-2). auto: false if that leaves 15 % of the memory free, by
+    estimate."""
     reshard_after_backward: StrictBool = True
     """fsdp; false: weights stay unsharded from the first to the last micro-batch of a step: faster,
     more memory."""
@@ -255,7 +258,7 @@ class Strategy(Section):
     of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
-    traffic). auto: true with fsdp, false with ddp."""
+    traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""
 
 
 class ActivationCheckpointing(Section):

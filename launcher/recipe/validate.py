@@ -44,11 +44,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("run.on_divergence", "checkpoint.every_steps", True),
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
     ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
-    (
-        "strategy.reshard_after_forward strategy.reshard_after_backward",
-        "strategy.kind",
-        "fsdp auto",
-    ),
+    ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
@@ -171,9 +167,16 @@ def _has_checkpoints(recipe: Recipe) -> bool:
 
 
 def open_keys(recipe: Recipe) -> list[str]:
-    """Keys that are `auto`, so that the memory plan decides them."""
-    keys = ("strategy.kind", "batch.micro_batch_size", "strategy.reshard_after_forward")
+    """Keys that are `auto`, so that the memory plan decides them, and with them when gradients are
+    reduced and weights freed."""
+    keys = ("strategy.kind", "batch.micro_batch_size")
     return [key for key in keys if _value(recipe, key) == "auto"]
+
+
+def _resharding(recipe: Recipe) -> Found:
+    # True was the default of earlier versions, whose recipes name it with ddp, too
+    if recipe.strategy.kind == "ddp" and recipe.strategy.reshard_after_forward is False:
+        yield "strategy.reshard_after_forward", "needs strategy.kind: fsdp or auto"
 
 
 def _kinds(recipe: Recipe) -> set[str]:
@@ -389,7 +392,7 @@ def _data_files(recipe: Recipe) -> Found:
 
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _config, _sizes),
-    *(_micro_batch_tokens, _metrics, _nodes, _resume),
+    *(_micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
 )
 _RANK_RULES = (_batches, _replicate, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -146,7 +146,7 @@ class _Dumper(yaml.SafeDumper):
         style = '"' if len(text.splitlines()) > 1 else None  # on one line, for `launcher show`
         return self.represent_scalar(_TAG + "str", escaped, style=style)
 
-    def represent_list(self, values: Any) -> yaml.SequenceNode:
+    def represent_list(self, values: Iterable[object]) -> yaml.SequenceNode:
         return self.represent_sequence(_TAG + "seq", values, flow_style=True)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -74,7 +74,7 @@ class Account:
 
     message: str
     """Printed at once."""
-    noted: dict[str, Any]
+    noted: Mapping[str, object]
     """Fields for events.jsonl; empty if a smaller micro-batch would not help."""
     restarts_now: bool
     """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""

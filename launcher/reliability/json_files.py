@@ -16,6 +16,9 @@ from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
 
+Json = dict[str, Any]
+"""A JSON object."""
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK = 4096
 """Bytes of a file that a full disk has room for if the file exists."""
@@ -28,7 +31,7 @@ _TEXTS = (
 _COUNTS = (
     "step", "steps", "attempt", "ranks", "ranks_per_node", "found_step", "skipped_batches",
     "bytes", "device_memory", "peak_memory_bytes", "micro_batch_size", "samples",
-    "global_batch_size",
+    "global_batch_size", "reserved_memory_bytes", "allocation_retries",
 )  # fmt: skip
 _TIMES = ("time", "found_time")
 _NUMBERS = (
@@ -64,7 +67,7 @@ class Lines:
         self._kept: list[bytes] = []
         self._file: BinaryIO | None = None
 
-    def append(self, line: dict[str, Any], *, check: Callable[[], None] = lambda: None) -> None:
+    def append(self, line: Json, *, check: Callable[[], None] = lambda: None) -> None:
         """Appends a line. Calls `check` before the file is changed."""
         waiting = len(self._kept)
         self._kept.append(json.dumps(line).encode() + b"\n")
@@ -119,17 +122,17 @@ def _open_to_append(file: Path) -> BinaryIO:
     return stream
 
 
-def append_line(file: Path, line: dict[str, Any]) -> None:
+def append_line(file: Path, line: Json) -> None:
     """Appends to a .jsonl file; an OSError is a warning, and the line is lost."""
     lines = Lines(file)
     lines.append(line)
     lines.close()
 
 
-def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
+def read_jsonl(file: Path, *, size: int | None = None) -> list[Json]:
     """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
     there is no such file."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Json] = []
     if not os.path.isfile(file):  # a pipe or a device may have no end
         return lines
     with contextlib.suppress(OSError), file.open("rb") as stream:
@@ -140,7 +143,7 @@ def read_jsonl(file: Path, *, size: int | None = None) -> list[dict[str, Any]]:
     return [line for line in lines if line]
 
 
-def well_formed(value: object) -> dict[str, Any]:
+def well_formed(value: object) -> Json:
     """The keys of an object without those whose value has another type than a run writes, because
     something else has changed the file; empty if it is no object."""
     if not isinstance(value, dict):
@@ -165,7 +168,7 @@ def _has_type(key: str, value: Any) -> bool:
     )
 
 
-def last_line(file: Path, *, having: Sequence[str] = ("step",)) -> dict[str, Any]:
+def last_line(file: Path, *, having: Sequence[str] = ("step",)) -> Json:
     """The last object with these keys near the end of a .jsonl file; empty if there is none."""
     lines = read_jsonl(file, size=64 << 10)
     return next((line for line in reversed(lines) if line.keys() >= {*having}), {})

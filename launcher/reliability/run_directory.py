@@ -15,7 +15,14 @@ from typing import Any, Literal, TextIO
 
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError
-from launcher.reliability.json_files import Lines, last_line, read_jsonl, replace_text, well_formed
+from launcher.reliability.json_files import (
+    Json,
+    Lines,
+    last_line,
+    read_jsonl,
+    replace_text,
+    well_formed,
+)
 from launcher.reliability.lock import Ownership
 
 logger = logging.getLogger(__name__)
@@ -116,12 +123,14 @@ class RunFolder:
         first = (from_scratch[-1:] or started or [{"time": time.time()}])[0]
         return time.strftime("%Y-%m-%d", time.gmtime(first["time"]))
 
-    def _starts(self) -> list[dict[str, Any]]:
+    def _starts(self) -> list[Json]:
         return [event for event in self.read_events() if event["event"] == "started"]
 
     def last_step(self) -> int:
-        """The last step in metrics.jsonl; 0 if there is none."""
-        return int(last_line(self.metrics).get("step") or 0)
+        """The last step that metrics.jsonl or status.json names; 0 if metrics.jsonl is empty, as
+        where the run starts from scratch. Not every step is logged (logging.every_steps)."""
+        steps = (last_line(self.metrics).get("step"), self.read_status().get("step"))
+        return int(max(step or 0 for step in steps)) if steps[0] else 0
 
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""
@@ -162,7 +171,7 @@ class RunFolder:
             text = f"run.dir: {self.path} cannot be written to: {error.strerror}"
             raise RecipeError(text) from None
 
-    def read_status(self) -> dict[str, Any]:
+    def read_status(self) -> Json:
         """status.json; empty if there is none."""
         if not os.path.isfile(self._status):
             return {}
@@ -171,7 +180,7 @@ class RunFolder:
         except (OSError, ValueError, RecursionError):
             return {}
 
-    def read_events(self) -> list[dict[str, Any]]:
+    def read_events(self) -> list[Json]:
         """The lines of events.jsonl that have the keys of their event."""
         return [
             event
@@ -230,7 +239,7 @@ class RunFolder:
             more["found"] = files[0].get("state")
             more["found_step"] = max(file.get("step") or 0 for file in files)
             more["found_time"] = max(file.get("time") or 0.0 for file in files) or None
-        line: dict[str, Any] = {"event": event, "time": time.time(), "host": socket.gethostname()}
+        line: Json = {"event": event, "time": time.time(), "host": socket.gethostname()}
         line |= {"attempt": self._attempt, "ranks": self._ranks, **more}
         self._event_lines.append(line, check=self.check)
         self._event_lines.close()  # other ranks append to it, too

@@ -44,21 +44,25 @@ _ANSWER_SECONDS = 5.0
 _SLOW, _HANG, _ANSWER = "watch/slow", "watch/hang", "watch/answer_{}".format
 
 Answer = dict[str, Any]
-"""A rank's position in its code, its collectives, and the states of its neighbours' processes."""
+"""A rank's position in its code, and the states of its neighbours' processes."""
 
 
 class Watch:
     """The watchdog of one rank, as long as its context lasts. Every rank must enter it."""
 
-    def __init__(self, failures: FailureWatch, *, stop: StopRequest, hang_timeout: float) -> None:
+    def __init__(
+        self, failures: FailureWatch, *, stop: StopRequest, hang_timeout: float, timeout: float
+    ) -> None:
+        """`timeout` limits, too, how long this rank waits for another one in a slow phase."""
         self._failures, self._stop, self._hang_timeout = failures, stop, hang_timeout
+        self._timeout = max(hang_timeout, timeout)
         self._run, self._progress, self._store = failures.run, failures.progress, failures.store
         self._rank, self._ranks = failures.rank, failures.ranks
         self._period = min(_ROUND_SECONDS, max(0.2, hang_timeout / 10))
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = False
         self._position = (-1, -1)
-        self._idle_seconds = 0.0
+        self._idle_seconds = self._waited_seconds = 0.0
         self._counted_as_slow = self._answered = False
         self._store_fails_since: float | None = None
         self._noticed_claim_at: float | None = None
@@ -124,7 +128,11 @@ class Watch:
         # writes the stacks to the log
         faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._period, file=2)
         position = (self._progress.step, self._progress.beats)
-        self._idle_seconds = self._idle_seconds + elapsed if position == self._position else 0.0
+        if position == self._position:
+            self._idle_seconds += elapsed
+            self._waited_seconds += elapsed
+        else:
+            self._idle_seconds = self._waited_seconds = 0.0
         self._position = position
         self._stop.look()
         environment = self._failures.environment
@@ -159,7 +167,8 @@ class Watch:
             self._store.add(_SLOW, 1 if slow else -1)
             self._counted_as_slow = slow
         if self._idle_seconds >= self._hang_timeout:
-            if self._store.add(_SLOW, 0) > 0:
+            patient = slow or self._waited_seconds < self._timeout
+            if patient and self._store.add(_SLOW, 0) > 0:
                 self._idle_seconds = 0.0
             else:
                 self._report_hang()
@@ -233,7 +242,10 @@ class Watch:
         first = min(answer["position"] for answer in answers.values())
         slowest = [rank for rank in answers if answers[rank]["position"] == first]
         behind = missing or sorted(slowest)
-        lines = [f"no sign of life for {self._hang_timeout:g} s (run.hang_timeout)"]
+        limit, key = self._hang_timeout, "run.hang_timeout"
+        if self._waited_seconds >= self._timeout > limit:
+            limit, key = self._timeout, "run.timeout, while another rank is in a slow phase"
+        lines = [f"no sign of life for {limit:g} s ({key})"]
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
         for rank in behind[:8]:

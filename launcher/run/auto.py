@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, cast
 
 import torch
 
+from launcher.checkpoint.resume import earlier_strategy
 from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner.candidates import overrides_between
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
+from launcher.planner.memory import Plan
+from launcher.planner.plan import estimated_plan
+from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
+from launcher.planner.recipes import micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.work import with_most_saved
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.json_files import replace_text
+from launcher.reliability.json_files import Json, replace_text
 from launcher.reliability.run_directory import RunFolder
+from launcher.run.compilation import resolve_compile
+from launcher.strategies.base import compute_dtype
+from launcher.training.setup import PreparedModel
 
 logger = logging.getLogger(__name__)
 
+COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
+"""Keys of `strategy` whose `auto` means: false if that leaves `ROOM`."""
+ROOM = 0.15
+"""Share of the memory that must stay free by estimate, which is good to some 10 %."""
 SECONDS = 300
 """Time limit of the choice."""
 OWN_CONTEXT = 2**30
@@ -76,8 +93,18 @@ def resolve_auto(
     start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
-    if not open_keys(recipe):
-        return recipe
+    written, recipe = recipe, resolve_compile(recipe, ranks=ranks, run=run)
+    if open_keys(recipe):
+        recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
+    if recipe is not written and ranks.rank == 0:
+        run.check()
+        replace_text(run.path / "recipe.yaml", to_yaml(recipe))
+    return recipe
+
+
+def _resolve_by_plan(
+    recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: RunFolder
+) -> Recipe:
     answer: tuple[Recipe, Sequence[str], str] | Exception | None = None
     if ranks.rank == 0:
         logger.info("auto: looking for the fastest configuration that fits ...")
@@ -94,12 +121,116 @@ def resolve_auto(
         raise answer
     assert answer is not None
     chosen, overrides, why = answer
-    if ranks.rank == 0:
-        run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(chosen))
     lines = "".join(f"\n      {override}" for override in overrides)
     logger.info(f"auto: {why}{lines}")
     return chosen
+
+
+def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
+    """Those of `COLLECTIVES` that are `auto` and matter, unless the plan decides them, too."""
+    if recipe.strategy.kind != "fsdp" or open_keys(recipe):
+        return []
+    keys = COLLECTIVES if micro_batches_of(recipe, ranks=ranks) > 1 else COLLECTIVES[1:]
+    return [key for key in keys if getattr(recipe.strategy, key) == "auto"]
+
+
+def resolve_collectives(
+    recipe: Recipe,
+    prepared: PreparedModel,
+    machine: Machine,
+    *,
+    resume: str,
+    ranks: DataParallel,
+    run: RunFolder,
+) -> Recipe:
+    """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES`; every rank must call
+    this. `resume` is `Decision.source`. Writes the recipe to RUN_DIR/recipe.yaml."""
+    if not open_collectives(recipe, ranks=machine.ranks):
+        return recipe
+    answer: tuple[Recipe, str] | None = None
+    if ranks.rank == 0:
+        shapes = profile_of_shapes(prepared, recipe, device=machine.device)
+
+        def with_activations() -> ModelProfile:
+            model, blocks = copy.deepcopy((prepared.model, prepared.blocks))
+            copied = dataclasses.replace(prepared, model=model, blocks=blocks)
+            return with_saved(shapes, copied, recipe, dtypes={compute_dtype(recipe.strategy)})
+
+        same = {"strategy." + key for key in COLLECTIVES}
+        answer = choose_collectives(
+            recipe,
+            machine,
+            (shapes, with_activations),
+            earlier=earlier_strategy(recipe, run, resume, ranks=machine.ranks, except_for=same),
+            failed=_failed_with_fewer(run.read_events(), machine=machine, recipe=recipe),
+        )
+        run.check()
+        replace_text(run.path / "recipe.yaml", to_yaml(answer[0]))
+    chosen, why = cast("tuple[Recipe, str]", from_rank_0(answer, ranks.group))
+    logger.info(f"auto: {why}")
+    return chosen
+
+
+def choose_collectives(
+    recipe: Recipe,
+    machine: Machine,
+    profiles: tuple[ModelProfile, Callable[[], ModelProfile]],
+    *,
+    earlier: Mapping[str, Any] | None = None,
+    failed: bool = False,
+) -> tuple[Recipe, str]:
+    """The fewest collectives that leave `ROOM` by estimate, in place of `auto` in `COLLECTIVES`.
+
+    `profiles` are the model's profile without what blocks save and, called if it is needed, with
+    it. `earlier` is the strategy of the checkpoint that is resumed from, if a resume can be exact.
+    `failed`: fewer collectives ran out of memory before. Returns the recipe, and the overrides that
+    produce it with the reason.
+    """
+    keys = open_collectives(recipe, ranks=machine.ranks)
+    # Reducing once a step comes first: with several micro-batches it saves as much traffic or more
+    *fewer, most = (
+        _with_strategy(recipe, dict(zip(keys, values, strict=True)))
+        for values in itertools.product((False, True), repeat=len(keys))
+    )
+    known = machine.memory or 0
+    memory = bytes_as_text(known)
+    chosen, why = most, f"fewer collectives would leave less than {ROOM:.0%} of {memory} free"
+    traced = cache(profiles[1])
+
+    def leaves(share: float, choice: Recipe) -> bool:
+        plans = _estimates(choice, machine, (profiles[0], traced))
+        return any(plan.fits and (plan.spare or 0) >= share * known for plan in plans)
+
+    # An earlier version recorded `auto`, which meant true
+    kept = _with_strategy(recipe, {key: (earlier or {}).get(key) is not False for key in keys})
+    if failed:
+        why = "with fewer collectives an earlier start ran out of memory"
+    elif earlier is not None and (not known or kept == most or leaves(0, kept)):
+        chosen, why = kept, "as in the checkpoint, so that the resume is exact"
+    elif not known:
+        why = "the size of the memory is not known"
+    elif choice := next((each for each in fewer if leaves(ROOM, each)), None):
+        chosen, why = choice, f"by estimate {ROOM:.0%} of {memory} or more stay free"
+    return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
+
+
+def _with_strategy(recipe: Recipe, values: Mapping[str, bool]) -> Recipe:
+    strategy: Any = dataclasses.replace(recipe.strategy, **values)  # type: ignore[arg-type]
+    return dataclasses.replace(recipe, strategy=strategy)
+
+
+def _estimates(
+    recipe: Recipe, machine: Machine, profiles: tuple[ModelProfile, Callable[[], ModelProfile]]
+) -> Iterator[Plan]:
+    """Estimates of the memory: first one that is too high but quick, then a good one. None for
+    models of the user's own code, of which only a trace knows what they save."""
+    shapes, checkpointing = profiles[0], recipe.activation_checkpointing
+    if recipe.model.builder is not None or recipe.data.builder is not None:
+        return
+    if shapes.packed_attention and (checkpointing is None or checkpointing.budget is None):
+        yield estimated_plan(with_most_saved(shapes, recipe), recipe, machine)
+    if (traced := profiles[1]()).saved:
+        yield estimated_plan(traced, recipe, machine)
 
 
 def _choose(
@@ -140,6 +271,8 @@ def choose(
     if best is None:
         return None
     of = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
+    if best.plan.has_room is False:
+        after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
     why = (
         f"{strategy_text(best.recipe)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
         f"fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
@@ -148,7 +281,7 @@ def choose(
     return best.recipe, best.overrides, why
 
 
-def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
+def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
     """What events.jsonl records with an out-of-memory failure, besides the number of ranks."""
     checkpointing, offload = recipe.activation_checkpointing, recipe.strategy.cpu_offload
     return {
@@ -158,12 +291,10 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> dict[str, Any]:
         "lora": recipe.lora is not None,
         "checkpointing": None if checkpointing is None else checkpointing.mode,
         "cpu_offload": offload is not None and (offload.what == "all" or offload.what),
-    }
+    } | {key: getattr(recipe.strategy, key) for key in COLLECTIVES}
 
 
-def failed_micro_batches(
-    events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe
-) -> list[int]:
+def failed_micro_batches(events: list[Json], *, machine: Machine, recipe: Recipe) -> list[int]:
     """Micro-batch sizes that ran out of memory in earlier starts of a run, on as many of the same
     devices and with the same settings; with strategy `auto` checkpointing and offload may differ.
     Empty unless the micro-batch of the recipe is `auto`."""
@@ -171,7 +302,8 @@ def failed_micro_batches(
         return []
     same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
     same |= {"event": "failed", "reason": "out_of_memory"}
-    del same["micro_batch_size"]
+    for key in ("micro_batch_size", *COLLECTIVES):
+        del same[key]
     if recipe.strategy.kind == "auto":
         del same["checkpointing"], same["cpu_offload"]
     return [
@@ -180,3 +312,15 @@ def failed_micro_batches(
         if event.get("micro_batch_size") is not None
         and all(event.get(name) == value for name, value in same.items())
     ]
+
+
+def _failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe) -> bool:
+    """Whether an earlier start of a run, on as many of the same devices and with the same settings
+    but fewer collectives, ran out of memory."""
+    same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
+    same |= {"event": "failed", "reason": "out_of_memory"}
+    for key in COLLECTIVES:
+        del same[key]
+    return any(
+        same.items() <= event.items() and False in map(event.get, COLLECTIVES) for event in events
+    )

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from launcher.checkpoint.reader import (
 from launcher.checkpoint.resume import (
     Resumed,
     check_content,
+    check_recipe,
     recipe_changes,
     saved_position,
 )
@@ -36,6 +37,7 @@ from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.philox import derived_seed
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe.load import to_yaml
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.evaluation import is_better
 from launcher.training.setup import Training
@@ -54,7 +56,7 @@ class CheckpointManager:
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
         self._weights = self._frozen_weights()
-        self._best: dict[str, Any] = {}
+        self._best: Json = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
         self._candidate = self._best
         """`_best` once the save in progress has succeeded."""
@@ -83,28 +85,31 @@ class CheckpointManager:
         folder = checkpoint_folder(section)
         if self._ranks.rank == 0 and folder is not None:
             digest = open_folder(folder).digest()
-        return cast("str | None", from_rank_0(digest, self._group))
+        return from_rank_0(digest, self._group)
 
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
         """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
         one in this path. Returns None if `resume` is `never` or there is none.
 
-        Raises RecipeError if a change of the data or of the model is not allowed, NoneLeftError if
-        all checkpoints are damaged, UnreadableError if they cannot be read.
+        Raises RecipeError if a change of the recipe, the data or the weights is not allowed,
+        NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         path = self._find(resume, at_most=at_most)
         if path is None:
             return None
         state = read_state(path)
-        before = yaml.safe_load(state["recipe"])
-        changes = recipe_changes(before, yaml.safe_load(self._recipe_yaml))
+        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
+        allow = self._settings.allow_changes
+        # `decide` has compared the newest one, which may be damaged: this one may be of another
+        check_recipe(path, before, now, allow=allow)
+        changes = recipe_changes(before, now)
         changes += check_content(
             path,
             state,
             data=self._data.fingerprint,
             weights=self._weights,
             stream=self._data.stream_order,
-            allow=self._settings.allow_changes,
+            allow=allow,
         )
         if self._ranks.device.type == "cuda":
             # A step may still copy offloaded optimizer state to the host

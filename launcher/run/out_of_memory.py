@@ -186,7 +186,7 @@ class MemoryPostMortem:
         text = f"rank {rank} of {ranks} ran out of {'GPU ' if on_gpu and not on_host else ''}memory"
         text += f" in step {step + 1}: in {_PHASES.get(phase, phase)}"
         if phase in ("forward", "backward"):
-            count = micro_batches(self._recipe, ranks)
+            count = micro_batches(self._recipe.batch, ranks)
             of = "" if count is None else f" of {count}"
             text += f" of micro-batch {micro_batch}{of}" + (f" ({shape})" if shape else "")
         text += f", in {module}" if module else ""

@@ -9,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
@@ -25,9 +25,13 @@ TIMED_EVERY = 10
 """CUDA: waits for communication are measured, by events, in one of this number of steps."""
 SENSOR_SECONDS = 5.0
 """Seconds between two readings of a GPU's sensors."""
-GATHERED = ("loss", "waited", "cpu", "peak", "reserved", "own", "power", "temperature", "busy")
+GATHERED = (
+    *("loss", "waited", "cpu", "peak", "reserved", "retries", "own"),
+    *("power", "temperature", "busy"),
+)
 """What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
-allocated and reserved memory; `_Interval.own_seconds`; values of `GpuSensors`."""
+allocated and reserved memory; retried allocations; `_Interval.own_seconds`; values of
+`GpuSensors`."""
 
 Timestamp = float | torch.cuda.Event
 """A point in time: on CUDA an event, because the host runs ahead of the device."""
@@ -62,6 +66,8 @@ class _Interval:
         """Over all ranks."""
         self.waited = 0.0
         """Seconds, for the loader."""
+        self.retries = math.nan
+        """Retried allocations of this rank."""
         self.cpu_before = time.process_time()
         self.skipped: list[torch.Tensor] = []
         """For each step, 1 if it was skipped."""
@@ -151,6 +157,8 @@ class StepRecorder:
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
+        self._retries = 0.0
+        """Of this rank before the interval."""
         self.own_seconds: list[float] = []
         """Of the last record, of each rank (`_Interval.own_seconds`); empty if not measured."""
         self.totals: defaultdict[str, float] = defaultdict(float)
@@ -163,6 +171,7 @@ class StepRecorder:
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
         self._interval = _Interval(timestamp(self._device))
         self._timed = not self._cuda
+        self._retries = _retries(self._device)
 
     def phase(self, name: str) -> None:
         """A phase begins."""
@@ -180,13 +189,15 @@ class StepRecorder:
 
     @contextmanager
     def excluded(self, what: str = "evaluation") -> Iterator[None]:
-        """Time that belongs to no step: evaluation, checkpoint."""
+        """Time that belongs to no step, as do retried allocations: evaluation, checkpoint."""
         timed, self._timed = self._timed, False
+        retries = _retries(self._device)
         self.phase(what)
         try:
             yield
         finally:
             self._timed = timed
+            self._retries += _retries(self._device) - retries
             self.phase("logging")
 
     def add(self, step: Step) -> None:
@@ -210,7 +221,9 @@ class StepRecorder:
             interval.read()
             self._own = interval.own_seconds
         used = (interval.waited, time.process_time() - interval.cpu_before, *_peak_memory(device))
-        local = [*used, self._own, *self._sensors.values]
+        before, self._retries = self._retries, _retries(device)
+        interval.retries = self._retries - before
+        local = [*used, interval.retries, self._own, *self._sensors.values]
         self._own = math.nan
         host = torch.tensor(local, dtype=torch.float64, pin_memory=cuda)
 
@@ -235,7 +248,7 @@ class StepRecorder:
         now = None if cuda else time.time()
         return PendingRecord(step, numbers, flags, work, event, interval, now)
 
-    def collect(self, pending: PendingRecord) -> dict[str, Any]:
+    def collect(self, pending: PendingRecord) -> Json:
         """Waits for the record's numbers. Times and rates are means since the previous record."""
         if pending.event is not None:
             pending.event.synchronize()
@@ -257,13 +270,13 @@ class StepRecorder:
             record["skipped"] = True
         return record
 
-    def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> dict[str, Any]:
+    def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
         gathered = dict(zip(GATHERED, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
         rate = interval.tokens / steps / seconds
-        totals = step.batch.statistics.read()
+        totals, reserved = step.batch.statistics.read(), finite(gathered["reserved"].max().item())
         phases = {f"{name}_seconds": interval.seconds[name] / steps for name in PHASES[1:]}
         return {
             "step": step.number,
@@ -276,7 +289,8 @@ class StepRecorder:
             "tokens_per_second": rate,
             "mfu": None,
             "peak_memory_bytes": int(gathered["peak"].nan_to_num().max()),  # NaN: on null GPUs
-            "reserved_memory_bytes": finite(gathered["reserved"].max().item()),
+            "reserved_memory_bytes": None if reserved is None else int(reserved),
+            "allocation_retries": self._most_retries(interval, gathered["retries"]),
             "data_seconds": float(gathered["waited"].max()) / steps,
             **phases,
             "communication_seconds": interval.communication_seconds,
@@ -290,6 +304,11 @@ class StepRecorder:
             "gpu_utilization": finite(gathered["busy"].min().item()),
             "samples_seen": step.batch.samples_seen,
         }
+
+    def _most_retries(self, interval: _Interval, by_rank: torch.Tensor) -> int | None:
+        """Retried allocations of the rank with the most; None on a CPU."""
+        # Null GPUs gather no values; this rank's own need no device
+        return int(max(interval.retries, float(by_rank.nan_to_num().max()))) if self._cuda else None
 
     def _add_totals(self, interval: _Interval) -> None:
         self.totals["records"] += 1
@@ -312,3 +331,11 @@ def _peak_memory(device: torch.device) -> tuple[float, float]:
     peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peaks
+
+
+def _retries(device: torch.device) -> float:
+    """How often PyTorch's allocator freed its cache, which waits for the device, to repeat an
+    allocation; NaN on a CPU."""
+    if device.type != "cuda":
+        return math.nan
+    return float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,10 +23,10 @@ from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import StepProfile, step_shares, verdict
-from launcher.reliability.json_files import Lines, replace_text
+from launcher.reliability.json_files import Json, Lines, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
+from launcher.run.verdict import StepProfile, advice, step_shares, verdict
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 from launcher.training.setup import Training
@@ -36,6 +37,9 @@ _LOSSES, _FEWEST_LOSSES = 50, 10
 """Number of recent losses that a new one is compared with."""
 VERDICT_STEPS = 100
 """Steps of a start after which a verdict is logged; another one is logged at the end."""
+WARM_UP_STEPS = 5
+"""First steps of a start, in which PyTorch's allocator may repeat allocations until the memory of
+all its streams has its final size."""
 _LAST_RECORD_SECONDS = 1.0
 """Time for the numbers of the last step to arrive after a failure."""
 
@@ -58,14 +62,18 @@ class Reporter:
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._peak = 0
         """Largest peak of a rank in the last record, in bytes."""
+        self._logged, self._retries, self._retry_steps = first_step, 0, 0
+        """The last logged step; retried allocations after `WARM_UP_STEPS`, and in how many
+        steps."""
         self._pending: PendingRecord | None = None
         self._micro_batches, self._judged = 1, False
         self._progress = ProgressLine(self._steps)
-        self._status: dict[str, Any] = {"steps": self._steps}
+        self._status: Json = {"steps": self._steps}
         self._samples = Lines(folder.path / "samples.jsonl")
         self._sinks: list[Sink] = []
         if self._main:
-            self._sinks = open_sinks(recipe, folder)
+            name, config = recipe.run.name, asdict(recipe)
+            self._sinks = open_sinks(recipe.logging, folder, name=name, config=config)
             folder.write_status("running", step=first_step, **self._status)
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
@@ -114,7 +122,7 @@ class Reporter:
 
     def _log(self, pending: PendingRecord) -> None:
         step, record = pending.step.number, self._collect(pending)
-        self._peak = record["peak_memory_bytes"]
+        self._count_retries(record)
         if record["loss"] is not None:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:
@@ -132,30 +140,59 @@ class Reporter:
             self._pending = None  # the following step is not logged
             raise
 
-    def _collect(self, pending: PendingRecord) -> dict[str, Any]:
+    def _collect(self, pending: PendingRecord) -> Json:
         record, flops = self._recorder.collect(pending), self._flops
         if flops.peak:
             rate = record["tokens_per_second"] * flops.model
             record["mfu"] = rate / (flops.peak * len(self._hosts))
         return record
 
-    def _judge(self) -> None:
-        """Logs what limits the speed, and records it in events.jsonl."""
-        self._judged = True
-        totals, free = self._recorder.totals, None
-        if not totals["step"]:
-            return
+    def _count_retries(self, record: Json) -> None:
+        """Keeps a record's memory for status.json. Warns of the first retried allocations after
+        `WARM_UP_STEPS`."""
+        before, self._logged = self._logged, record["step"]
+        self._peak, reserved = record["peak_memory_bytes"], record["reserved_memory_bytes"]
+        retries = record["allocation_retries"]
+        if retries is not None and before >= self._first_step + WARM_UP_STEPS:
+            if retries and not self._retries and self._main:
+                sizes = f"{bytes_as_text(self._peak)} of tensors at the peak"
+                sizes += "" if reserved is None else f", {bytes_as_text(reserved)} reserved"
+                helps = advice("memory", self._profile({}), self._recipe)
+                logger.warning(
+                    f"little memory: after step {before:,}, up to step {self._logged:,}, PyTorch "
+                    f"repeated {retries:,} allocations; each time it frees its cache and waits for "
+                    f"the GPU ({sizes}); {helps}. This warning is not repeated"
+                )
+            self._retries += retries
+            self._retry_steps += self._logged - before
+        self._status |= {
+            "peak_memory_bytes": self._peak,
+            "reserved_memory_bytes": reserved,
+            "allocation_retries": None if retries is None else self._retries,
+        }
+
+    def _profile(self, shares: Mapping[str, float]) -> StepProfile:
+        free = None
         if self._device.type == "cuda":
             free = 1 - self._peak / torch.cuda.get_device_properties(self._device).total_memory
-        shares = step_shares(totals, recomputed_share=self._flops.recomputed_share)
-        profile = StepProfile(
+        return StepProfile(
             shares,
             ranks=len(self._hosts),
             nodes=len(set(self._hosts)),
             micro_batches=self._micro_batches,
             free_memory=free,
             slow_rank=self._slow.note,
+            retries=self._retries / max(1, self._retry_steps),
         )
+
+    def _judge(self) -> None:
+        """Logs what limits the speed, and records it in events.jsonl."""
+        self._judged = True
+        totals = self._recorder.totals
+        if not totals["step"]:
+            return
+        shares = step_shares(totals, recomputed_share=self._flops.recomputed_share)
+        profile = self._profile(shares)
         text, rate = verdict(profile, self._recipe), totals["tokens"] / totals["step"]
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         peak = f"{bytes_as_text(self._peak)} at the peak"
@@ -163,7 +200,7 @@ class Reporter:
         rounded = {name: round(share, 4) for name, share in shares.items()}
         self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
 
-    def _check(self, record: dict[str, Any]) -> None:
+    def _check(self, record: Json) -> None:
         """Raises DivergedError. Every rank has the same record and makes the same decision."""
         step, loss, run = record["step"], record["loss"], self._recipe.run
         in_a_row, most = self._recorder.skipped_in_a_row, run.max_skipped_steps
@@ -190,7 +227,7 @@ class Reporter:
             )
         self._recent.append(loss)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """For a checkpoint: the values that detect divergence."""
         return {
             "skipped": self._recorder.skipped,
@@ -208,7 +245,7 @@ class Reporter:
         known = {name: value for name, value in metrics.items() if value is not None}
         if not self._main:
             return known
-        record: dict[str, Any] = {"step": step, **metrics, "eval_tokens": whole.tokens}
+        record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
             f"({seconds_as_text(seconds)})"
@@ -237,7 +274,8 @@ class Reporter:
         """Sets the warning in status.json. None removes it."""
         if text == self._status.get("warning"):
             return
-        self._status = {"steps": self._steps} | ({"warning": text} if text else {})
+        self._status.pop("warning", None)
+        self._status |= {"warning": text} if text else {}
         if self._main:
             self._folder.write_status("running", step=self._last_step, **self._status)
 
@@ -253,7 +291,7 @@ class Reporter:
             skipped=observed["skipped"], skipped_in_a_row=observed["skipped_in_a_row"]
         )
         self._recent = deque(observed["recent_losses"], maxlen=_LOSSES)
-        self._pending, self._last_step = None, step
+        self._pending, self._last_step, self._logged = None, step, step
         if not self._main:
             return
         self._folder.check()
@@ -261,7 +299,7 @@ class Reporter:
         removed = sum(file.remove_later_steps(step) for file in files)
         remove_later_steps(self._samples, step)
         start = data.start
-        more: dict[str, Any] = {"step": step, "skipped_batches": start.skipped_batches}
+        more: Json = {"step": step, "skipped_batches": start.skipped_batches}
         more["samples"] = start.samples
         more["global_batch_size"] = data.sampler.global_batch_size
         if diverged is not None:
@@ -280,7 +318,7 @@ class Reporter:
         logger.info(text)
         self._folder.note("resumed", ranks=ranks, **more)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: Json) -> None:
         self._folder.check()
         for sink in self._sinks:
             sink.write(record)

@@ -13,7 +13,7 @@ from launcher.console import configure_logging, task
 from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel, from_rank_0
+from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.models.config_keys import check_config_keys
 from launcher.recipe.load import LoadedRecipe
@@ -22,18 +22,19 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
-from launcher.run.auto import detect_machine, resolve_auto
+from launcher.run.auto import detect_machine, resolve_auto, resolve_collectives
 from launcher.run.checkpoint_manager import CheckpointManager
+from launcher.run.compilation import Compilation
+from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
-from launcher.strategies.wrap import graph_breaks
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.setup import Hooks, assemble
+from launcher.training.setup import Hooks, PreparedModel, assemble, prepare_model
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,9 @@ def train(
             progress=progress,
             post_mortem=post_mortem,
         ) as failures,
-        Watch(failures, stop=stop, hang_timeout=settings.hang_timeout) as watch,
+        Watch(
+            failures, stop=stop, hang_timeout=settings.hang_timeout, timeout=settings.timeout
+        ) as watch,
     ):
         configure_logging()
         rank = Rank(environment, ranks, run, stop, failures, post_mortem, watch, progress)
@@ -105,35 +108,31 @@ class TrainingRun:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         directory, environment = rank.directory, rank.environment
         # Rank 0 decides: another node may see the folder a little later
-        decided = (resume, directory.first_day()) if environment.main else None
-        resume, first_day = from_rank_0(decided, rank.ranks.group)
-        machine = detect_machine(rank.ranks, environment)
-        recipe = resolve_auto(loaded.recipe, machine, ranks=rank.ranks, run=directory)
-        if recipe.data.date is None and recipe.data.builder is None:
-            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
-        self._recipe = recipe
-        rank.post_mortem.resolved(recipe, machine)
-        self._check_device(loaded)
+        start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
+        source, first_day = from_rank_0(start, rank.ranks.group)
+        prepared = self._resolve(loaded, source, first_day)
+        recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
         recorder = StepRecorder(rank.ranks)
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),
+            prepared=prepared,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
-        process_group.set_timeout(recipe.run.init_timeout)
+        self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
-        self._graph_breaks = 0
+        self._compilation = Compilation(self._progress, rank=rank.ranks.rank)
         self._targets, self._warned_of_targets = 0, False
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints: CheckpointManager | None = None
         self._evaluation_due, position, resumed = recipe.evaluation.at_start, Position(), None
-        if recipe.checkpoint.every_steps is not None or resume != "never":
+        if recipe.checkpoint.every_steps is not None or source != "never":
             self._checkpoints = CheckpointManager(directory, training)
-            resumed = self._checkpoints.restore(resume)
+            resumed = self._checkpoints.restore(source)
         if resumed is not None:
             self._evaluation_due, position = resumed.evaluation_due, resumed.position
         self._move_to(position)
@@ -150,6 +149,24 @@ class TrainingRun:
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
             self._resume(resumed)
+
+    def _set_timeout(self, seconds: int) -> None:
+        process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
+
+    def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str | None) -> PreparedModel:
+        """Sets the recipe, with what was chosen for `auto`. Returns its model."""
+        rank, ranks, run = self._rank, self._ranks, self._rank.directory
+        machine = detect_machine(ranks, rank.environment)
+        self._recipe = recipe = resolve_auto(loaded.recipe, machine, ranks=ranks, run=run)
+        rank.post_mortem.resolved(recipe, machine)
+        self._check_device(loaded)
+        prepared = prepare_model(recipe, device=ranks.device)
+        recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)
+        if recipe.data.date is None and recipe.data.builder is None:
+            recipe = replace(recipe, data=replace(recipe.data, date=first_day))
+        self._recipe = recipe
+        rank.post_mortem.resolved(recipe, machine)
+        return prepared
 
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
@@ -175,6 +192,10 @@ class TrainingRun:
 
     def execute(self) -> bool:
         """Evaluates, trains, saves, exports. Returns False if stopped before the end."""
+        with self._compilation.observed() if self._recipe.model.compile else nullcontext():
+            return self._execute()
+
+    def _execute(self) -> bool:
         if self._evaluation_due and self._evaluate(self._position.step) is None:
             self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
         finished = self._train()
@@ -198,15 +219,15 @@ class TrainingRun:
     def _train(self) -> bool:
         """Trains to the end or until the run is stopped; rewinds if it diverges."""
         rewinds = 0
-        with self._profiler or nullcontext():
+        with self._profiler or nullcontext(), GarbageCollection() as garbage:
             while True:
                 try:
-                    return self._train_from_position()
+                    return self._train_from_position(garbage)
                 except DivergedError as error:
                     rewinds += 1
                     self._rewind(error, allowed=rewinds <= MAX_REWINDS)
 
-    def _train_from_position(self) -> bool:
+    def _train_from_position(self, garbage: GarbageCollection) -> bool:
         self._progress.preparing = False
         if self._early_stopping.over:  # in an earlier start
             return True
@@ -221,6 +242,8 @@ class TrainingRun:
             if interrupted or (stopping and step.number < self._steps):
                 self._reporter.flush()
                 return early  # after an interrupted evaluation, the next start repeats it
+            saved = self._saved_after == step.number
+            garbage.step_done(step.number, everything=saved or bool(scores))
         self._reporter.flush()
         return True
 
@@ -238,16 +261,12 @@ class TrainingRun:
         self._progress.heartbeat(phase)
 
     def _record(self, step: Step) -> None:
+        if step.number == self._position.step + 1:
+            gather(None, self._ranks.group)  # waits for ranks that are still in the first step
+            self._set_timeout(self._recipe.run.timeout)
         self._progress.step_done(step.number)
         self._reporter.step(step)
-        if self._recipe.model.compile and self._ranks.rank == 0:
-            # Most are known after the first step, but a micro-batch of another kind, such as the
-            # first one with a packed row, is compiled when it comes
-            for reason in graph_breaks()[self._graph_breaks :]:
-                self._graph_breaks += 1
-                logger.info(f"compile: the graph of a block is split. {reason}")
-        if step.number == self._position.step + 1:
-            process_group.set_timeout(self._recipe.run.timeout)
+        self._compilation.report(step.number)
 
     def _check_targets(self, step: Step) -> None:
         """Warns of a step without a target. Raises RecipeError if no step of the run had one."""

@@ -16,6 +16,7 @@ from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
+from launcher.reliability.json_files import Json
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,
@@ -30,7 +31,7 @@ def summarize(training: Training) -> Iterator[str]:
     yield "\n".join(_batch(training))
 
 
-def describe_start(training: Training, ranks_per_node: int) -> dict[str, Any]:
+def describe_start(training: Training, ranks_per_node: int) -> Json:
     """What events.jsonl records of a start; `held` are the bytes of parameters, gradients and
     optimizer state that this rank holds on its device."""
     device, nccl = training.ranks.device, cast(Any, torch.cuda.nccl)
@@ -99,7 +100,7 @@ def _model(training: Training) -> Iterator[str]:
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "
-            "group, and nothing is checkpointed"
+            "group, and nothing is checkpointed or compiled"
         )
     if (checkpointing := recipe.activation_checkpointing) is not None:
         wrapped = sum(map(is_checkpointed, module.modules()))

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from launcher.checkpoint.files import list_checkpoints, step_of
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.reliability.json_files import append_line, read_jsonl, replace_text
+from launcher.reliability.json_files import Json, append_line, read_jsonl, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm.scheduler import JobInfo, log, sbatch, slurm_command
 
@@ -62,7 +62,7 @@ class Attempts:
     """Failures in a row, since the newest checkpoint was written."""
     checkpoint: int = 0
     """Step of the newest checkpoint when the attempt began."""
-    found: dict[str, Any] = field(default_factory=dict)
+    found: Json = field(default_factory=dict)
     """status.json when the attempt began."""
     open: bool = False
     """The attempt has not ended, as far as is known."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 from launcher.recipe import schema
 from launcher.strategies.activation_offload import ActivationOffload
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+
+_T = TypeVar("_T")
 
 
 class _Input:
@@ -40,7 +42,7 @@ class ActivationOffload:
         buffer can be reused as soon as its last copy is enqueued: all copies are on one stream."""
         self._stream: torch.cuda.Stream | None = None
 
-    def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, forward: Callable[..., _T], *args: Any, **kwargs: object) -> _T:
         """Calls the forward of a checkpointed block and offloads its first argument. Other
         arguments, such as position embeddings, are shared by all blocks and stay on the device."""
         first = args[0].untyped_storage()._cdata if args else None

@@ -56,12 +56,11 @@ def wrap(
             ranks=ranks,
             init_fn=init_fn,
         )
-    assert strategy.reshard_after_forward != "auto"  # replaced before the model is wrapped
     reduce_dtype = "float32" if precision is None else precision.reduce_dtype
     policy = FsdpPolicy(
         param_dtype=param_dtype,
         reduce_dtype=getattr(torch, reduce_dtype),
-        reshard_after_forward=strategy.reshard_after_forward,
+        reshard_after_forward=strategy.reshard_after_forward is not False,
         reshard_after_backward=strategy.reshard_after_backward,
         cpu_offload=strategy.cpu_offload,
         replicate=strategy.replicate,
@@ -77,11 +76,3 @@ def _mark_documents(model: nn.Module, args: object, kwargs: Mapping[str, torch.T
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in kwargs:
             torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
-
-
-def graph_breaks() -> list[str]:
-    """The reasons of all graph breaks that dynamo has recorded so far, each once."""
-    from torch._dynamo.utils import counters
-
-    texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]
-    return list(dict.fromkeys(". ".join(lines[:2]) for lines in texts))

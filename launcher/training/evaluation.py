@@ -20,7 +20,7 @@ from launcher.models.inputs import IGNORED
 from launcher.models.loss import class_losses, classification_logits
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
-from launcher.training.generation import Generator
+from launcher.training.generation import Generator, Scored
 from launcher.training.scores import ratio
 
 
@@ -34,7 +34,7 @@ class Evaluated:
     scores: Mapping[str, float] = field(default_factory=dict)
     """Other metrics by name: means over `scored` samples, but for a classifier's F1."""
     scored: int = 0
-    samples: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Mapping[str, object]] = ()
     """Generated answers, on rank 0."""
 
 
@@ -99,7 +99,7 @@ class Evaluator:
         device, ranks = self._ranks.device, self._ranks
         stop_requests: StepStatistics | None = None
         totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
-        answers: list[dict[str, Any]] = []
+        answers: list[Scored] = []
 
         def proceed() -> bool:
             heartbeat("evaluation")
@@ -123,7 +123,7 @@ class Evaluator:
                         counts = added if counts is None else counts + added
                 if stop_requests is not None:
                     stop_requests.read()
-                scored: dict[str, Any] | None = {}
+                scored: Scored | None = {}
                 if counts is not None:
                     dist.all_reduce(counts, group=ranks.data_group)
                     scored = _classification_scores(counts)
@@ -169,7 +169,7 @@ def _class_counts(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.stack([actual & predicted, predicted, actual]).sum(1).double()
 
 
-def _classification_scores(counts: torch.Tensor) -> dict[str, Any]:
+def _classification_scores(counts: torch.Tensor) -> Scored:
     """Accuracy, and the mean F1 of the classes that occur (macro)."""
     by_class = [
         ratio(right, predicted + actual)
@@ -227,7 +227,7 @@ class EarlyStopping:
         """Whether the run ends now."""
         return self._stop_after is not None and self._since >= self._stop_after
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """For a checkpoint: the best value, and the evaluations since."""
         return {"early_stopping": [self._metric, self._best, self._since]}
 

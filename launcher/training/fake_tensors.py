@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +64,7 @@ def cuda_attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     out: torch.Tensor
-    aten: Any = torch.ops.aten
+    aten = torch.ops.aten
     half = query.dtype in (torch.bfloat16, torch.float16)
     if attn_mask is None and half and query.shape[-1] <= 256:
         flash = aten._scaled_dot_product_flash_attention

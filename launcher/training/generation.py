@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.models.hugging_face_files import end_ids
@@ -24,6 +25,14 @@ from launcher.strategies.base import WrappedModel
 from launcher.training import scores
 
 
+class Scored(TypedDict, total=False):
+    """Fields of `Evaluated`."""
+
+    scores: dict[str, float]
+    scored: int
+    samples: list[dict[str, str | float]]
+
+
 class Prompt(NamedTuple):
     """A document up to its last answer, and that answer."""
 
@@ -31,9 +40,10 @@ class Prompt(NamedTuple):
     reference: list[int]
 
 
-def find_prompts(store: Any, *, prompts: int, longest: int) -> list[Prompt]:
+def find_prompts(store: TokenStore, *, prompts: int, longest: int) -> list[Prompt]:
     """The first prompts of a token store with up to `longest` tokens. The answer is the last part
     of a document with loss."""
+    assert store.labels is not None
     chosen: list[Prompt] = []
     for start, end in zip(store.offsets[:-1], store.offsets[1:], strict=True):
         if len(chosen) == prompts:
@@ -56,7 +66,7 @@ class Generator:
         """`rows` is the number of rows of a micro-batch, `longest` the number of tokens of a prompt
         with its answer. Raises RecipeError if a user's metric does not exist."""
         self._settings, self._rows, self._longest = settings, rows, longest
-        self._tokenizer: Any = hugging_face_tokenizer(tokenizer)
+        self._tokenizer = hugging_face_tokenizer(tokenizer)
         self._scores: dict[str, Callable[[str, str], float]] = {}
         for metric in settings.metrics:
             _, colon, name = metric.rpartition(":")
@@ -69,7 +79,7 @@ class Generator:
         """Most tokens of a prompt."""
         return self._longest - self._settings.max_new_tokens
 
-    def prompts(self, store: Any) -> list[Prompt]:
+    def prompts(self, store: TokenStore) -> list[Prompt]:
         """The prompts of a token store that are answered."""
         return find_prompts(store, prompts=self._settings.prompts, longest=self.longest)
 
@@ -77,10 +87,10 @@ class Generator:
     def answer(
         self,
         wrapped: WrappedModel,
-        store: Any,
+        store: TokenStore,
         ranks: DataParallel,
         proceed: Callable[[], bool],
-    ) -> dict[str, Any] | None:
+    ) -> Scored | None:
         """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store; None
         if `proceed`, called before each token, is false on a rank. Every rank must call it."""
         most, rows = self._settings.max_new_tokens, self._rows
@@ -146,7 +156,7 @@ class Generator:
         return new
 
     def _score(self, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
-        decode: Any = self._tokenizer.decode
+        decode = self._tokenizer.decode
         reference = decode(prompt.reference, skip_special_tokens=True).strip()
         answered = decode(answer, skip_special_tokens=True).strip()
         scored = {name: float(score(answered, reference)) for name, score in self._scores.items()}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Ke
 from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import computing_as_on
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 OPERATIONS_PER_BYTE = {"cuda": 150, "cpu": 3}
 """Floating-point operations of matrix products in the time of one byte of memory traffic: 110 on an
 A100, 200 on an H100, 3 on a core of an AMD EPYC (benchmarks/README.md). Constants, because all
@@ -195,7 +197,7 @@ def saved_of_blocks(
     seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}
     weights = set(seen)
 
-    def run(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(name: str, forward: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         recorder = _Recorder(weights, seen, OPERATIONS_PER_BYTE[device])
         with torch.autograd.graph.saved_tensors_hooks(recorder.see, lambda x: x), recorder:
             out = forward(*args, **kwargs)
@@ -204,7 +206,7 @@ def saved_of_blocks(
         return out
 
     for name in names:
-        block: Any = model.get_submodule(name)
+        block = model.get_submodule(name)
         block.forward = partial(run, name, block.forward)
     context = torch.autocast("cpu", dtype=dtype) if autocast else nullcontext()
     with computing_as_on(device, data), fake, context:
@@ -249,7 +251,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cost = sum(operator.cost for operator, _ in self._made)
         return Saved(self._kept, self._selected, input_size, cost, operators)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         inputs = {id_of(tensor) for tensor in read}

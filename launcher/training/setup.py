@@ -169,7 +169,7 @@ class PreparedModel:
             Parts(self.blocks, self.outer_units, kept),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
-            compile=recipe.model.compile,
+            compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
             ranks=ranks,
             init_fn=init_fn or self.init_fn,
         )
@@ -255,7 +255,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         )
     transform = logits_transform(model) if sequences else None
     if transform is not None and recipe.model.chunked_loss:
-        ChunkedHead(model, transform)
+        ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
     return PreparedModel(
         model,
         blocks,
@@ -275,15 +275,16 @@ def assemble(
     recipe: Recipe,
     *,
     ranks: DataParallel,
+    prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
     hooks: Hooks | None = None,
 ) -> Training:
-    """Builds everything. Every rank must call this. With `build_data` this process tokenizes what
-    is not cached (one process of a node). `skipped_rows` is a file for the rows of a stream that
-    cannot be used."""
+    """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
+    With `build_data` this process tokenizes what is not cached (one process of a node).
+    `skipped_rows` is a file for the rows of a stream that cannot be used."""
     ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
-    prepared = prepare_model(recipe, device=ranks.device)
+    prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
     data = open_run_data(
         recipe.data,

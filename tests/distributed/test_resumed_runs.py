@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from launcher.cli.main import main
+from launcher.recipe.load import recorded_recipe
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun, wait_until
 from tests.full_disk import full_disk
@@ -437,12 +438,18 @@ def test_run_stopped_by_signal_resumes_exactly(folder, undisturbed):
     words = ["run.max_steps=40", "checkpoint.every_steps=39"]
     during = call_when(trained, save_then_stop)
     train(folder, run_dir, *words, recipe="dropout", during=during, SLOW_STEP="0.1").check()
+    recipe = run_dir / "recipe.yaml"
+    strategy = recorded_recipe(recipe.read_text(), file=recipe).strategy
+    assert (strategy.sync_every_micro_batch, strategy.reshard_after_forward) == (False, False)
     assert status(run_dir)["state"] == "stopped"
     assert not (run_dir / "save").exists()
     first, last = [event["step"] for event in events(run_dir, "saved")]
     assert 2 <= first < last == status(run_dir)["step"] < 39
     assert (run_dir / f"checkpoints/step_{last:08}/commit.json").exists()
-    train(folder, run_dir, *words, recipe="dropout").check()
+    resumed = train(folder, run_dir, *words, recipe="dropout").check()
+    choice = "strategy.reshard_after_forward=false strategy.sync_every_micro_batch=false"
+    assert f"auto: {choice}: as in the checkpoint, so that the resume is exact" in resumed.output
+    assert "changed since: strategy" not in resumed.output
     assert [(a["step"], a["loss"]) for a in records(run_dir)] == [
         (b["step"], b["loss"]) for b in records(undisturbed)
     ]

@@ -152,6 +152,7 @@ def test_start_log_describes_the_configuration(ddp):
         "2 blocks (LlamaDecoderLayer)",
         "ddp: whole model on each rank, float32 masters, compute in bfloat16",
         "x 2 accumulation steps x 2 ranks",
+        "auto: model.compile=false: the ranks compute on CPUs",
     ):
         assert text in result.output
 

@@ -91,7 +91,7 @@ def main():
             progress=progress,
             post_mortem=None,
         ) as failures,
-        Watch(failures, stop=stop, hang_timeout=float(hang_timeout)) as watch,
+        Watch(failures, stop=stop, hang_timeout=float(hang_timeout), timeout=600) as watch,
     ):
         if fault == "early":
             if ranks.rank == 1:

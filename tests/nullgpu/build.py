@@ -2,14 +2,14 @@
 
 import fcntl
 import hashlib
+import importlib.util
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
-SITE = Path(sysconfig.get_path("purelib"))
+SITE = Path(importlib.util.find_spec("torch").origin).parents[1]
 LIBRARY = re.compile(
     r"(__cuda|cuda[A-Z]|cu[A-Z]|cublas|cudnn|cufft|cupti|cusolver|cusparse|nccl|nvml)\w*"
 )

@@ -2,12 +2,11 @@
 
 import ctypes
 import os
-import sysconfig
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.nullgpu.build import build
+from tests.nullgpu.build import SITE, build
 
 TRAIN = Path(__file__).parent / "train.py"
 MEBIBYTE = 2**20
@@ -130,4 +129,4 @@ def preloaded() -> ctypes.CDLL:
 
 def cuda_build() -> bool:
     """Whether PyTorch is installed as a CUDA build."""
-    return any(Path(sysconfig.get_path("purelib")).glob("torch/lib/libtorch_cuda.so"))
+    return (SITE / "torch/lib/libtorch_cuda.so").exists()

@@ -1,8 +1,10 @@
 """A rank is killed while other ranks wait for a collective that never completes, as with NCCL."""
 
 import json
+import pickle
+from pathlib import Path
 
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import torchrun, wait_until
 from tests.nullgpu.devices import TRAIN
 from tests.run_files import read_lines
 
@@ -18,14 +20,12 @@ checkpoint: {{every_steps: 2}}
 """
 
 
-def train(gpus, folder, *overrides, ranks=2, restarts=0, **variables):
+def train(gpus, folder, *overrides, ranks=2, restarts=0, **options):
     (folder / "text.txt").write_text("All ranks read the same text. " * 2000)
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     started = [f"--max-restarts={restarts}", TRAIN, f"recipe={recipe}", *overrides]
-    return torchrun(
-        *started, ranks=ranks, timeout=150, device="cuda", **gpus.variables, **variables
-    )
+    return torchrun(*started, ranks=ranks, timeout=150, device="cuda", **gpus.variables, **options)
 
 
 def test_killed_rank_is_reported_and_run_restarts(null_gpus, tmp_path):
@@ -46,3 +46,33 @@ def test_killed_rank_is_reported_and_run_restarts(null_gpus, tmp_path):
         for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
     assert steps == list(range(1, 9))
+
+
+def test_hang_is_reported_with_the_last_collectives(null_gpus, tmp_path):
+    """One collective of rank 1 never completes. torch's dump of the last collectives, requested
+    through its pipe as NCCL's watchdog does it after a timeout, is in the run folder too."""
+    pipe = tmp_path / "request_"
+    dump = tmp_path / "run/log/flight_recorder_1"
+
+    def during(process):
+        metrics = tmp_path / "run/metrics.jsonl"
+        assert wait_until(lambda: metrics.exists() and len(read_lines(metrics)) >= 2)
+        Path(f"{pipe}1.pipe").write_text("1\n")
+        assert wait_until(dump.exists)
+
+    result = train(
+        null_gpus(count=2),
+        tmp_path,
+        "run.hang_timeout=8",
+        "checkpoint.every_steps=null",
+        during=during,
+        FAULT="block:1:3",
+        TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(pipe),
+    ).check(1)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "hang"), result.output
+    assert "no sign of life for 8 s (run.hang_timeout)" in status["error"]
+    recorded = pickle.loads((tmp_path / "run/log/hang/flight_recorder_1").read_bytes())
+    waiting = [entry for entry in recorded["entries"] if entry["state"] != "completed"]
+    assert any(entry["profiling_name"].startswith("nccl:") for entry in waiting)
+    assert pickle.loads(dump.read_bytes())["entries"]

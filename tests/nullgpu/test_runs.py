@@ -195,15 +195,19 @@ def test_compiled_blocks_run(folder, null_gpus):
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile workers would exit seconds after the run
     }
-    train(
+    result = train(
         folder,
         null_gpus(count=1),
-        "model.compile=true",
+        "model.compile=auto",
         "data.validation=null",
         timeout=400,
         **caches,
     ).check()
     assert steps(folder) == [1, 2, 3, 4]
+    for expected in ("auto: model.compile=true", "compile: the first step", "until step 1"):
+        assert expected in result.output
+    recipe = yaml.safe_load((folder / "run/recipe.yaml").read_text())
+    assert recipe["model"]["compile"] is True
     assert list((folder / "triton").glob("*/*.cubin"))
 
 

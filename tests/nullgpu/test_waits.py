@@ -31,12 +31,17 @@ RECIPE = {
     },
     "data": {"tokenizer": "bytes", "sequence_length": 512, "workers": 0},
     "batch": {"micro_batch_size": 2},
-    "strategy": {"kind": "fsdp", "mixed_precision": {"param_dtype": "bfloat16"}},
+    "strategy": {
+        "kind": "fsdp",
+        "mixed_precision": {"param_dtype": "bfloat16"},
+        "reshard_after_forward": True,
+        "sync_every_micro_batch": True,
+    },
     "logging": {"every_steps": 5},
     "checkpoint": {"every_steps": None},
 }
 PADDED = ["data.packing=false", "data.train=[padded.jsonl]"]
-DDP = ["strategy.kind=ddp", "run.max_steps=14"]
+DDP = ["strategy.kind=ddp", "strategy.sync_every_micro_batch=auto", "run.max_steps=14"]
 STATE = "strategy.cpu_offload={what: optimizer}"
 OFFLOAD = ["strategy.cpu_offload={pin_memory: true}"]
 TO_HOST = [

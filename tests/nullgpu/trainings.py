@@ -1,12 +1,14 @@
 """Runs several trainings one after another in the same processes, each marked in the devices' log.
 
 The only argument is a JSON object that maps the name of each training to its arguments of
-launcher/train.py. Hybrid sharding must come first: on null GPUs, splitting NCCL's communicator
+launcher/train.py. NULLGPU_GIB=SIZE among them sets the memory of the devices.
+Hybrid sharding must come first: on null GPUs, splitting NCCL's communicator
 crashes after another process group was destroyed (torch 2.13).
 """
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,7 +31,9 @@ if __name__ == "__main__":
     gc.freeze()  # exclude imported modules: scanning them would take most of the time
     for name, arguments in json.loads(sys.argv[1]).items():
         LIBRARY.nullgpu_mark(f"training {name}".encode())
-        if status := main(arguments):
+        sizes = [word for word in arguments if word.startswith("NULLGPU_GIB=")]
+        os.environ.update(word.split("=") for word in sizes)  # the library reads it in each call
+        if status := main([word for word in arguments if word not in sizes]):
             end_process(status)
         gc.collect()
         torch.cuda.empty_cache()  # the next training starts with zeroed memory

@@ -19,6 +19,17 @@ tests/gpu/test_gpu.py::test_d[1-x]
 2.25s call     tests/gpu/test_gpu.py::test_a[{param_dtype: bfloat16}-1]
 FAILED tests/gpu/test_gpu.py::test_b - assert 1 == 2
 """
+# What pytest-xdist prints
+PARALLEL = """
+created: 4/4 workers
+4 workers [4 items]
+
+scheduling tests via LoadScheduling
+
+tests/gpu/test_gpu.py::test_a[1] 
+tests/gpu/test_gpu.py::test_b 
+[gw1] [ 25%] PASSED tests/gpu/test_gpu.py::test_a[1] 
+"""
 
 
 @pytest.fixture
@@ -40,6 +51,17 @@ def test_figures_are_read_from_logs(gpu):
         ("test_d[1-x]", "not done", None),
         ("2 others", "not started", None),
     ]
+    assert [tuple(row.values()) for row in gpu.outcomes(PARALLEL)] == [
+        ("test_a[1]", "passed", None),
+        ("test_b", "not done", None),
+        ("2 others", "not started", None),
+    ]
+
+
+def test_calls_have_all_parts_and_end_before_ten_minutes(gpu):
+    assert set(gpu.PARTS) == {part for parts in gpu.CALLS.values() for part in parts}
+    for parts in gpu.CALLS.values():
+        assert gpu.START + sum(parts.values()) <= 585, "their last 20 seconds end the processes"
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -122,6 +122,33 @@ def test_only_one_module_reads_rank_variables():
     assert readers == ["distributed/environment.py"]
 
 
+WHOLE_RECIPE = {
+    "checkpoint": "export resume",
+    "diagnostics": "selftest",
+    "models": "config_keys",
+    "planner": "candidates estimate fastest formatting measurement plan profile recipes search speed"
+    " trace work",
+    "training": "setup",
+}
+"""Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,
+assemble, decide whether to resume, or read what a checkpoint was written with."""
+
+
+def test_other_modules_take_sections_or_plain_values():
+    whole = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+            words = re.findall(r"\w+", " ".join(ast.unparse(name) for name in names if name))
+            if not {"Recipe", "LoadedRecipe"}.isdisjoint(words):
+                whole.add(module_name(file))
+    allowed = {
+        f"{package}.{name}" for package, text in WHOLE_RECIPE.items() for name in text.split()
+    }
+    others = {name for name in whole if package_of(name) not in ("recipe", "cli", "run", "train")}
+    assert others == allowed
+
+
 def test_public_methods_have_docstrings():
     """Methods of subclasses are mostly overrides and need none, nor does a method that another
     class of the project documents: a protocol. Ruff's D102 would ask for a docstring on each.

@@ -14,7 +14,9 @@ from launcher.checkpoint.resume import (
     choose_resume,
     data_changes,
     decide,
+    earlier_strategy,
     finished_run,
+    newest_recipe,
     recipe_changes,
 )
 from launcher.data.run_data import open_run_data
@@ -26,6 +28,7 @@ from launcher.metrics.sinks import JsonLines
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
+from launcher.run.checkpoint_manager import CheckpointManager
 
 CHECKPOINT_PATH = Path("run/checkpoints/step_00000005")
 
@@ -76,6 +79,17 @@ def test_changes_that_alter_the_training_are_refused(tmp_path, change, line):
     allowed = load_recipe([*overrides, "checkpoint.allow_changes=true"], ranks=None).recipe
     assert decide(allowed, run).source == "auto"
     assert any(line in shown for shown in changes(change))
+
+
+def test_an_older_checkpoint_of_another_recipe_is_refused(tmp_path, monkeypatch):
+    """`decide` compares the newest checkpoint. If that is damaged, an older one is loaded."""
+    path = checkpoint(tmp_path, 5)
+    manager = CheckpointManager.__new__(CheckpointManager)
+    monkeypatch.setattr(manager, "_find", lambda resume, at_most: path)
+    manager._recipe_yaml = to_yaml(load_recipe(["recipe=fsdp", "run.seed=7"], ranks=None).recipe)
+    manager._settings = schema.Checkpoint()
+    with pytest.raises(RecipeError, match=rf"^{path} is of another .*\n  run.seed: 1234 -> 7\n"):
+        manager.restore("auto")
 
 
 # Changed data
@@ -296,9 +310,33 @@ def test_changes_are_those_since_the_newest_checkpoint_that_can_be_read(tmp_path
     damaged = [checkpoint(tmp_path, step) for step in (4, 8)][1]
     (damaged / "state.json").write_text("{")
     assert choose(tmp_path) == "auto"
+    assert newest_recipe(RunFolder(tmp_path)) == recipe()
+    assert newest_recipe(RunFolder(tmp_path / "other")) == {}
     words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.seed=7"]
     with pytest.raises(RecipeError, match="step_00000004 is of another recipe"):
         choose_resume(load_recipe(words, ranks=None).recipe, RunFolder(tmp_path))
+
+
+def test_strategy_of_the_checkpoint_is_known_where_a_resume_can_be_exact(tmp_path):
+    run = RunFolder(tmp_path)
+    keys = [f"strategy.{name}" for name in ("sync_every_micro_batch", "reshard_after_forward")]
+
+    def earlier(*overrides, source="auto", ranks=2):
+        written = load_recipe(["recipe=fsdp", *overrides], ranks=None).recipe
+        return earlier_strategy(written, run, source, ranks=ranks, except_for=keys)
+
+    assert earlier() is None, "there is no checkpoint"
+    path = checkpoint(tmp_path, 4)
+    assert earlier() is None, "of a version that did not record the number of ranks"
+    state = {"recipe": yaml.safe_dump(recipe(f"{keys[0]}=false")), "ranks": 2}
+    (path / "state.json").write_text(json.dumps(state))
+    for source in ("auto", str(path)):
+        found = earlier("optimizer.learning_rate=1e-5", source=source)
+        assert (found["sync_every_micro_batch"], found["reshard_after_forward"]) == (False, "auto")
+    assert earlier(source="never") is None
+    assert earlier(ranks=4) is None
+    for change in ("batch.micro_batch_size=2", "strategy.kind=ddp", "activation_checkpointing={}"):
+        assert earlier(change) is None
 
 
 def test_own_checkpoint_is_preferred_to_the_resume_path(tmp_path):

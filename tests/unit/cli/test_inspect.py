@@ -230,6 +230,13 @@ def test_class_names_are_shown(folder, capsys):
     assert "tokens with loss" not in table(lines)  # the targets are classes
 
 
+def test_unknown_keys_of_the_model_are_refused(folder):
+    expected = r"model.config.vocab_sise=300: unknown key; did you mean vocab_size\?"
+    for command in ("inspect", "prepare"):
+        with pytest.raises(RecipeError, match=expected):
+            run([command, "recipe=x.yaml", "model.config.vocab_sise=300"])
+
+
 def test_inspect_refuses_data_of_a_builder(folder):
     with pytest.raises(RecipeError, match=r"^data.builder: "):
         run(["inspect", "recipe=x.yaml", "data.builder=a:b", "data.train=null"])

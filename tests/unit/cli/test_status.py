@@ -63,7 +63,9 @@ def run(tmp_path):
     checkpoint(run, 75)
     damaged = checkpoint(run, 90)
     (damaged / "commit.json").unlink()
-    run.write_status("running", step=98, steps=200, warning="2 in a row: disk full")
+    sizes = {"peak_memory_bytes": 70 << 30, "reserved_memory_bytes": 79 << 30}
+    more = sizes | {"allocation_retries": 1234, "warning": "2 in a row: disk full"}
+    run.write_status("running", step=98, steps=200, **more)
     return run
 
 
@@ -92,6 +94,7 @@ def test_status_of_one_run(run, capsys, monkeypatch):
         *("state running", "100 of 200 (50.0%), about 3 min 20 s left"),
         *("loss 2.7500 after step 99", "2.0000, grad norm 1.000"),
         *("50,000 tokens/s, 2 s a step, MFU 40.0%", "checkpoint step 75, ", "3.0 MiB; 2 are kept"),
+        "memory 70.0 GiB of tensors at the peak, 79.0 GiB reserved, 1,234 retried allocations",
         *("damaged: step_00000090: ", "warning 2 in a row: disk full"),
         *(f"process {os.getpid()} on ", ": alive", "about 30 s in 15 steps trained again"),
         *("50 s without a running process", "restarts 2", "failed (hang)", "killed"),

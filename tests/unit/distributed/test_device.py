@@ -139,6 +139,7 @@ def test_ranks_agree_on_device_without_a_process_group(monkeypatch, second, want
 def test_run_without_gpu_fails_with_reason_no_gpu(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(train, "prepare_cuda", lambda **settings: None)
+    monkeypatch.setattr(train, "prepare_nccl", lambda *log, **settings: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = ["recipe=quickstart", f"run.dir={tmp_path}", "run.float32_matmul=highest"]
     assert train.main(arguments) == 1

@@ -5,6 +5,8 @@ The tests pass the variables as an argument and do not change the environment.
 
 import dataclasses
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from launcher.distributed import process_group
-from launcher.distributed.environment import Environment, prepare_cuda, read_environment
+from launcher.distributed.environment import (
+    Environment,
+    prepare_cuda,
+    prepare_nccl,
+    read_environment,
+)
 from launcher.errors import RecipeError
 
-RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000"}
 RENDEZVOUS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {
     "RANK": "5",
@@ -170,4 +176,55 @@ DEFAULT_WORKSPACE, USER_WORKSPACE = (
 def test_user_cuda_settings_are_kept(before, deterministic, after):
     variables = dict(before)
     prepare_cuda(variables, deterministic=deterministic)
-    assert variables == after | RECORDER
+    assert variables == after
+
+
+class Group:
+    """A process group with gloo and NCCL, as far as its timeouts go."""
+
+    group_desc = "default_pg"
+
+    def __init__(self):
+        self._device_types = [torch.device("cpu"), torch.device("cuda")]
+        self.seconds = {}
+
+    def _get_backend(self, device):
+        def set_timeout(timeout):
+            self.seconds[device.type] = timeout.total_seconds()
+
+        return SimpleNamespace(_set_default_timeout=set_timeout)
+
+
+@pytest.mark.parametrize("timeout", [10, 600, 1800])
+@pytest.mark.parametrize("hang_timeout", [1, 60, 480, 7200])
+def test_a_hang_is_reported_before_nccl_ends_the_process(
+    hang_timeout, timeout, monkeypatch, tmp_path
+):
+    """NCCL's watchdog ends a process if it is stuck itself, or if a collective takes too long."""
+    variables = {}
+    prepare_nccl(tmp_path, variables, hang_timeout=hang_timeout)
+    heartbeat = int(variables["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"])
+    assert heartbeat == {1: 480, 60: 480, 480: 600, 7200: 7320}[hang_timeout]
+
+    def set_all(seconds, group):
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(seconds)
+
+    group = Group()
+    world = SimpleNamespace(pg_map={group: None})
+    monkeypatch.setattr(process_group.distributed_c10d, "_world", world)
+    monkeypatch.setattr(process_group.distributed_c10d, "_set_pg_timeout", set_all)
+    process_group.set_timeout(timeout, hang_timeout=hang_timeout)
+    assert group.seconds == {"cpu": timeout, "cuda": max(timeout, hang_timeout) + 120}
+
+
+def test_user_settings_of_nccl_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    variables = {}
+    prepare_nccl(Path("runs/log"), variables, hang_timeout=480)
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/runs/log/flight_recorder_"
+    for file in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        user = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30", file: "/scratch/trace_"}
+        variables = dict(user)
+        prepare_nccl(Path("runs/log"), variables, hang_timeout=480)
+        assert variables == user

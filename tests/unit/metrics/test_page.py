@@ -307,7 +307,7 @@ def test_page_of_incomplete_runs(tmp_path, capsys):
     (points,) = curves(embedded(out)["Loss"]["data"]).values()
     assert points[-1][0] == 20
     text = out.read_text()
-    assert "No values in metrics.jsonl: Seconds per step." in text
+    assert "No values in metrics.jsonl: Retried allocations, Seconds per step." in text
     assert "unknown key; did you mean name?" in text
 
 

@@ -1,10 +1,14 @@
 """The loss without full logits: values, gradients, and supported models."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from launcher.data.dataset import collate_sequences
 from launcher.models import chunked_loss
@@ -12,6 +16,7 @@ from launcher.models.build import build_model
 from launcher.models.chunked_loss import (
     IGNORED,
     ChunkedHead,
+    Chunking,
     Transform,
     chunk_width,
     computes_loss,
@@ -58,11 +63,78 @@ def test_values_and_gradients_match_cross_entropy(transform, bias):
     expected = full_loss(logits, targets)
     wanted = torch.autograd.grad(expected * 0.3, leaves)
     for width in (64, 100, 300):
-        settings = {"transform": transform, "width": width}
-        found = linear_cross_entropy(inputs, weight, added, targets, **settings)
+        found = linear_cross_entropy(inputs, weight, added, targets, Chunking(transform, width))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         for one, other in zip(torch.autograd.grad(found * 0.3, leaves), wanted, strict=True):
             assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transform", [Transform(), Transform(0.25), Transform(1.5, 4.0)], ids=str)
+def test_gpu_and_compiled_operators_give_the_same_loss(transform, dtype, monkeypatch):
+    """Operators on GPUs cast what they read and write; on a CPU that is the same to the bit."""
+    leaves = [random_leaf(32, 8, dtype=dtype), random_leaf(300, 8, dtype=dtype)]
+    targets = torch.randint(300, (32,), generator=torch.Generator().manual_seed(1))
+    targets[::5] = IGNORED
+
+    def results(compile=False):
+        chunking = Chunking(transform, 128, compile)  # the last chunk is smaller
+        loss = linear_cross_entropy(leaves[0], leaves[1], None, targets, chunking)
+        return [loss, *torch.autograd.grad(loss * 0.3, leaves)]
+
+    expected = results()
+    with monkeypatch.context() as patch:
+        patch.setattr(chunked_loss, "_copies_to_cast", lambda tensor: False)
+        assert all(map(torch.equal, results(), expected))
+    # The graphs are those that Inductor gets; it would take a minute with a C++ compiler
+    torch._dynamo.reset()
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(chunked_loss, "_compiled", functools.cache(compiled))
+    rounding = 1e-6 if dtype == torch.float32 else 1e-3
+    for found, wanted in zip(results(compile=True), expected, strict=True):
+        assert (found - wanted).norm() <= rounding * wanted.norm()
+    torch._dynamo.reset()
+
+
+def test_operators_move_few_bytes_for_each_logit(monkeypatch):
+    """In bfloat16 with eager operators of a GPU, without the features, which depend on the model."""
+    monkeypatch.setattr(chunked_loss, "_copies_to_cast", lambda tensor: False)
+    with FakeTensorMode():
+        inputs, weight = (torch.empty(n, 1, dtype=torch.bfloat16) for n in (4096, 2**14))
+        loss_of = linear_cross_entropy
+        targets = torch.zeros(4096, dtype=torch.long)
+        with Traffic() as traffic:
+            loss_of(inputs.requires_grad_(), weight, None, targets, Chunking(Transform(), 2**13))
+            forward = traffic.bytes
+        logits = torch.empty(4096, 2**13, dtype=torch.bfloat16)
+        arguments = (torch.zeros(4096, 1), targets[:, None], torch.ones(4096, 1), Transform())
+        with Traffic() as backward:
+            chunked_loss._gradient(logits, *arguments)
+    assert forward / (4096 * 2**14) == pytest.approx(22, abs=0.1)
+    # A product writes the logits, and two read their gradient
+    assert backward.bytes / logits.numel() + 2 + 4 == pytest.approx(26, abs=0.1)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators read and write. Reading or writing at indices, and views,
+    count as nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and func.__name__.split(".")[0] not in (
+            "gather",
+            "scatter_add_",
+            "empty_like",
+        ):
+            read = (args, {name: x for name, x in (kwargs or {}).items() if name != "out"})
+            tensors = [x for x in tree_leaves((read, out)) if isinstance(x, torch.Tensor)]
+            self.bytes += sum(tensor.nbytes for tensor in tensors)
+        return out
 
 
 def test_bfloat16_gradients_are_as_accurate_as_full_logits():
@@ -70,11 +142,11 @@ def test_bfloat16_gradients_are_as_accurate_as_full_logits():
         random_leaf(32, 64, dtype=torch.bfloat16),
         random_leaf(300, 64, dtype=torch.bfloat16),
     )
-    targets, settings = torch.randint(300, (32,)), {"transform": Transform(), "width": 64}
+    targets, chunking = torch.randint(300, (32,)), Chunking(Transform(), 64)
     losses = [
         full_loss((inputs.double() @ weight.double().T).float(), targets),
         full_loss((inputs @ weight.T).float(), targets),
-        linear_cross_entropy(inputs, weight, None, targets, **settings),
+        linear_cross_entropy(inputs, weight, None, targets, chunking),
     ]
     gradients = [torch.autograd.grad(loss, (inputs, weight)) for loss in losses]
     for exact, plain, chunked in zip(*gradients, strict=True):
@@ -83,9 +155,9 @@ def test_bfloat16_gradients_are_as_accurate_as_full_logits():
 
 def test_loss_without_targets_is_zero():
     inputs, weight = random_leaf(4, 8), random_leaf(300, 8)
-    settings = {"transform": Transform(), "width": 64}
+    chunking = Chunking(Transform(), 64)
     for targets in (torch.full((4,), IGNORED), torch.zeros(0, dtype=torch.long)):
-        loss = linear_cross_entropy(inputs[: len(targets)], weight, None, targets, **settings)
+        loss = linear_cross_entropy(inputs[: len(targets)], weight, None, targets, chunking)
         loss.backward()
         assert loss == 0
         assert torch.count_nonzero(weight.grad) == 0

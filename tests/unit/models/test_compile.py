@@ -1,6 +1,8 @@
-"""`model.compile`: the cache folder, and reports of graph breaks. No C++ compiler is needed."""
+"""`model.compile`: `auto`, the cache folder, and what is logged. No C++ compiler is needed."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,13 @@ from torch._dynamo.utils import counters
 from launcher.distributed.environment import set_compile_cache
 from launcher.models.attention import VARLEN
 from launcher.models.build import find_blocks
-from launcher.strategies.wrap import _mark_documents, graph_breaks
+from launcher.reliability.progress import Progress
+from launcher.run import compilation as run_compilation
+from launcher.strategies import compilation
+from launcher.strategies.compilation import graph_breaks, why_eager
+from launcher.strategies.wrap import _mark_documents
 from tests.unit.models.test_packed_attention import build, isolate
+from tests.unit.planner.example_plans import RECIPE
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +84,91 @@ def test_number_of_documents_does_not_cause_recompilation():
     (reason,) = graph_breaks()
     assert "attention of one document after the other" in reason
     assert len(graphs) == 1, "a different number of documents must not recompile the blocks"
+
+
+@pytest.fixture
+def able(monkeypatch, tmp_path):
+    """A machine that has what Triton needs. Returns monkeypatch."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(
+        compilation.importlib.util, "find_spec", lambda name: name == "triton" or None
+    )
+    monkeypatch.setattr(
+        compilation.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.delenv("CC", raising=False)
+    return monkeypatch
+
+
+def test_auto_is_off_where_nothing_can_be_compiled(able, tmp_path):
+    assert "CPUs" in why_eager("cpu")
+    assert why_eager("cuda") is None, "of a machine that is planned for, nothing else is known"
+    assert why_eager("cuda", here=True) is None
+    (tmp_path / "Python.h").unlink()
+    assert "python3-dev" in why_eager("cuda", here=True)
+    able.setattr(compilation.shutil, "which", lambda name: None)
+    assert "no C compiler" in why_eager("cuda", here=True)
+    able.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert "7.0" in why_eager("cuda", here=True)
+    able.setattr(compilation.importlib.util, "find_spec", lambda name: None)
+    assert why_eager("cuda", here=True) == "Triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "before", "compiles", "said"),
+    [
+        ([None, None], None, True, "model.compile=true"),
+        ([None, "no gcc"], None, False, "model.compile=false: no gcc; each block then launches"),
+        ([None, None], False, False, "model.compile=false, as in the checkpoint"),
+        ([None, None], True, True, "model.compile=true"),
+        (["no gcc", None], True, False, "losses will differ by rounding"),
+    ],
+)
+def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
+    reasons, before, compiles, said, monkeypatch, caplog
+):
+    """One rank that cannot compile is enough; a run keeps the choice of its checkpoint."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(run_compilation, "why_eager", lambda device, here: reasons[0])
+    monkeypatch.setattr(run_compilation, "gather", lambda value, group: reasons)
+    monkeypatch.setattr(run_compilation, "from_rank_0", lambda value, group: value)
+    recorded = {} if before is None else {"model": {"compile": before}}
+    monkeypatch.setattr(run_compilation, "newest_recipe", lambda run: recorded)
+    ranks = SimpleNamespace(rank=0, group=None, device=torch.device("cuda"))
+    recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
+    resolved = run_compilation.resolve_compile(recipe, ranks=ranks, run=None)
+    assert resolved.model.compile is compiles
+    assert said in caplog.text
+    assert run_compilation.resolve_compile(resolved, ranks=None, run=None) is resolved
+
+
+def test_compilation_is_logged_and_no_hang(caplog):
+    caplog.set_level("INFO")
+    progress, phases = Progress(), []
+    progress.step_done(0)  # from here on, phases have a time limit
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    def backend(graph, inputs):
+        phases.append(progress.slow_phase)
+        return graph.forward
+
+    block, watch = Block(), run_compilation.Compilation(progress, rank=0)
+    block.compile(backend=backend)
+    with watch.observed():
+        for step in (1, 2):
+            block(torch.ones(2))
+            watch.report(step)
+            assert progress.slow_phase is None
+    assert phases == ["compile"]
+    first, second = caplog.messages
+    assert first.startswith("compile: the first step compiles the blocks")
+    assert second.startswith("compile: 1 graphs in ")
+    assert second.endswith("until step 1")
+    torch._dynamo.reset()
+    block(torch.ones(2))
+    assert len(caplog.messages) == 2, "outside, nothing is followed"

@@ -15,6 +15,7 @@ from launcher.cli import plan as command
 from launcher.cli.app import read_size
 from launcher.planner import machine as machines
 from launcher.planner import measurement, plan, search
+from launcher.planner.candidates import overrides_between
 from launcher.planner.formatting import (
     NAMES,
     as_json,
@@ -24,6 +25,7 @@ from launcher.planner.formatting import (
     strategy_text,
 )
 from launcher.planner.memory import COMPONENTS, compare
+from launcher.recipe.load import load_recipe
 from launcher.run import auto as detect
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
@@ -124,6 +126,32 @@ def test_text_gives_missing_memory_if_known():
     unknown = "\n".join(printed(example_plan(memory=None)))
     assert "fit" not in unknown
     assert "needed                   46.9 GiB" in unknown
+
+
+def test_text_and_json_distinguish_little_room():
+    def plan_with(spare, room):
+        plan = example_plan(memory=None)
+        on = dataclasses.replace(plan.machine, memory=plan.needed + int(spare * GIB))
+        return dataclasses.replace(plan, machine=on, room=int(room * GIB))
+
+    slow = plan_with(2, 3)
+    text = "\n".join(printed(slow))
+    assert "fits, will be slow: 2.0 GiB of 48.9 GiB to spare, 3.0 GiB of room needed" in text
+    assert "warning: with less than 3.0 GiB to spare, PyTorch's allocator frees its caches" in text
+    shown = as_json(RECIPE, slow, None)
+    assert (shown["fits"], shown["has_room"], shown["room"]) == (True, False, 3 * GIB)
+    for spare, fits, room in ((4, True, True), (-1, False, False)):
+        shown = as_json(RECIPE, plan_with(spare, 3), None)
+        assert (shown["fits"], shown["has_room"]) == (fits, room)
+        assert "slow" not in "\n".join(printed(plan_with(spare, 3)))
+    assert as_json(RECIPE, example_plan(memory=None), None)["has_room"] is None
+    result = example_search()
+    first, second, *rest = result.configurations
+    second = dataclasses.replace(second, plan=dataclasses.replace(second.plan, room=70 * GIB))
+    result = dataclasses.replace(result, configurations=(first, second, *rest), best=second)
+    text = printed(result.written.plan, result)
+    assert any(line.endswith("100%  will be slow: little room, fastest that fits") for line in text)
+    assert result.configurations[1].plan.fits
 
 
 @pytest.mark.parametrize(
@@ -318,7 +346,8 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))
     for fake_planner.scale, status in ((0.96, 0), (1.015, 0), (0.94, 3), (1.03, 3)):
         assert main.main(["plan", *arguments]) == status
-    assert calls[0] == ([["recipe=x.yaml"]], 8, True)
+    chosen = "strategy.reshard_after_forward=true"  # in place of auto
+    assert calls[0] == ([["recipe=x.yaml", chosen]], 8, True)
     assert fake_planner.result == 0
     capsys.readouterr()
     assert main.main(["plan", *arguments, "--json"]) == 3
@@ -338,4 +367,19 @@ def test_plan_resolves_auto_like_a_run(monkeypatch):
     monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
     recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
     assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
-    assert note == "auto is shown as batch.micro_batch_size=1 strategy.kind=fsdp: nothing fits"
+    collectives = (
+        "strategy.reshard_after_forward=true strategy.sync_every_micro_batch=true: nothing fits"
+    )
+    start = "auto is shown as batch.micro_batch_size=1 strategy.kind=fsdp"
+    assert note == f"{start} {collectives}"
+
+
+def test_plan_makes_the_choice_of_collectives_that_a_run_makes():
+    words = ["recipe=quickstart", "batch.micro_batch_size=2"]
+    written = load_recipe([*words, "strategy.kind=fsdp"], ranks=8, files=False).recipe
+    recipe, overrides, note = command._choose(written, machine())
+    assert overrides == ("strategy.reshard_after_forward=false",)
+    assert overrides_between(written, recipe) == overrides
+    assert note.startswith("auto stands for strategy.reshard_after_forward=false: by estimate 15%")
+    ddp = load_recipe(words, ranks=8, files=False).recipe
+    assert command._choose(ddp, machine()) is None

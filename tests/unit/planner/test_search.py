@@ -12,9 +12,10 @@ from launcher.planner.candidates import overrides_between, variants
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model
-from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.search import concrete, fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time, tokens_per_step
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Lora
 from tests import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes"
@@ -49,6 +50,16 @@ def estimated_plans(monkeypatch):
 
 def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
     return known_machine("h100", nodes=nodes, gpus_per_node=gpus, memory=memory, **settings)
+
+
+def test_search_offers_compiled_blocks_on_gpus(load):
+    recipe = load()
+    settings = {"strategies": False, "micro_batches": False, "compiles": True}
+    (_, compiled) = variants(recipe, machine(), **settings)
+    assert overrides_between(recipe, compiled) == ("model.compile=true",)
+    on_cpus = known_machine("cpu", nodes=1, gpus_per_node=2)
+    for written, where in ((recipe, on_cpus), (compiled, machine())):
+        assert variants(written, where, **settings) == [written]
 
 
 # Rates
@@ -222,7 +233,7 @@ def test_sharding_divides_muon_time_by_ranks(load):
 
 
 def test_configurations_are_sorted_without_dominated_configurations(load, estimated_plans):
-    recipe = load()
+    recipe = concrete(load(), machine())
     result = search_configurations(recipe, machine())
     rows = result.configurations
     assert result.evaluated > 100
@@ -244,8 +255,9 @@ def test_configurations_are_sorted_without_dominated_configurations(load, estima
 
 
 def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
-    written, key = load("strategy.reshard_after_forward=auto"), "strategy.reshard_after_forward"
-    true, false = (by_estimate(load(f"{key}={x}"), machine()).needed for x in ("true", "false"))
+    key, sync = "strategy.reshard_after_forward", "strategy.sync_every_micro_batch=true"
+    written, *given = (load(f"{key}={x}", sync) for x in ("auto", "true", "false"))
+    true, false = (by_estimate(recipe, machine()).needed for recipe in given)
     assert true < false
     for memory, reshards in ((false, False), (true, True)):
         best = fastest_that_fits(written, machine(memory=memory + 2**20))
@@ -253,6 +265,44 @@ def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
         strategy = dataclasses.replace(written.strategy, reshard_after_forward=reshards)
         assert best.recipe == dataclasses.replace(written, strategy=strategy)
     assert fastest_that_fits(written, machine(memory=true - 2**28)) is None
+
+
+def test_room_is_gradient_shards_and_two_all_gathers(load):
+    recipe, embedding = load(), 8000 * 512
+    plan = by_estimate(recipe, machine())
+    shards = 4 * parameters(recipe) // 8
+    assert plan.room == pytest.approx(max(2**28, shards + 2 * 2 * embedding), rel=0.01)
+    large = load("model.config.vocab_size=200000", "model.config.hidden_size=2048")
+    plan = by_estimate(large, machine())
+    shards = 4 * parameters(large) // 8
+    assert plan.room == pytest.approx(shards + 2 * 2 * 200_000 * 2048, rel=0.01)
+    frozen = dataclasses.replace(large, lora=Lora())
+    assert by_estimate(frozen, machine()).room == pytest.approx(2 * 200_000 * 2048, rel=0.05)
+    assert by_estimate(load(DDP), machine()).room == 0
+    assert by_estimate(recipe, known_machine("cpu", nodes=1, gpus_per_node=8)).room == 0
+
+
+def test_search_prefers_configurations_with_room(load, estimated_plans):
+    recipe = load()
+    fastest = search_configurations(recipe, machine()).best
+    assert fastest.plan.has_room
+    # A GPU on which the fastest of FSDP fits, but without its room
+    best = dataclasses.replace(recipe.batch, micro_batch_size="auto")
+    auto = dataclasses.replace(recipe, batch=best)
+    wide = fastest_that_fits(auto, machine())
+    assert wide.plan.room > 0
+    on = machine(memory=wide.plan.needed + wide.plan.room - 1)
+    found = fastest_that_fits(auto, on)
+    assert by_estimate(wide.recipe, on).fits
+    assert by_estimate(wide.recipe, on).has_room is False
+    assert found.plan.has_room
+    assert found.recipe != wide.recipe
+    # One on which nothing has room
+    every = variants(search.concrete(auto, on), on, strategies=False)
+    plan = min((by_estimate(one, on) for one in every), key=lambda plan: plan.needed)
+    tight = fastest_that_fits(auto, machine(memory=plan.needed + plan.room // 2))
+    assert tight.plan.fits
+    assert tight.plan.has_room is False
 
 
 def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
@@ -341,7 +391,7 @@ def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
 
 
 def test_auto_varies_only_auto_keys(load, estimated_plans):
-    written = load("activation_checkpointing.mode=full")
+    written = concrete(load("activation_checkpointing.mode=full"), machine())
 
     def fastest(*, kind="auto", micro="auto", memory=80 * GIB, **settings):
         strategy = dataclasses.replace(written.strategy, kind=kind)

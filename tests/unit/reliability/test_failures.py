@@ -55,7 +55,7 @@ class Rank0:
     When the watch would end the process, the exit status is appended to `ended`.
     """
 
-    def __init__(self, folder, monkeypatch, failing=(), hang_timeout=60):
+    def __init__(self, folder, monkeypatch, failing=(), **timeouts):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ended, self.end = [], threading.Event()
         monkeypatch.setattr(watchdog, "_ROUND_SECONDS", 0.02)
@@ -76,7 +76,8 @@ class Rank0:
             progress=progress,
             post_mortem=None,
         )
-        self.watch = Watch(self.failures, stop=StopRequest(), hang_timeout=hang_timeout)
+        timeouts = {"hang_timeout": 60, "timeout": 600} | timeouts
+        self.watch = Watch(self.failures, stop=StopRequest(), **timeouts)
         self.watch.__enter__()
 
     def _end(self, status):
@@ -243,6 +244,17 @@ def test_slow_phase_of_another_rank_suspends_hang_detection(start):
     assert rank.wait_for_status()["reason"] == "hang"
 
 
+def test_wait_for_a_slow_rank_ends_with_the_timeout_of_collectives(start):
+    """Under NCCL, a collective that exceeds its timeout ends the process without a report."""
+    rank = start(hang_timeout=0.3, timeout=1.0)
+    rank.store.add("watch/slow", 1)
+    rank.failures.progress.slow_phase = None
+    rank.store.set("failed/rank_1", "")
+    status = rank.wait_for_status()
+    assert status["reason"] == "hang"
+    assert "no sign of life for 1 s (run.timeout, while another rank" in status["error"]
+
+
 def test_stop_request_after_rank_loss_reports_the_loss(start, neighbour, monkeypatch):
     """torchrun sends SIGTERM to the other ranks as soon as a rank has died."""
     rank = start()
@@ -303,11 +315,11 @@ def test_gloo_uses_the_interface_to_the_other_nodes(monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     assert process_group.interface_to("127.0.0.1") == "lo"
     assert process_group.interface_to("no.such.host.invalid") is None
-    process_group._choose_gloo_interface(environment)
+    process_group._prepare_gloo(environment)
     assert variables == {}, "on one machine the choice is left to gloo"
     monkeypatch.setattr(process_group, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
-    process_group._choose_gloo_interface(environment)
+    process_group._prepare_gloo(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "ib0"}
     variables["GLOO_SOCKET_IFNAME"] = "eth7"
-    process_group._choose_gloo_interface(environment)
+    process_group._prepare_gloo(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "eth7"}, "the value of the user must be kept"

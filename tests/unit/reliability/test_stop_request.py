@@ -5,6 +5,7 @@ import signal
 import types
 
 from launcher.reliability import signals
+from launcher.reliability.run_directory import RunFolder
 
 
 def test_stop_requests(monkeypatch):
@@ -30,3 +31,14 @@ def test_stop_requests(monkeypatch):
         send(signal.SIGINT)
         assert ended == [1], "a second SIGINT ends it at once"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_stop_at_the_start_keeps_the_last_step(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics.write_text('{"step": 10}\n')  # logging.every_steps: 10
+    run.write_status("stopped", step=15)
+    signals.report_stop_at_start(run, "SIGTERM")
+    assert run.read_status()["step"] == 15
+    run.create("", from_scratch=True)
+    signals.report_stop_at_start(run, "SIGTERM")
+    assert run.read_status()["step"] == 0

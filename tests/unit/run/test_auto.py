@@ -1,12 +1,17 @@
 """Tests of `auto`: the choice, its explanation, and earlier failures. The search is mocked."""
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
-from launcher.planner.plan import make_plan
+from launcher.planner.plan import estimated_plan, make_plan
+from launcher.planner.profile import profile_model
+from launcher.planner.work import with_most_saved
+from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -49,6 +54,14 @@ def test_choose_takes_the_fastest_that_fits(monkeypatch):
         "The fastest that fits: by plan 46.9 GiB of 80.0 GiB a rank, 74,000 tokens/s; "
         "micro-batches of 4 and more ran out of memory before"
     )
+
+
+def test_choice_with_little_room_says_so(monkeypatch):
+    plan = dataclasses.replace(example_plan(), room=40 * GIB)
+    chosen = configuration(("strategy.kind=fsdp",), plan, 74_000)
+    monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: chosen)
+    *_, why = detect.choose(AUTO_RECIPE, machine())
+    assert why.endswith("74,000 tokens/s; slow, because less than 40.0 GiB are to spare")
 
 
 def test_error_has_suggestions_if_nothing_fits(monkeypatch):
@@ -103,3 +116,140 @@ def test_separate_process_receives_recipe_and_machine():
         run_in_process(300, make_plan, missing, machine())
     with pytest.raises(TrainingError, match=r"planning took more than 0\.01 s"):
         run_in_process(0.01, make_plan, RECIPE, machine())
+
+
+# When gradients are reduced and weights freed
+
+
+SYNC, RESHARD = detect.COLLECTIVES
+NAMED = ["recipe=quickstart", "strategy.kind=fsdp", "batch.micro_batch_size=2"]
+
+
+def loaded(*overrides):
+    return load_recipe([*NAMED, *overrides], ranks=2, files=False).recipe
+
+
+def gpus(memory):
+    return dataclasses.replace(machine(memory=memory), gpus_per_node=2)
+
+
+def with_collectives(recipe, *values):
+    chosen = dict(zip(detect.COLLECTIVES, values, strict=True))
+    return dataclasses.replace(recipe, strategy=dataclasses.replace(recipe.strategy, **chosen))
+
+
+def choice(recipe, memory, **more):
+    """The values chosen for the two keys, and why."""
+    full = profile_model(recipe, device="cuda")
+    profiles = dataclasses.replace(full, saved={}), lambda: full
+    chosen, why = detect.choose_collectives(recipe, gpus(memory), profiles, **more)
+    return tuple(getattr(chosen.strategy, key) for key in detect.COLLECTIVES), why
+
+
+def needed(recipe, *values):
+    """Memory of which the estimate leaves 15 % free."""
+    full = profile_model(recipe, device="cuda")
+    plan = estimated_plan(full, with_collectives(recipe, *values), gpus(80 * GIB))
+    return math.ceil(plan.needed / 0.85)
+
+
+@pytest.mark.parametrize("overrides", [(), ("activation_checkpointing.mode=full",)], ids=str)
+def test_collectives_are_as_few_as_leave_room(overrides):
+    # Wide enough that the two settings cost more than what is rounded
+    wide = "model.config.hidden_size=2048"
+    recipe = loaded(wide, "model.config.intermediate_size=8192", *overrides)
+    every = list(itertools.product((False, True), repeat=2))
+    sizes = {values: needed(recipe, *values) for values in every}
+    assert sizes[False, False] > max(sizes[False, True], sizes[True, False])
+    assert min(sizes.values()) == sizes[True, True]
+    for size in sizes.values():
+        for memory in (size - 2**20, size + 2**20):
+            fits = [values for values in every if sizes[values] <= memory]
+            values, why = choice(recipe, memory)
+            assert values == (fits[0] if fits else (True, True))
+            text = "less than 15%" if values == (True, True) else "by estimate 15%"
+            assert why.startswith(f"strategy.{RESHARD}={str(values[1]).lower()} ")
+            assert f"strategy.{SYNC}={str(values[0]).lower()}: " in why
+            assert text in why
+    assert choice(recipe, sizes[False, False] + 2**20)[0] == (False, False)
+    assert choice(recipe, sizes[True, True] + 2**20)[0] == (True, True)
+
+
+def test_collectives_stay_if_the_memory_is_not_known_or_too_small():
+    values, why = choice(loaded(), None)
+    assert (values, why.partition(": ")[2]) == ((True, True), "the size of the memory is not known")
+    own = dataclasses.replace(loaded(), model=Model(builder="package.module:build"))
+    full = profile_model(loaded(), device="cuda")
+    profiles = dataclasses.replace(full, saved={}), lambda: full
+    chosen, _ = detect.choose_collectives(own, gpus(80 * GIB), profiles)
+    assert chosen == with_collectives(own, True, True), "what the user's own model saves is unknown"
+    # The quick estimate is too high to say that it fits, and the model cannot be traced
+    blocks_of_unknown_size = dataclasses.replace(full, saved={}, packed_attention=False)
+    profiles = blocks_of_unknown_size, lambda: blocks_of_unknown_size
+    chosen, _ = detect.choose_collectives(loaded(), gpus(80 * GIB), profiles)
+    assert chosen == with_collectives(loaded(), True, True)
+
+
+def test_only_auto_that_matters_is_replaced():
+    assert detect.open_collectives(loaded(), ranks=2) == [SYNC, RESHARD]
+    assert detect.open_collectives(loaded("batch.micro_batch_size=8"), ranks=2) == [RESHARD]
+    assert detect.open_collectives(loaded("strategy.kind=ddp"), ranks=2) == []
+    assert detect.open_collectives(loaded("strategy.kind=auto"), ranks=2) == [], "the search does"
+    assert choice(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
+    assert choice(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
+    given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true")
+    assert detect.resolve_collectives(given, None, gpus(GIB), resume="never", ranks=None, run=None) is given  # fmt: skip
+
+
+def test_resume_keeps_the_collectives_of_the_checkpoint():
+    recipe = loaded()
+    for values in itertools.product((False, True), repeat=2):
+        earlier = dict(zip(detect.COLLECTIVES, values, strict=True))
+        kept, why = choice(recipe, 80 * GIB, earlier=earlier)
+        assert (kept, why.partition(": ")[2]) == (values, "as in the checkpoint, so that the resume is exact")  # fmt: skip
+    # Earlier versions recorded their default, which meant true
+    assert choice(recipe, 80 * GIB, earlier={SYNC: "auto", RESHARD: True})[0] == (True, True)
+    # 15 % need not stay free, but it must fit
+    faster = dict.fromkeys(detect.COLLECTIVES, False)
+    fits = needed(recipe, False, False)
+    assert choice(recipe, round(0.9 * fits), earlier=faster)[0] == (False, False)
+    assert choice(recipe, round(0.8 * fits), earlier=faster)[0] != (False, False)
+
+
+def test_collectives_that_ran_out_of_memory_are_not_chosen_again():
+    recipe, here = loaded(), gpus(80 * GIB)
+    noted = {"event": "failed", "reason": "out_of_memory", "ranks": 2}
+    noted |= detect.recorded_settings(with_collectives(recipe, False, False), here)
+
+    def failed(**changes):
+        return detect._failed_with_fewer([noted | changes], machine=here, recipe=recipe)
+
+    assert failed()
+    assert not failed(**dict.fromkeys(detect.COLLECTIVES, True))
+    assert not failed(ranks=4)
+    assert not failed(micro_batch_size=4)
+    earlier = dict.fromkeys(detect.COLLECTIVES, False)
+    values, why = choice(recipe, 80 * GIB, earlier=earlier, failed=True)
+    assert values == (True, True)
+    assert "ran out of memory" in why
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("mode", ["null", "{mode: selective}", "{mode: full}"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe", "gemma3_text"])
+def test_quick_estimate_is_never_too_low(device, mode, model):
+    precision = "{param_dtype: bfloat16}" if device == "cuda" else "null"
+    recipe = loaded(
+        f"model.config.model_type={model}",
+        f"strategy.mixed_precision={precision}",
+        f"activation_checkpointing={mode}",
+        "data.sequence_length=256",
+    )
+    full = profile_model(recipe, device=device)
+    assert full.packed_attention
+    high, good = (
+        estimated_plan(profile, recipe, gpus(80 * GIB)).needed
+        for profile in (with_most_saved(dataclasses.replace(full, saved={}), recipe), full)
+    )
+    assert full.saved
+    assert high >= good

@@ -1,5 +1,6 @@
 """Tests of metrics.jsonl, of the messages about slow ranks, and of the bottleneck verdict."""
 
+import json
 import random
 import re
 from collections import defaultdict
@@ -15,13 +16,13 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.metrics.verdict import TOLERATED, StepProfile, step_shares, verdict
 from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from launcher.run import recorder
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
+from launcher.run.verdict import TOLERATED, StepProfile, advice, step_shares, verdict
 from launcher.training.loop import Step
 from launcher.training.setup import Flops
 
@@ -159,14 +160,57 @@ VERDICTS = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def growing_segments(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 @pytest.mark.parametrize(("override", "shares", "shape", "expected"), VERDICTS)
-def test_verdict_names_bottleneck_and_one_override(override, shares, shape, expected, folder):
+def test_verdict_names_bottleneck_and_one_override(
+    override, shares, shape, expected, folder, growing_segments
+):
     recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=1).recipe
     whole = dict.fromkeys(TOLERATED, 0.0) | shares
     text = verdict(StepProfile(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
     assert text.startswith("bottleneck: ")
     assert expected in text
     assert text.count("=") <= 1
+
+
+SMALLER = [
+    (["strategy.reshard_after_forward=false", "batch.micro_batch_size=2"], "strategy.reshard_after_forward=true"),
+    (["strategy.reshard_after_backward=false"], "strategy.reshard_after_backward=true"),
+    (["batch.micro_batch_size=4"], "batch.micro_batch_size=2"),
+    (["data.packing=false", "batch.micro_batch_size=null", "batch.micro_batch_tokens=512"], "batch.micro_batch_tokens=256"),
+    ([], "activation_checkpointing.mode=selective"),
+    (["activation_checkpointing.mode=selective"], "activation_checkpointing.mode=full"),
+    (["activation_checkpointing={mode: selective, budget: 0.5}"], "activation_checkpointing={mode: full, budget: null}"),
+    (["activation_checkpointing.mode=full"], "strategy.cpu_offload={}"),
+    (["activation_checkpointing.mode=full", "strategy.kind=ddp"], "strategy.shard_optimizer=true"),
+    (["activation_checkpointing.mode=full", "strategy.kind=ddp", "strategy.shard_optimizer=true"], "strategy.kind=fsdp"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "expected"), SMALLER)
+def test_advice_against_retried_allocations_is_a_valid_recipe(
+    overrides, expected, folder, growing_segments
+):
+    usual = ["strategy.kind=fsdp", "data.sequence_length=256", "batch.micro_batch_size=1"]
+    overrides = ["recipe=x.yaml", *usual, *overrides]
+    profile = StepProfile({}, ranks=2, free_memory=0.1, retries=12)
+    text = verdict(profile, load_recipe(overrides, ranks=2).recipe)
+    assert text == (
+        f"bottleneck: memory, 12 retried allocations a step, which wait for the GPU; try {expected}"
+    )
+    changed = [] if "shard_optimizer=true" in str(overrides) else [expected]
+    load_recipe([*overrides, *changed], ranks=2)
+
+
+def test_advice_is_growing_segments_where_a_user_has_turned_them_off(folder, monkeypatch):
+    recipe = load_recipe(["recipe=x.yaml"], ranks=1).recipe
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    text = advice("memory", StepProfile({}), recipe)
+    assert text == "try the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 def test_step_shares():
@@ -206,6 +250,44 @@ def reporter(folder):
         flops=Flops(3.0, peak=600.0),
     )
     return Reporter(training, run, StepRecorder(SINGLE_RANK), first_step=0)
+
+
+def test_retried_allocations_are_one_warning(reporter, folder, monkeypatch, caplog):
+    counts = {1: 9, 5: 9, 6: 3, 7: 0, 8: 2}
+    collect = reporter._recorder.collect
+    monkeypatch.setattr(
+        reporter._recorder,
+        "collect",
+        lambda pending: (
+            collect(pending)
+            | {"allocation_retries": counts.get(pending.step.number, 0)}
+            | {"peak_memory_bytes": 3 << 30, "reserved_memory_bytes": 4 << 30}
+        ),
+    )
+    for number in range(1, 10):
+        reporter.step(step(number))
+    reporter.flush()
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == 1, found
+    assert "after step 5, up to step 6, PyTorch repeated 3 allocations" in found[0]
+    assert "3.0 GiB of tensors at the peak, 4.0 GiB reserved" in found[0]
+    assert reporter._profile({}).retries == pytest.approx(5 / 4)
+    reporter.warn("a warning")
+    status = json.loads((folder / "run/status.json").read_text())
+    expected = {"peak_memory_bytes": 3 << 30, "reserved_memory_bytes": 4 << 30}
+    expected |= {"allocation_retries": 5, "warning": "a warning", "steps": 10}
+    assert {key: status[key] for key in expected} == expected
+    reporter.warn(None)
+    status = json.loads((folder / "run/status.json").read_text())
+    assert "warning" not in status
+    assert status["allocation_retries"] == 5
+
+
+def test_memory_of_the_allocator_is_null_on_a_cpu(reporter, folder):
+    reporter.step(step(1))
+    (line,) = read_jsonl(folder / "run/metrics.jsonl")
+    assert line["allocation_retries"] is line["reserved_memory_bytes"] is None
+    assert reporter._status["allocation_retries"] is None
 
 
 def lines(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from launcher.distributed.environment import segments_grow
 from launcher.recipe.schema import Recipe
 
 TOLERATED = {
@@ -32,6 +33,8 @@ class StepProfile:
     free_memory: float | None = None
     """Share of a GPU's memory that was not allocated at the peak; None on CPUs."""
     slow_rank: str | None = None
+    retries: float = 0.0
+    """Retried allocations of a step, each of which waits for the GPU; 0 on CPUs."""
 
 
 def step_shares(totals: Mapping[str, float], *, recomputed_share: float) -> dict[str, float]:
@@ -53,20 +56,29 @@ def step_shares(totals: Mapping[str, float], *, recomputed_share: float) -> dict
 
 def verdict(profile: StepProfile, recipe: Recipe) -> str:
     """The bottleneck, and the override that most likely helps, in one sentence."""
+    if profile.retries >= 1:
+        why = f"{profile.retries:,.0f} retried allocations a step, which wait for the GPU"
+        return f"bottleneck: memory, {why}; {advice('memory', profile, recipe)}"
     over = {name: profile.shares[name] / most for name, most in TOLERATED.items()}
     name = max(over, key=lambda name: over[name])
     if over[name] <= 1:
         name = "compute"
-    candidates = _overrides(name, profile, recipe).items()
-    override = next((text for text, applies in candidates if applies), None)
-    advice = "no override is likely to help" if override is None else f"try {override}"
+    helps = advice(name, profile, recipe)
     shown = "compute (forward and backward)" if name == "compute" else name
     if name == "communication":
         if profile.slow_rank is not None:
-            advice = f"the other ranks wait for one, look at it first: {profile.slow_rank}"
+            helps = f"the other ranks wait for one, look at it first: {profile.slow_rank}"
         if recipe.strategy.cpu_offload is not None:
             shown = "host copies and communication"
-    return f"bottleneck: {shown}, {profile.shares[name]:.0%} of a step; {advice}"
+    return f"bottleneck: {shown}, {profile.shares[name]:.0%} of a step; {helps}"
+
+
+def advice(name: str, profile: StepProfile, recipe: Recipe) -> str:
+    """The override that most likely helps against a bottleneck, or `memory`: retried
+    allocations."""
+    candidates = _overrides(name, profile, recipe).items()
+    override = next((text for text, applies in candidates if applies), None)
+    return "no override is likely to help" if override is None else f"try {override}"
 
 
 def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, bool]:
@@ -82,8 +94,24 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
     workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
     micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
+    tokens, kept = batch.micro_batch_tokens or 0, checkpointing and checkpointing.budget
     larger = f"batch.global_batch_size={2 * batch.global_batch_size}"
     return {
+        "memory": {
+            "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True": (
+                not segments_grow()
+            ),
+            "strategy.reshard_after_backward=true": not strategy.reshard_after_backward,
+            "strategy.reshard_after_forward=true": not gathers,
+            f"batch.micro_batch_size={micro // 2}": micro > 1 and micro % 2 == 0,
+            f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.sequence_length,
+            "activation_checkpointing.mode=selective": mode is None,
+            "activation_checkpointing={mode: full, budget: null}": kept is not None,
+            "activation_checkpointing.mode=full": mode == "selective",
+            "strategy.shard_optimizer=true": whole_state and profile.ranks > 1,
+            "strategy.kind=fsdp": strategy.kind == "ddp" and profile.ranks > 1,
+            "strategy.cpu_offload={}": strategy.kind != "ddp" and strategy.cpu_offload is None,
+        },
         "data": {
             f"data.workers={max(2, 2 * workers)}": workers < 8,
             f"data.prefetch_factor={2 * recipe.data.prefetch_factor}": True,
@@ -116,7 +144,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
             "strategy.mixed_precision={param_dtype: bfloat16}": (
                 gpu and strategy.mixed_precision is None
             ),
-            "model.compile=true": gpu and not recipe.model.compile,
+            "model.compile=true": gpu and recipe.model.compile is False,
             f"batch.micro_batch_size={2 * micro}": gpu and memory and accumulates and micro > 0,
         },
     }[name]

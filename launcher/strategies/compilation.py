@@ -1,0 +1,48 @@
+"""Whether blocks can be compiled, and where their graphs were split (`model.compile`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+
+def why_eager(device: torch.device | str, *, here: bool = False) -> str | None:
+    """Why `model.compile: auto` is off on this kind of device; None: it is on. `here` also checks
+    that this machine has what Triton needs to compile for its GPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return "the ranks compute on CPUs, where it takes minutes and needs g++"
+    return _missing(device) if here else None
+
+
+def _missing(device: torch.device) -> str | None:
+    """What Triton lacks on this machine: it compiles a small C module for Python."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
+        return "Triton needs a GPU of compute capability 7.0 or more"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler (gcc, clang, or the variable CC)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.is_file() else f"{header} is missing (package python3-dev)"
+
+
+def graph_breaks() -> list[str]:
+    """The reasons of all graph breaks that dynamo has recorded so far, each once."""
+    from torch._dynamo.utils import counters
+
+    texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]
+    return list(dict.fromkeys(". ".join(lines[:2]) for lines in texts))
+
+
+def graphs() -> tuple[int, int]:
+    """The number of graphs that were compiled so far, and how many came from the cache."""
+    from torch._dynamo.utils import counters
+
+    cached = counters["aot_autograd"]["autograd_cache_hit"]
+    return counters["stats"]["unique_graphs"], cached
