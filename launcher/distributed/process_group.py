@@ -197,6 +197,8 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+        # Otherwise each torch.empty is filled with NaN; nothing here reads memory before writing it
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _prepare_gloo(environment: Environment) -> None:

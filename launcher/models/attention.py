@@ -29,8 +29,10 @@ VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Whether this version of the kernel takes fewer key and value heads than query heads."""
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+)
+"""What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
 
 Call = dict[str, Any]
 """Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
@@ -205,13 +207,13 @@ def varlen_attention(
     assert attention_mask is None
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
-        return _dense(module, inputs, options), None
+        return _dense(inputs, options), None
     # (batch x tokens, heads, head size): rows concatenated
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
     if has_varlen_kernel(query):
         out = _kernel(rows, options)
     else:
-        out = _each_document(module, rows, options)
+        out = _each_document(rows, options)
     batch, _, tokens, _ = query.shape
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
@@ -219,13 +221,13 @@ def varlen_attention(
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="attention of one document after the other, on a CPU"
 )
-def _each_document(module: nn.Module, inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
+def _each_document(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
     sizes = document_lengths(options["cu_seq_lens_q"])
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
         dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]
-        parts.append(_dense(module, dense, options)[0])
+        parts.append(_dense(dense, options)[0])
     return torch.cat(parts)
 
 
@@ -242,37 +244,58 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         functional.pad(tensor, (0, zeros)) if zeros else tensor
         for tensor, zeros in zip(inputs, missing, strict=True)
     )
-    grouped: dict[str, Any] = {}
-    if (groups := query.shape[1] // key.shape[1]) > 1:
-        if _GROUPS_HEADS:
-            grouped["enable_gqa"] = True
-        else:
-            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0),  # 0 to the right: causal
-        **grouped,
+        **_GROUPED,
     )
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
 
 
-def _dense(module: nn.Module, inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
+def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Causal attention within each row, in the layout of `varlen_attention`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
         position = torch.arange(tokens, device=query.device)
         distance = position[:, None] - position[None, :]
         mask = (distance >= 0) & (distance < window)
-    out: torch.Tensor
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
-    return out
+    grouped = mask is None and query.shape[1] > key.shape[1] and _takes_groups(query, value)
+    if not grouped:
+        key, value = _repeat_heads(query, key, value)
+    out = functional.scaled_dot_product_attention(
+        *(query, key, value, mask),
+        dropout_p=options.get("dropout", 0.0),
+        is_causal=mask is None and tokens > 1,
+        scale=options.get("scaling"),
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a fused kernel takes fewer key and value heads than query heads.
+
+    On CUDA this depends on the GPU in float16 (compute capability 8.0) and is never so in float32.
+    Otherwise torch would compute and keep all scores. Heads are repeated in float16 on every GPU,
+    so that a plan made without a GPU is right.
+    """
+    if not query.shape[-1] == value.shape[-1] <= LARGEST_HEAD:
+        return False
+    device, dtype = query.device.type, query.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return dtype == torch.bfloat16 or not has_varlen_kernel(query)
+
+
+def _repeat_heads(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values (batch, heads, tokens, head size) with as many heads as the query."""
+    groups = query.shape[1] // others[0].shape[1]
+    return [each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in others]
 
 
 @torch.no_grad()
