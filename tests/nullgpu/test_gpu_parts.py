@@ -6,8 +6,6 @@ Parts and tests that compare values fail here, because null GPUs compute none.
 import json
 import sys
 
-import pytest
-
 from tests import REPOSITORY
 from tests.distributed.launching import run
 
