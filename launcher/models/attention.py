@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention import varlen
+from torch.nn.attention import SDPBackend, varlen
 
 from launcher.errors import RecipeError
 from launcher.models.inputs import Masking
@@ -29,8 +30,10 @@ VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Whether this version of the kernel takes fewer key and value heads than query heads."""
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+)
+"""What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
 
 Call = dict[str, Any]
 """Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
@@ -67,6 +70,8 @@ def isolate_documents(
         passed = _all_calls(model, inputs, has_bounds)
     elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
         passed = _use_varlen(model, inputs, fits)
+        if passed and device.type == "cuda" and torch.cuda.is_available():
+            _use_flash_attention_3(device)
     return "varlen" if passed else "mask"
 
 
@@ -96,6 +101,44 @@ def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: tor
         return False  # without a GPU, a plan assumes a recent one
     dropouts = [getattr(model.config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
+
+
+def _use_flash_attention_3(device: torch.device) -> None:
+    """Replaces FlashAttention-2 in torch's operators on a Hopper GPU, if the package is installed."""
+    installed = importlib.util.find_spec("flash_attn_interface") is not None
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    if installed and hopper and "FA3" in torch.nn.attention.list_flash_attention_impls():
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+
+
+def attention_kernels(
+    model: nn.Module, *, packed: bool, device: torch.device, compute_dtype: torch.dtype
+) -> str:
+    """The kernels that attention uses on this GPU, for the summary of a run."""
+    config = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    if config is None or implementation not in (VARLEN, "sdpa"):
+        return f"{implementation or 'that of the model'}, chosen by model.attention"
+    config, without_mask = config.get_text_config(decoder=True), implementation == VARLEN
+    heads = getattr(config, "num_attention_heads", 1)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+    if not all(isinstance(each, int) for each in (heads, groups, size)):  # they differ by layer
+        return "scaled_dot_product_attention"
+    options: dict[str, Any] = {"device": device, "dtype": compute_dtype, "requires_grad": True}
+    query = torch.empty(1, heads, 128, size, **options)
+    grouped = groups < heads and without_mask and _takes_groups(query, query)
+    key = torch.empty(1, groups if grouped else heads, 128, size, **options)
+    mask = None if without_mask else torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool)
+    # The function by which scaled_dot_product_attention chooses; there is no public one
+    chosen = torch._fused_sdp_choice(
+        query, key, key, mask, is_causal=without_mask, enable_gqa=grouped
+    )
+    dense = SDPBackend(chosen).name.lower().replace("_", " ")
+    if not packed or not without_mask:
+        return f"{dense} of scaled_dot_product_attention{'' if without_mask else ', with a mask'}"
+    version = (torch.nn.attention.current_flash_attention_impl() or "FA2").removeprefix("FA")
+    return f"packed rows FlashAttention-{version} (varlen_attn), other rows {dense}"
 
 
 def drop_causal_mask(model: PreTrainedModel) -> None:
@@ -201,13 +244,13 @@ def varlen_attention(
     assert attention_mask is None
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
-        return _dense(module, inputs, options), None
+        return _dense(inputs, options), None
     # (batch x tokens, heads, head size): rows concatenated
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
     if has_varlen_kernel(query):
         out = _kernel(rows, options)
     else:
-        out = _each_document(module, rows, options)
+        out = _each_document(rows, options)
     batch, _, tokens, _ = query.shape
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
@@ -215,13 +258,13 @@ def varlen_attention(
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="attention of one document after the other, on a CPU"
 )
-def _each_document(module: nn.Module, inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
+def _each_document(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
     sizes = document_lengths(options["cu_seq_lens_q"])
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
         dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]
-        parts.append(_dense(module, dense, options)[0])
+        parts.append(_dense(dense, options)[0])
     return torch.cat(parts)
 
 
@@ -238,37 +281,58 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         functional.pad(tensor, (0, zeros)) if zeros else tensor
         for tensor, zeros in zip(inputs, missing, strict=True)
     )
-    grouped: dict[str, Any] = {}
-    if (groups := query.shape[1] // key.shape[1]) > 1:
-        if _GROUPS_HEADS:
-            grouped["enable_gqa"] = True
-        else:
-            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0),  # 0 to the right: causal
-        **grouped,
+        **_GROUPED,
     )
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
 
 
-def _dense(module: nn.Module, inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
+def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Causal attention within each row, in the layout of `varlen_attention`."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
         position = torch.arange(tokens, device=query.device)
         distance = position[:, None] - position[None, :]
         mask = (distance >= 0) & (distance < window)
-    out: torch.Tensor
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
-    return out
+    grouped = mask is None and query.shape[1] > key.shape[1] and _takes_groups(query, value)
+    if not grouped:
+        key, value = _repeat_heads(query, key, value)
+    out = functional.scaled_dot_product_attention(
+        *(query, key, value, mask),
+        dropout_p=options.get("dropout", 0.0),
+        is_causal=mask is None and tokens > 1,
+        scale=options.get("scaling"),
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a fused kernel takes fewer key and value heads than query heads.
+
+    On CUDA this depends on the GPU in float16 (compute capability 8.0) and is never so in float32.
+    Otherwise torch would compute and keep all scores. Heads are repeated in float16 on every GPU,
+    so that a plan made without a GPU is right.
+    """
+    if not query.shape[-1] == value.shape[-1] <= LARGEST_HEAD:
+        return False
+    device, dtype = query.device.type, query.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return dtype == torch.bfloat16 or not has_varlen_kernel(query)
+
+
+def _repeat_heads(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values (batch, heads, tokens, head size) with as many heads as the query."""
+    groups = query.shape[1] // others[0].shape[1]
+    return [each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in others]
 
 
 @torch.no_grad()

@@ -160,3 +160,10 @@ def test_peak_flops_by_name():
     for name, teraflops in peaks.items():
         assert peak_flops(f"NVIDIA {name}") == teraflops * 1e12
     assert peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+
+
+def test_deterministic_runs_do_not_fill_new_tensors(monkeypatch):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    process_group.set_numerics(deterministic=True, float32_matmul="highest")
+    assert torch.utils.deterministic.fill_uninitialized_memory is False

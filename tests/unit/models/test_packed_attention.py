@@ -3,6 +3,7 @@
 Models that cannot mask documents are refused.
 """
 
+import inspect
 import itertools
 import types
 
@@ -100,6 +101,46 @@ def test_packed_documents_match_separate_documents(model_type, attention):
     for one, other in zip(found, expected, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_heads_are_repeated_where_no_fused_kernel_takes_groups(monkeypatch, dtype):
+    query, key, value = (torch.randn(2, heads, 16, 8, dtype=dtype) for heads in (4, 2, 2))
+    calls, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(query, key, *rest, **options):
+        calls.append((key.shape[1], options["enable_gqa"]))
+        return plain(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    expected, _ = attention_module.varlen_attention(None, query, key, value, None)
+    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    found, _ = attention_module.varlen_attention(None, query, key, value, None)
+    torch.testing.assert_close(found, expected)
+    assert calls == [(2, True), (2, True) if dtype == torch.bfloat16 else (4, False)]
+
+
+def test_torch_2_11_gets_grouped_heads(monkeypatch):
+    """Its function has no `enable_gqa`; the operator takes grouped heads without it."""
+    varlen_on_cpu.register()
+    kernel, heads = attention_module.varlen.varlen_attn, []
+
+    def without_flag(query, key, *rest, scale, window_size):
+        heads.append((query.shape[1], key.shape[1]))
+        flag = "enable_gqa" in inspect.signature(kernel).parameters
+        groups = {"enable_gqa": True} if flag else {}
+        return kernel(query, key, *rest, scale=scale, window_size=window_size, **groups)
+
+    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    monkeypatch.setattr(attention_module, "_GROUPED", {})
+    monkeypatch.setattr(attention_module.varlen, "varlen_attn", without_flag)
+    query, key, value = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 16], dtype=torch.int32)
+    options = {"cu_seq_lens_q": bounds, "max_length_q": 16}
+    found, _ = attention_module.varlen_attention(None, query, key, value, None, **options)
+    expected, _ = attention_module.varlen_attention(None, query, key, value, None)
+    torch.testing.assert_close(found, expected)
+    assert heads == [(4, 2)]
 
 
 def test_unpacked_rows_need_no_document_bounds():
