@@ -37,9 +37,9 @@ BACKWARD_LAUNCHES = 2.2
 BACKWARD_MOVED = 2.4
 """The same ratio of the bytes that operators other than products and attention move: 11.8 to 4.8 GB
 for a block of Llama 3 8B with 8,192 tokens."""
-FUSED_MOVED, FUSED_LAUNCHES = 0.4, 0.75
-"""Share of these bytes, and of the time of launches, that compiled blocks take. Estimates: Inductor
-counts a quarter of the bytes (4.1 of 16.6 GB) for that block."""
+FUSED_MOVED, FUSED_LAUNCHES = 0.25, 0.7
+"""Share of these bytes, and of the time of launches, that compiled blocks take: 4.1 of 16.6 GB in
+forward and backward pass of that block, as Inductor counts them."""
 SHARED = 0.19
 """Share of its rate that compute loses while a collective runs: an average of 18.9 % on A100, H100,
 MI210 and MI250 (Lee et al., 2025, arXiv 2507.03114)."""

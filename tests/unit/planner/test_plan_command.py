@@ -158,7 +158,7 @@ def test_predicted_training_hours():
     assert text[at + 1 : at + 4] == [
         # 10 x 64 x 4,096 tokens at 85,000 a second
         "   2  0.0086 hours, 0.069 GPU-hours: about 85,000 tokens/s (68,000 to 110,000)",
-        "   3  0.0098 hours, 0.079 GPU-hours: about 74,000 tokens/s (59,000 to 92,000)",
+        "   3  0.0098 hours, 0.079 GPU-hours: about 74,000 tokens/s (59,000 to 93,000)",
         "",
     ]
     epochs = dataclasses.replace(RECIPE, run=dataclasses.replace(RECIPE.run, max_steps=None))

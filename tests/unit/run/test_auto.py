@@ -47,7 +47,7 @@ def test_choose_takes_the_fastest_that_fits(monkeypatch):
     assert why == (
         "fsdp (ZeRO-3), bf16; 2 sequences of 4,096 tokens x 4 micro-batches x 8 ranks = 64 a step. "
         "The fastest that fits: by plan 46.9 GiB of 80.0 GiB a rank, about 74,000 tokens/s "
-        "(59,000 to 92,000); "
+        "(59,000 to 93,000); "
         "micro-batches of 4 and more ran out of memory before"
     )
 
