@@ -173,7 +173,7 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         # Otherwise each torch.empty is filled with NaN; nothing here reads memory before writing it
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _choose_gloo_interface(environment: Environment) -> None:
