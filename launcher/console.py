@@ -55,6 +55,12 @@ def configure_logging(*, stream: str = "stdout") -> None:
     launcher.handlers[:] = [_ConsoleHandler(stream)]
 
 
+def two_digits(value: float) -> str:
+    """`5,800` for 5762, `0.57` for 0.5718: a prediction is no more precise than that."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
 def seconds_as_text(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `2 h 05 min`."""
     if not math.isfinite(seconds):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention import varlen
+from torch.nn.attention import SDPBackend, varlen
 
 from launcher.errors import RecipeError
 from launcher.models.inputs import Masking
@@ -69,6 +70,8 @@ def isolate_documents(
         passed = _all_calls(model, inputs, has_bounds)
     elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
         passed = _use_varlen(model, inputs, fits)
+        if passed and device.type == "cuda" and torch.cuda.is_available():
+            _use_flash_attention_3(device)
     return "varlen" if passed else "mask"
 
 
@@ -102,6 +105,44 @@ def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: tor
         return False  # without a GPU, a plan assumes a recent one
     dropouts = [getattr(model.config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
+
+
+def _use_flash_attention_3(device: torch.device) -> None:
+    """Replaces FlashAttention-2 in torch's operators on a Hopper GPU, if the package is installed."""
+    installed = importlib.util.find_spec("flash_attn_interface") is not None
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    if installed and hopper and "FA3" in torch.nn.attention.list_flash_attention_impls():
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+
+
+def attention_kernels(
+    model: nn.Module, *, packed: bool, device: torch.device, compute_dtype: torch.dtype
+) -> str:
+    """The kernels that attention uses on this GPU, for the summary of a run."""
+    config = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    if config is None or implementation not in (VARLEN, "sdpa"):
+        return f"{implementation or 'that of the model'}, chosen by model.attention"
+    config, without_mask = config.get_text_config(decoder=True), implementation == VARLEN
+    heads = getattr(config, "num_attention_heads", 1)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+    if not all(isinstance(each, int) for each in (heads, groups, size)):  # they differ by layer
+        return "scaled_dot_product_attention"
+    options: dict[str, Any] = {"device": device, "dtype": compute_dtype, "requires_grad": True}
+    query = torch.empty(1, heads, 128, size, **options)
+    grouped = groups < heads and without_mask and _takes_groups(query, query)
+    key = torch.empty(1, groups if grouped else heads, 128, size, **options)
+    mask = None if without_mask else torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool)
+    # The function by which scaled_dot_product_attention chooses; there is no public one
+    chosen = torch._fused_sdp_choice(
+        query, key, key, mask, is_causal=without_mask, enable_gqa=grouped
+    )
+    dense = SDPBackend(chosen).name.lower().replace("_", " ")
+    if not packed or not without_mask:
+        return f"{dense} of scaled_dot_product_attention{'' if without_mask else ', with a mask'}"
+    version = (torch.nn.attention.current_flash_attention_impl() or "FA2").removeprefix("FA")
+    return f"packed rows FlashAttention-{version} (varlen_attn), other rows {dense}"
 
 
 def drop_causal_mask(model: PreTrainedModel) -> None:

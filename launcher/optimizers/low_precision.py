@@ -4,7 +4,8 @@ A step converts a part of the moments to float32, updates it with torch's fused 
 stochastically: without noise, changes below half the distance of two neighbouring values would be
 lost. The noise is a function of the seed, the parameter's name, the position in the whole tensor
 and the step (`philox`), and blocks of int8 lie inside of a row, which FSDP never divides. So the
-state does not depend on how parameters are sharded.
+state does not depend on how parameters are sharded. On an Nvidia GPU, one Triton kernel updates a
+tensor (`low_precision_kernel`).
 
 int8 (Dettmers et al., 2022, with other codes): a block of 256 numbers x has a float32 scale s, its
 largest absolute value. The second moment is kept as 255 * (x / s)^(1/4), because a linear code
@@ -14,7 +15,14 @@ is kept, as 127 * x / s: ratios differ less than moments do, so the code can be 
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,6 +32,7 @@ from launcher.models import philox
 from launcher.models.philox import derived_seed
 from launcher.models.shards import local_rows, sharded_zeros
 
+logger = logging.getLogger(__name__)
 BLOCK = 256
 """Numbers that share a scale."""
 AT_ONCE = {"cpu": 2**18}
@@ -82,18 +91,25 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     def update(self, group: Group) -> None:
         """Updates the parameters of a group."""
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            if parameter.grad is not None:
-                self._update(name, parameter, group)
+        named = zip(group["param_names"], group["params"], strict=True)
+        trained = [(name, parameter) for name, parameter in named if parameter.grad is not None]
+        if trained:
+            steps = [self.state[parameter]["step"] for _, parameter in trained]
+            torch._foreach_add_(steps, 1 - self.found_inf.to(steps[0].device))
+        for name, parameter in trained:
+            self._update(name, parameter, group)
 
     def _update(self, name: str, parameter: torch.Tensor, group: Group) -> None:
         state = self.state[parameter]
-        state["step"] += 1 - self.found_inf
         local, first_row = local_rows(parameter)
         if not local.numel():
             return
         weights, gradient = _matrix(parameter), _matrix(parameter.grad)  # type: ignore[arg-type]
         seeds = {key: derived_seed(self._seed, f"{name}.{key}") for key in _INT8}
+        if state["exp_avg"].dtype != torch.float32 and has_kernel(weights):
+            position = first_row * weights.shape[1]
+            self._launch(weights, gradient, state, position, list(seeds.values()), group)
+            return
         for part in parts_of(weights, weights.device):
             moments = {key: _load(state, key, part) for key in _INT8}
             ratio, is_ratio = moments["exp_avg"], _matrix(state["exp_avg"]).dtype == torch.int8
@@ -127,6 +143,55 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     words = seeds[key] & 0xFFFFFFFF, seeds[key] >> 32
                     noise = philox.random_bytes(words, first, moment.numel(), state["step"])
                     _store(state, key, part, moment, noise.view(moment.shape))
+
+    def _launch(
+        self,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        state: State,
+        position: int,
+        seeds: list[int],
+        group: Group,
+    ) -> None:
+        """Updates a matrix whose first number is at this position of the whole tensor."""
+        from launcher.optimizers import low_precision_kernel as kernel
+
+        rows, width = weights.shape
+        programs = -(-rows * -(-width // BLOCK) // kernel.BLOCKS)
+        names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+        moments = [_matrix(state[key]) if key in state else None for key in names]
+        kernel.update[(programs,)](
+            *(weights, gradient.contiguous(), *moments, state["step"]),
+            *(self.found_inf.to(weights.device), self.grad_scale),
+            *(rows, width, position, *seeds),
+            *(group["lr"], *group["betas"], group["eps"], group["weight_decay"]),
+            int8=state["exp_avg"].dtype == torch.int8,
+            blocks_at_once=kernel.BLOCKS,
+            enable_fp_fusion=False,
+        )
+
+
+def has_kernel(weights: torch.Tensor) -> bool:
+    """Whether `low_precision_kernel` updates this tensor."""
+    return weights.is_cuda and weights.is_contiguous() and _triton_compiles(weights.device)
+
+
+@functools.cache
+def _triton_compiles(device: torch.device) -> bool:
+    """Whether Triton supports this GPU, and finds what it needs to compile."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    needs = {
+        "Triton": importlib.util.find_spec("triton"),
+        "a C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
+    }
+    if missing := ", ".join(what for what, found in needs.items() if not found):
+        logger.warning(
+            f"optimizer.state_dtype: no {missing} on this node, so a step takes some 400 kernels "
+            "for each 4 million parameters instead of one for each matrix"
+        )
+    return not missing
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.recipes import micro_batches_of
-from launcher.planner.speed import StepTime, tokens_per_step
+from launcher.planner.speed import RANGE, StepTime, tokens_per_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -47,6 +47,12 @@ class Configuration:
     def tokens_per_second(self) -> float:
         """Predicted throughput of all ranks together."""
         return tokens_per_step(self.recipe) / self.seconds.total
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """The lowest and the highest throughput to expect."""
+        low, high = RANGE
+        return low * self.tokens_per_second, high * self.tokens_per_second
 
     @property
     def hours(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -65,9 +65,9 @@ def replaced_for_tracing(
     def unaligned(size: int) -> torch.Tensor:
         return torch.empty(size + 4096, dtype=torch.uint8)[:size]
 
-    def largest_part(matrix: torch.Tensor, _: torch.device) -> Iterator[Rectangle]:
-        on = torch.device(device if pinned is None else "cpu")
-        return islice(parts_of(matrix, on), 1)  # the other parts follow and take no more memory
+    def largest_part(matrix: torch.Tensor, cpu: torch.device) -> Iterable[Rectangle]:
+        on_gpu = device == "cuda" and pinned is None  # the kernel takes no memory
+        return () if on_gpu else islice(parts_of(matrix, cpu), 1)  # the others take no more
 
     with computing_as_on(device, data), Replacements() as replaced:
         if pinned is not None:

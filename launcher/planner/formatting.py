@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from launcher.console import aligned, bytes_as_text
+from launcher.console import aligned, bytes_as_text, two_digits
 from launcher.data.batching import accumulation_steps
 from launcher.planner.memory import OVER, UNDER, Moment, Plan, compare, peak_holds
 from launcher.recipe import schema
@@ -111,6 +111,12 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
     )
 
 
+def speed_text(tokens_per_second: float, limits: Sequence[float]) -> str:
+    """`about 5,800 tokens/s (4,900 to 6,700)`: a predicted speed and its range."""
+    low, high = map(two_digits, limits)
+    return f"about {two_digits(tokens_per_second)} tokens/s ({low} to {high})"
+
+
 # JSON
 
 
@@ -196,6 +202,7 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
         "host": plan.host.total,
         "seconds": asdict(seconds) | {"total": seconds.total},
         "tokens_per_second": configuration.tokens_per_second,
+        "tokens_per_second_range": list(configuration.tokens_per_second_range),
         "hours": configuration.hours,
         "gpu_hours": configuration.hours * plan.machine.ranks,
     }
@@ -339,13 +346,14 @@ def _configurations(plan: Json) -> Iterator[str]:
         if row["as_written"]:
             remarks.append("as written")
         if n == best or row["as_written"]:
-            hours = f"{row['hours']:,.2f} hours, {row['gpu_hours']:,.2f} {_device(plan)}-hours"
-            times.append(f"{n + 1:>4}  {hours}")
+            hours = f"{two_digits(row['hours'])} hours, {two_digits(row['gpu_hours'])}"
+            rate = speed_text(speed, row["tokens_per_second_range"])
+            times.append(f"{n + 1:>4}  {hours} {_device(plan)}-hours: {rate}")
         if row["fits"] is not False and row["overrides"] and not row["as_written"]:
             others.append(f"{_number(n, best)}  {shlex.join(row['overrides'])}")
         cells.append(
             [
-                *(bytes_as_text(row["needed"]), f"{speed:,.0f}", f"{speed / whole:.0%}"),
+                *(bytes_as_text(row["needed"]), two_digits(speed), f"{speed / whole:.0%}"),
                 ", ".join(remarks),
             ]
         )
@@ -399,7 +407,7 @@ def measured_text(trials: Json) -> Iterator[str]:
         peak = speed = "-"
         if (measured := row["measured"]) is not None:
             peak, speed = bytes_as_text(measured["peak"]), f"{measured['tokens_per_second']:,.0f}"
-        planned = [bytes_as_text(row["planned_peak"]), f"{row['tokens_per_second']:,.0f}"]
+        planned = [bytes_as_text(row["planned_peak"]), two_digits(row["tokens_per_second"])]
         remark = row["problem"] or ("fastest" if n == best else "")
         if row["as_written"] and not row["problem"]:
             remark += ", as written" if remark else "as written"

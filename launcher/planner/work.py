@@ -30,6 +30,11 @@ SELECTED = 0.25
 SCORES = 64
 """More bytes than are saved for each attention score where no kernel avoids them (51 with dropout in
 float32)."""
+MOVED = 3.0
+"""Bytes that operators other than products and attention move, relative to those that autograd
+saves."""
+LAUNCHES = 40
+"""Kernels of a block's forward pass."""
 
 
 def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
@@ -72,6 +77,10 @@ class Pass:
     """The largest tensor."""
     casts: int
     """Copies of weights under autocast."""
+    moved: float
+    """Read and written by operators other than products and attention."""
+    launches: int = 0
+    """Number of kernels."""
     products: float
     """Floating-point operations of matrix products."""
     attention: float = 0
@@ -141,6 +150,7 @@ class Work:
             of_class = profile.saved[self.dtype]
             saved = of_class[kind]
             kept, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
+            moved, launches = float(self.rows * saved.moved), saved.launches
             checkpointing = self.recipe.activation_checkpointing
             if checkpointing is not None and checkpointing.budget is not None:
                 whole = self.rows * sum(of_class[kind].kept for kind in profile.block_classes)
@@ -151,6 +161,7 @@ class Work:
             ends = sum(times * (i + o) for i, o, times in matrices)
             kept = OVER_MATRICES * size * tokens * ends
             selective = SELECTED * kept
+            moved, launches = MOVED * kept, LAUNCHES
         heads, head_size = profile.heads
         return Pass(
             kept=kept,
@@ -159,6 +170,8 @@ class Work:
             output=size * profile.hidden * tokens,
             widest=size * tokens * max((times * max(i, o) for i, o, times in matrices), default=0),
             casts=size * weights.count if self.ddp and size < 4 else 0,
+            moved=moved,
+            launches=launches,
             products=2.0 * tokens * sum(times * i * o for i, o, times in matrices),
             attention=2.0 * tokens * self.recipe.data.sequence_length * heads * head_size,
             trained=_share_trained(weights),
@@ -173,6 +186,7 @@ class Work:
             output=size * hidden * tokens,
             widest=4 * hidden * tokens,
             casts=size * self.logits_width * hidden if self.ddp and size < 4 else 0,
+            moved=4 * (3 * size + 4) * hidden * tokens,
             products=2.0 * tokens * hidden * profile.vocabulary,
             trained=_share_trained(profile.root),
         )

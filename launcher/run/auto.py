@@ -21,7 +21,7 @@ from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner.candidates import overrides_between
 from launcher.planner.fastest import measured_choice
-from launcher.planner.formatting import batch_text, strategy_text
+from launcher.planner.formatting import batch_text, speed_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
@@ -276,7 +276,7 @@ def choose(
     why = (
         f"{strategy_text(best.recipe)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
         f"fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
-        f"{best.tokens_per_second:,.0f} tokens/s{after}"
+        f"{speed_text(best.tokens_per_second, best.tokens_per_second_range)}{after}"
     )
     return best.recipe, best.overrides, why
 

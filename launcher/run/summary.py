@@ -12,6 +12,7 @@ import transformers
 from launcher import __version__
 from launcher.console import bytes_as_text
 from launcher.data.loader import expected_padding
+from launcher.models.attention import attention_kernels
 from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.initialization import clean_name
@@ -21,6 +22,7 @@ from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,
 )
+from launcher.strategies.base import compute_dtype
 from launcher.training.setup import Training
 
 
@@ -97,6 +99,10 @@ def _model(training: Training) -> Iterator[str]:
             f"note: model.attention: auto is eager, because transformers has no sdpa for {name}; "
             "it computes and keeps all scores"
         )
+    if device.type == "cuda":
+        packed, dtype = training.data.training.packed, compute_dtype(recipe.strategy)
+        kernels = attention_kernels(module, packed=packed, device=device, compute_dtype=dtype)
+        yield f"attention: {kernels}"
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "

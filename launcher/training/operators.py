@@ -68,6 +68,10 @@ class Saved:
     input: int = 0
     cost: float = 0.0
     """Cost of all operators."""
+    moved: int = 0
+    """Read and written by all operators but products and attention."""
+    launches: int = 0
+    """Number of operators that compute something."""
     operators: list[Operator] = field(default_factory=list)
     """Operators that recomputation runs, and whose results could be kept instead."""
 
@@ -230,7 +234,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._needed = 0
         """How many of them recomputation runs: it stops at the last one that autograd saves
         from."""
-        self._kept = self._selected = self._products = 0
+        self._kept = self._selected = self._products = self._moved = 0
         self._written: set[int] = set()
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -249,7 +253,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operator.size and not any(s._cdata in self._written for s in storages)
         ]
         cost = sum(operator.cost for operator, _ in self._made)
-        return Saved(self._kept, self._selected, input_size, cost, operators)
+        return Saved(
+            self._kept,
+            self._selected,
+            input_size,
+            cost,
+            self._moved,
+            len(self._made),
+            operators,
+        )
 
     def __torch_dispatch__(
         self,
@@ -274,7 +286,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = sum(tensor.nbytes for tensor in made)
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
-            cost = flops / self._operations_per_byte + size + sum(tensor.nbytes for tensor in read)
+            moved = size + sum(tensor.nbytes for tensor in read)
+            self._moved += 0 if flops or attention else moved
+            cost = flops / self._operations_per_byte + moved
             # Random numbers must be drawn again; copies of weights are no activations
             if is_random(func, args, kwargs or {}) or (inputs and inputs <= self._weights):
                 size = 0

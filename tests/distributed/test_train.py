@@ -679,6 +679,7 @@ def test_second_start_reuses_compiled_blocks(tmp_path):
         assert printed.count("compile: the graph of a block is split") == 1, (
             "only rank 0 must log this, once"
         )
+        assert start == "cold" or "of them from the cache" in printed
         losses.append([line["loss"] for line in training_metrics(tmp_path / start)])
         folder = tmp_path / "launcher/inductor"
         kept.append(

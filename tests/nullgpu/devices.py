@@ -95,12 +95,12 @@ def null_gpus(
 ) -> NullGpus:
     """Creates `count` devices with `gib` GiB of memory each.
 
-    capability: 80 (A100) or 90 (H100).
+    capability: 75 (T4), 80 (A100) or 90 (H100).
     """
     library = build(build_folder)
     log = folder / "nullgpu_log"
     log.mkdir(exist_ok=True)
-    names = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3"}
+    names = {75: "Tesla T4", 80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H100 80GB HBM3"}
     variables = {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(library.parent),

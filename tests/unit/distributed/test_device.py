@@ -166,4 +166,4 @@ def test_deterministic_runs_do_not_fill_new_tensors(monkeypatch):
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     process_group.set_numerics(deterministic=True, float32_matmul="highest")
-    assert torch.utils.deterministic.fill_uninitialized_memory is False
+    assert torch.utils.deterministic.fill_uninitialized_memory is False  # type: ignore[attr-defined]

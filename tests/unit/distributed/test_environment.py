@@ -153,6 +153,7 @@ def test_tell_agent_writes_the_error_file(tmp_path):
 
 
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+FIXED_KERNELS = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
 DEFAULT_WORKSPACE, USER_WORKSPACE = (
     {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     {"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
@@ -163,14 +164,14 @@ DEFAULT_WORKSPACE, USER_WORKSPACE = (
     ("before", "deterministic", "after"),
     [
         ({}, False, EXPANDABLE_SEGMENTS),
-        ({}, True, EXPANDABLE_SEGMENTS | DEFAULT_WORKSPACE),
+        ({}, True, EXPANDABLE_SEGMENTS | DEFAULT_WORKSPACE | FIXED_KERNELS),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, {"PYTORCH_ALLOC_CONF": "backend:native"}),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "x:1"},
             True,
-            {"PYTORCH_CUDA_ALLOC_CONF": "x:1"} | DEFAULT_WORKSPACE,
+            {"PYTORCH_CUDA_ALLOC_CONF": "x:1"} | DEFAULT_WORKSPACE | FIXED_KERNELS,
         ),
-        (USER_WORKSPACE, True, EXPANDABLE_SEGMENTS | USER_WORKSPACE),
+        (USER_WORKSPACE, True, EXPANDABLE_SEGMENTS | USER_WORKSPACE | FIXED_KERNELS),
     ],
 )
 def test_user_cuda_settings_are_kept(before, deterministic, after):

@@ -184,8 +184,9 @@ def test_predicted_training_hours():
     text = printed(result.written.plan, result)
     at = text.index("Training time of 10 steps, predicted")
     assert text[at + 1 : at + 4] == [
-        "   2  0.01 hours, 0.07 GPU-hours",  # 10 x 64 x 4,096 tokens at 85,000 a second
-        "   3  0.01 hours, 0.08 GPU-hours",
+        # 10 x 64 x 4,096 tokens at 85,000 a second
+        "   2  0.0086 hours, 0.069 GPU-hours: about 85,000 tokens/s (68,000 to 110,000)",
+        "   3  0.0098 hours, 0.079 GPU-hours: about 74,000 tokens/s (59,000 to 93,000)",
         "",
     ]
     epochs = dataclasses.replace(RECIPE, run=dataclasses.replace(RECIPE.run, max_steps=None))
@@ -195,6 +196,8 @@ def test_predicted_training_hours():
     shown = as_json(RECIPE, result.written.plan, result)["search"]
     assert shown["steps"] is None
     assert shown["configurations"][1]["hours"] == pytest.approx(10 * 64 * 4096 / 85_000 / 3600)
+    low, high = shown["configurations"][1]["tokens_per_second_range"]
+    assert low < shown["configurations"][1]["tokens_per_second"] == 85_000 < high
     assert shown["configurations"][1]["gpu_hours"] == pytest.approx(
         8 * shown["configurations"][1]["hours"]
     )

@@ -1,0 +1,144 @@
+"""The update of `low_precision` as one Triton kernel for each tensor, on GPUs.
+
+As separate operators of torch, 2^22 numbers take 400 kernels, most of them for the noise. The
+arithmetic is that of the CPU, to the last bit of a sum, and the noise is the same: divisions and
+roots are rounded exactly, and only the first moment uses a fused multiply-add. Importing this module needs
+Triton, which PyTorch's builds for GPUs contain.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_BLOCK = tl.constexpr(256)
+_TINY = tl.constexpr(2.0**-126)
+"""The smallest normal float32 number."""
+BLOCKS = 4
+"""Blocks of numbers that a program of the kernel updates."""
+
+
+@triton.jit
+def _double(number):  # type: ignore[no-untyped-def]
+    return tl.full((), number, tl.float64)
+
+
+@triton.jit
+def _power(base, exponent):  # type: ignore[no-untyped-def]
+    """base^exponent, for an integer exponent."""
+    result = tl.full((), 1.0, tl.float64)
+    for _ in range(31):
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base = base * base
+        exponent = exponent // 2
+    return result
+
+
+@triton.jit
+def _noise(seed, position, step):  # type: ignore[no-untyped-def]
+    """The numbers of `philox.random_bytes`: each counter of Philox gives 16 of them."""
+    counter = position >> 4
+    low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    zero = low * 0
+    w0, w1, w2, w3 = tl.philox(seed, low, high, zero + step.to(tl.uint32), zero)
+    word = (position >> 2) & 3
+    chosen = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return ((chosen >> ((position & 3) * 8).to(tl.uint32)) & 255).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load(codes, scales, tile, levels: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Part of a moment in float32, as `low_precision._load`. levels is 0 for bfloat16."""
+    offsets, inside, blocks, real = tile
+    moment = tl.load(codes + offsets, inside, 0).to(tl.float32)
+    if levels > 0:
+        moment = tl.div_rn(moment, levels * 1.0)
+        if levels == 255:
+            moment = moment * moment
+            moment = moment * moment
+        moment = moment * tl.load(scales + blocks, real, 0)[:, None]
+    return moment
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(codes, scales, tile, moment, noise, levels: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores part of a moment, as `low_precision._store`."""
+    offsets, inside, blocks, real = tile
+    if levels == 0:
+        bits = moment.to(tl.int32, bitcast=True) + (noise << 8) + 0x80
+        kept = (bits & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.max(tl.abs(moment), axis=1)
+        tl.store(scales + blocks, scale, real)
+        kept = tl.div_rn(tl.abs(moment), tl.maximum(scale, _TINY)[:, None])
+        if levels == 255:
+            kept = tl.sqrt_rn(tl.sqrt_rn(kept))
+        kept = kept * (levels * 1.0) + (noise.to(tl.float32) + 0.5) / 256
+        sign = tl.where(moment > 0, 1.0, tl.where(moment < 0, -1.0, 0.0))
+        kept = tl.minimum(tl.floor(kept), levels * 1.0) * sign
+        if levels == 255:
+            kept = tl.maximum(kept, sign)
+    tl.store(codes + offsets, kept.to(codes.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["first", "seed_m", "seed_v"])  # type: ignore[untyped-decorator]
+def update(  # type: ignore[no-untyped-def]
+    weights,
+    gradient,
+    m_codes,
+    m_scales,
+    v_codes,
+    v_scales,
+    step_at,
+    found_inf,
+    grad_scale,
+    rows,
+    width,
+    first: tl.int64,
+    seed_m: tl.int64,
+    seed_v: tl.int64,
+    lr: tl.float64,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    eps: tl.float64,
+    weight_decay: tl.float64,
+    int8: tl.constexpr,
+    blocks_at_once: tl.constexpr,
+):
+    """Updates a matrix (rows, width) and its moments m and v.
+
+    first is the position of its first number in the whole tensor. step_at, found_inf and
+    grad_scale (or None) point to scalars.
+    """
+    if tl.load(found_inf) > 0:
+        return
+    in_row = tl.cdiv(width, _BLOCK)
+    block = tl.program_id(0).to(tl.int64) * blocks_at_once + tl.arange(0, blocks_at_once)
+    row, real = block // in_row, block < rows * in_row
+    column = (block % in_row)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    offsets = row[:, None] * width + column
+    inside = real[:, None] & (column < width)
+    tile = (offsets, inside, block, real)
+    g = tl.load(gradient + offsets, inside, 0)
+    if grad_scale is not None:
+        g = tl.div_rn(g, tl.load(grad_scale))
+    m = _load(m_codes, m_scales, tile, 127 * int8)
+    v = _load(v_codes, v_scales, tile, 255 * int8)
+    if int8:
+        m = m * tl.sqrt_rn(v)
+    # Numbers, not tensors, if Python interprets the kernel
+    rate, one_beta, other_beta = _double(lr), _double(beta1), _double(beta2)
+    step = tl.load(step_at).to(tl.int64)
+    step_size = (rate / (1 - _power(one_beta, step))).to(tl.float32)
+    correction = tl.sqrt(1 - _power(other_beta, step)).to(tl.float32)
+    decay = (1 - rate * _double(weight_decay)).to(tl.float32)
+    weight = tl.load(weights + offsets, inside, 0) * decay
+    m = tl.fma((1 - one_beta).to(tl.float32) + tl.zeros_like(g), g - m, m)
+    v = v * other_beta.to(tl.float32) + (1 - other_beta).to(tl.float32) * g * g
+    divisor = tl.div_rn(tl.sqrt_rn(v), correction) + _double(eps).to(tl.float32)
+    tl.store(weights + offsets, weight + tl.div_rn(-step_size * m, divisor), inside)
+    if int8:
+        m = tl.div_rn(m, tl.maximum(tl.sqrt_rn(v), _TINY))
+    position = first + offsets
+    _store(m_codes, m_scales, tile, m, _noise(seed_m, position, step), 127 * int8)
+    _store(v_codes, v_scales, tile, v, _noise(seed_v, position, step), 255 * int8)

@@ -1,0 +1,181 @@
+"""Which kernels attention and the optimizer launch, and the values of the optimizer's kernel."""
+
+import json
+import sys
+
+import pytest
+
+from tests.distributed.launching import run
+
+OPTIMIZER = """
+import torch
+from torch import nn
+from launcher.optimizers import low_precision
+from launcher.optimizers.low_precision import LowPrecisionAdamW
+
+def optimizer_of(shape, state_dtype, device, count=1):
+    torch.manual_seed(1)
+    weights = [nn.Parameter(torch.randn(shape, device=device)) for _ in range(count)]
+    named = [(f"w{i}", weight) for i, weight in enumerate(weights)]
+    optimizer = LowPrecisionAdamW(
+        [{"params": named, "weight_decay": 0.1}],
+        state_dtype=state_dtype, seed=5, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
+    )
+    for weight in weights:
+        optimizer.state[weight] = optimizer.initial_state(optimizer.param_groups[0], weight)
+    return weights, optimizer
+"""
+BITS = """
+import numpy as np
+from triton.runtime import interpreter
+
+def fused(self, x, y, z):
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+interpreter.InterpreterBuilder.create_fma = fused  # its own one rounds the product
+for state_dtype in ("int8", "bfloat16"):
+    # Widths: whole blocks, a block in part, less than a counter of Philox
+    for shape in ((8, 512), (5, 300), (3, 8)):
+        (expected,), eager = optimizer_of(shape, state_dtype, "cpu")
+        (found,), kernel = optimizer_of(shape, state_dtype, "cpu")
+        for step in range(4):
+            expected.grad = torch.randn(shape)
+            found.grad = expected.grad.clone()
+            eager.grad_scale = kernel.grad_scale = torch.tensor(3.0) if step == 1 else None
+            eager.found_inf = kernel.found_inf = torch.tensor(float(step == 2))
+            eager.step()
+            plain, low_precision.has_kernel = low_precision.has_kernel, lambda weights: True
+            kernel.step()
+            low_precision.has_kernel = plain
+            where = (state_dtype, shape, step)
+            # Sums may differ in the last bit, and so may what is rounded with the same noise
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+            for key, value in eager.state[expected].items():
+                other = kernel.state[found][key]
+                if key.endswith("scale"):
+                    torch.testing.assert_close(other, value, rtol=1e-5, atol=0)
+                else:
+                    assert (other != value).float().mean() < 0.01, (where, key)
+print("same values")
+"""
+LAUNCHES = """
+import json
+from tests.nullgpu.devices import preloaded
+
+counts = {}
+for name in ("kernel", "operators"):
+    if name == "operators":
+        low_precision.has_kernel = lambda weights: False
+    weights, optimizer = optimizer_of((2048, 4096), "int8", "cuda", count=4)
+    optimizer.found_inf = torch.zeros((), device="cuda")
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    before, held = preloaded().nullgpu_launches(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    counts[name] = preloaded().nullgpu_launches() - before
+    counts[name + " bytes"] = torch.cuda.max_memory_allocated() - held
+    del weights, optimizer
+print("COUNTS", json.dumps(counts))
+"""
+ATTENTION = """
+import json, pathlib, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from launcher.models import attention
+
+PACKAGE = '''
+import torch
+calls = []
+class Calls:
+    def fwd(self, query, *rest):
+        calls.append("forward")
+        scores = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        return torch.empty_like(query), scores, None, None
+    def bwd(self, *rest):
+        calls.append("backward")
+torch.ops.flash_attn_3 = Calls()
+'''
+if len(sys.argv) > 1:
+    (pathlib.Path(sys.argv[1]) / "flash_attn_interface.py").write_text(PACKAGE)
+    sys.path.insert(0, sys.argv[1])
+config = AutoConfig.for_model("llama", vocab_size=64, hidden_size=512, num_hidden_layers=1,
+    intermediate_size=512, num_attention_heads=8, num_key_value_heads=2)
+cuda, found = torch.device("cuda", 0), {}
+for dtype in (torch.float16, torch.float32):
+    for rows in ("packed", "padded"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        options = dict(device=cuda, compute_dtype=dtype)
+        if rows == "packed":
+            attention.isolate_documents(model, sequence_length=512, **options)
+        else:
+            attention.drop_causal_mask(model)
+        kernels = attention.attention_kernels(model, packed=rows == "packed", **options)
+        found[f"{rows} {str(dtype).removeprefix('torch.')}"] = kernels
+for dtype in (torch.float16, torch.float32):
+    options = dict(device=cuda, dtype=dtype, requires_grad=True)
+    query, key = (torch.empty(1, heads, 4096, 64, **options) for heads in (8, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention.varlen_attention(None, query, key, key, None)[0].sum().backward()
+    found[f"bytes {str(dtype).removeprefix('torch.')}"] = torch.cuda.max_memory_allocated() - before
+if len(sys.argv) > 1:
+    query, key = (tensor.detach().half().requires_grad_() for tensor in (query, key))
+    bounds = torch.tensor([0, 4096], dtype=torch.int32, device=cuda)
+    options = dict(cu_seq_lens_q=bounds, max_length_q=4096)
+    attention.varlen_attention(None, query, key, key, None, **options)[0].sum().backward()
+    import flash_attn_interface
+    found["calls"] = flash_attn_interface.calls
+print("FOUND", json.dumps(found))
+"""
+
+
+def printed(output, word):
+    line = next(line for line in output.splitlines() if line.startswith(word))
+    return json.loads(line.removeprefix(word))
+
+
+def test_kernel_of_the_optimizer_has_the_values_of_the_cpu():
+    variables = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = run([sys.executable, "-c", OPTIMIZER + BITS], timeout=200, **variables).check()
+    assert "same values" in result.output
+
+
+def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):
+    variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    words = [sys.executable, "-c", OPTIMIZER + LAUNCHES]
+    result = run(words, timeout=200, **null_gpus(count=1).variables, **variables).check()
+    counts = printed(result.output, "COUNTS")
+    print(counts)
+    assert counts["kernel"] <= 4 + 2
+    assert counts["operators"] > 100 * counts["kernel"]
+    assert counts["kernel bytes"] <= 4096
+
+
+@pytest.mark.parametrize(
+    ("capability", "packed", "padded"),
+    [
+        (75, "efficient attention", "efficient attention"),
+        (80, "packed rows FlashAttention-2", "flash attention"),
+        (90, "packed rows FlashAttention-3", "cudnn attention"),
+    ],
+)
+def test_attention_uses_fused_kernels(null_gpus, tmp_path, capability, packed, padded):
+    """With grouped heads, the math kernel would keep 4096 x 4096 scores of each head."""
+    gpus = null_gpus(count=1, capability=capability)
+    installed = [tmp_path] if "3" in packed else []
+    words = [sys.executable, "-c", ATTENTION, *map(str, installed)]
+    result = run(words, timeout=200, **gpus.variables).check()
+    found = printed(result.output, "FOUND")
+    print(found)
+    assert found["packed float16"].startswith(packed)
+    assert found["padded float16"].startswith(padded)
+    masked = "efficient attention of scaled_dot_product_attention, with a mask"
+    assert found["packed float32"] == masked
+    assert found["padded float32"] == masked.removesuffix(", with a mask")
+    assert found["bytes float16"] < found["bytes float32"] < 2**27, "scores would take 256 MiB"
+    if installed:
+        assert found["calls"] == ["forward", "backward"]

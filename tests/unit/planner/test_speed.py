@@ -1,0 +1,81 @@
+"""Tests of the predicted speed: against published figures, and of what it includes."""
+
+import dataclasses
+
+import pytest
+
+from launcher.planner.machine import known_machine
+from launcher.planner.profile import profile_model
+from launcher.planner.speed import RANGE, SHARED, estimate_time
+from tests.unit.planner.published_speeds import FIGURES, errors
+
+SMALL = """\
+run: {name: small, max_steps: 10}
+model:
+  config: {model_type: llama, vocab_size: 8000, hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 8,
+           num_attention_heads: 8, num_key_value_heads: 4}
+data: {train: [train.txt], tokenizer: bytes, sequence_length: 1024}
+batch: {global_batch_size: 8, micro_batch_size: 1}
+strategy: {kind: fsdp}
+"""
+
+
+@pytest.fixture(scope="module")
+def load(loader):
+    return loader("small", SMALL)
+
+
+def step_time(recipe, gpus=8, **rates):
+    machine = known_machine("h100", nodes=1, gpus_per_node=gpus, overrides=rates)
+    return estimate_time(profile_model(recipe, device="cuda"), recipe, machine)
+
+
+def test_predictions_are_close_to_published_figures(tmp_path):
+    """The bounds, and the range that a plan prints, are those that docs/speed.md names."""
+    found = errors(tmp_path)
+    low, high = RANGE
+    within = [low <= 1 / (1 + error) <= high for error in found]
+    assert sum(within) >= 0.9 * len(FIGURES)
+    assert max(map(abs, found)) < 0.30
+    assert sum(map(abs, found)) / len(found) < 0.12
+
+
+def test_compiled_blocks_move_less_and_launch_faster(load):
+    """The small model waits for the host; with large rows its traffic matters."""
+    for rows in ((), ("batch.global_batch_size=256", "batch.micro_batch_size=32")):
+        eager, compiled = step_time(load(*rows)), step_time(load(*rows, "model.compile=true"))
+        assert compiled.forward < eager.forward
+        assert compiled.backward < eager.backward
+
+
+def test_small_blocks_take_the_time_of_their_launches(load):
+    seconds = step_time(load())
+    assert step_time(load(), half_flops=1e18).forward == pytest.approx(seconds.forward, rel=0.2)
+    (saved,) = profile_model(load(), device="cuda").saved.values()
+    blocks = 8 * saved[0].launches * 15e-6
+    assert blocks < seconds.forward < 1.5 * blocks
+
+
+def test_collectives_slow_compute_down(load):
+    """Collectives that compute hides still take a share of its rate."""
+    recipe = load("batch.global_batch_size=512", "batch.micro_batch_size=64")
+    free = {"memory_bandwidth": 1e30, "intra_node_bandwidth": 1e12}
+    weights = profile_model(recipe, device="cuda").parameters
+    moved = (2 + 2 + 4) * weights * 7 / 8 / 1e12  # two all-gathers, and a reduction in float32
+    latency = 3 * 9 * 20e-6
+    expected = SHARED * (moved + latency)
+    assert step_time(recipe, **free).communication == pytest.approx(expected, rel=0.01)
+    alone = dataclasses.replace(
+        recipe, batch=dataclasses.replace(recipe.batch, global_batch_size=64)
+    )
+    assert step_time(alone, gpus=1, **free).communication < 1e-9
+
+
+def test_copies_of_fsdp_and_casts_of_ddp_take_bandwidth(load):
+    slow = {"memory_bandwidth": 1e9, "intra_node_bandwidth": 1e30}
+    weights = profile_model(load(), device="cuda").parameters
+    latency = SHARED * 3 * 9 * 20e-6
+    fsdp = step_time(load(), **slow).communication - latency
+    assert fsdp == pytest.approx((2 * 4 + 6) * weights / 1e9, rel=0.01)
+    ddp = step_time(load("strategy.kind=ddp"), **slow).communication
+    assert ddp == pytest.approx(2 * 6 * weights / 1e9, rel=0.01)
