@@ -95,7 +95,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         trained = [(name, parameter) for name, parameter in named if parameter.grad is not None]
         if trained:
             steps = [self.state[parameter]["step"] for _, parameter in trained]
-            torch._foreach_add_(steps, 1 - self.found_inf.to(steps[0].device))
+            # A single tensor instead of the list would be read on the host
+            torch._foreach_add_(steps, [1 - self.found_inf.to(steps[0].device)] * len(steps))
         for name, parameter in trained:
             self._update(name, parameter, group)
 
