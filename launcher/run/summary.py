@@ -138,7 +138,8 @@ def _batch(training: Training) -> Iterator[str]:
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
     ranks = f"{training.ranks.data_size} ranks"
     if (shared := training.ranks.context_size) > 1:
-        ranks = f"{training.ranks.data_size} x {shared} ranks, which share sequences"
+        groups = training.ranks.data_size
+        ranks = f"{groups} {'group' if groups == 1 else 'groups'} of {shared} ranks that share rows"
     if batch.micro_batch_size is not None:
         parts = (
             f"{batch.micro_batch_size} per micro-batch x {sampler.micro_batches(0)} accumulation "
