@@ -19,7 +19,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences, pack
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED, Masking
+from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
@@ -121,6 +121,8 @@ class SequenceDataset(_Stored):
     packed: bool
     """Whether sequences hold several documents."""
     masking: Masking = "mask"
+    part: RowPart = WHOLE_ROW
+    """The part of each row that this rank computes."""
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
@@ -141,7 +143,9 @@ class SequenceDataset(_Stored):
 
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_sequences`."""
-        return collate_sequences(rows, length=self.length, packed=self.packed, masking=self.masking)
+        return collate_sequences(
+            rows, length=self.length, packed=self.packed, masking=self.masking, part=self.part
+        )
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
@@ -159,7 +163,12 @@ class SequenceDataset(_Stored):
 
 
 def collate_sequences(
-    rows: list[Sample], *, length: int, packed: bool, masking: Masking
+    rows: list[Sample],
+    *,
+    length: int,
+    packed: bool,
+    masking: Masking,
+    part: RowPart = WHOLE_ROW,
 ) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
     `length`). Attention is causal, so padding needs no mask.
@@ -170,8 +179,12 @@ def collate_sequences(
 
     `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
     They are found on the host: on the device, this would need a synchronization.
+
+    Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
+    of the whole row, and so are the bounds of documents.
     """
     width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
+    width = -(-width // part.parts) * part.parts
     tensors: dict[str, Any] = {
         "input_ids": _padded([row["input_ids"] for row in rows], width, 0),
         "targets": _padded([row["targets"] for row in rows], width, IGNORED),
@@ -186,16 +199,21 @@ def collate_sequences(
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
             # An upper bound; a constant one saves compiled blocks from recompilation
             tensors["max_length_q"] = tensors["max_length_k"] = width
+    elif part.parts > 1:
+        tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
+    mine = part.of(width)
+    for name in ("input_ids", "targets", "position_ids") if part.parts > 1 else ():
+        tensors[name] = tensors[name][:, mine].contiguous()
     with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
     if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
         tensors["target_positions"] = with_target
-    return _collated(tensors, rows)
+    return _collated(tensors, rows, mine)
 
 
-def _collated(tensors: dict[str, Any], rows: list[Sample]) -> Collated:
+def _collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:
     return {
         "tensors": tensors,
-        "tokens": sum(len(row["input_ids"]) for row in rows),
+        "tokens": sum(len(row["input_ids"][part]) for row in rows),
         "loss_tokens": int((tensors["targets"] != IGNORED).sum()),
     }
 
@@ -366,7 +384,7 @@ def pack_store(
     if not sequences.targets:
         names = store.fingerprint.get("files", ())
         raise RecipeError(no_targets(first_names(names), data))
-    return SequenceDataset(store, sequences, length, data.packing, model.masking)
+    return SequenceDataset(store, sequences, length, data.packing, model.masking, model.part)
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:

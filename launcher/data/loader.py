@@ -49,13 +49,13 @@ class StepStatistics:
         self._host = torch.tensor(values, dtype=torch.int64)
         self._device, self._work, self._event = self._host, None, None
         if ranks.device.type != "cuda":
-            if ranks.data_size > 1:
+            if ranks.size > 1:
                 self._work = dist.all_reduce(self._device, group=ranks.data_group, async_op=True)
             return
         pinned, stream = self._host.pin_memory(), _statistics_stream(ranks.device)
         with torch.cuda.stream(stream):
             self._device = pinned.to(ranks.device, non_blocking=True)
-            if ranks.data_size > 1:
+            if ranks.size > 1:
                 dist.all_reduce(self._device, group=ranks.data_group)
             host = torch.empty_like(pinned, pin_memory=True)
             self._host = host.copy_(self._device, non_blocking=True)

@@ -350,6 +350,7 @@ class StreamingDataset(IterableDataset[Collated]):
                     length=self.data.sequence_length,
                     packed=self.data.packing,
                     masking=self.model.masking,
+                    part=self.model.part,
                 )
                 positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}

@@ -13,7 +13,7 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import collate_sequences, make_sample
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
-from launcher.models.inputs import Masking
+from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
 from launcher.recipe import schema
 
@@ -45,10 +45,11 @@ def synthetic_data(
     classes: int | None,
     packed: bool,
     masking: Masking,
+    part: RowPart = WHOLE_ROW,
 ) -> SyntheticData:
     """A micro-batch of full sequences; with data.builder, of its first samples.
 
-    vocabulary: ids are below it. packed: rows of two documents.
+    vocabulary: ids are below it. packed: rows of two documents. part is that of each row.
     """
     length = data.sequence_length
     rows = rows_of(batch, sequence_length=length)
@@ -74,5 +75,7 @@ def synthetic_data(
         sequences = [
             make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids
         ]
-        collated = collate_sequences(sequences, length=length, packed=packed, masking=masking)
+        collated = collate_sequences(
+            sequences, length=length, packed=packed, masking=masking, part=part
+        )
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

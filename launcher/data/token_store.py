@@ -37,7 +37,7 @@ from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.inputs import Masking
+from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, current_owner
 
@@ -72,6 +72,8 @@ class ModelInputs:
     padding: int = 0
     """Id of the padding token."""
     masking: Masking = "mask"
+    part: RowPart = WHOLE_ROW
+    """The part of each row that this rank computes."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
     own, sequences, variants = recipe.strategy.mixed_precision, SEQUENCES_PER_RANK * ranks, []
     for name, (strategy, checkpointing) in _strategies(recipe, ranks=ranks).items():
-        counts = (ranks, 1) if ranks > 1 and strategy.replicate == 1 else (ranks,)
+        shared = strategy.context_parallel_size
+        counts = (ranks, 1) if ranks > 1 and strategy.replicate == shared == 1 else (ranks,)
         cases: list[tuple[MixedPrecision | None, int, int]]
         cases = [(None, count, size) for count in counts for size in (SEQUENCES_PER_RANK, 1)]
         if own is not None and own.param_dtype != "float32":
@@ -103,7 +104,8 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
                 activation_checkpointing=checkpointing,
                 batch=Batch(global_batch_size=sequences, micro_batch_size=size),
             )
-            variants.append(Variant(name, count, sequences // (size * count), changed))
+            accumulation = sequences * shared // (size * count)
+            variants.append(Variant(name, count, accumulation, changed))
     return variants
 
 
@@ -136,6 +138,9 @@ def _strategies(
     if ranks > copies and ranks % copies == 0:
         name = f"fsdp, hybrid {copies} x {ranks // copies}"
         strategies[name] = replace(fsdp, replicate=copies), None
+    if (shared := own.context_parallel_size) > 1 and ranks % shared == 0:
+        name = f"fsdp, sequences over {shared} ranks"
+        strategies[name] = replace(fsdp, context_parallel_size=shared), None
     return strategies
 
 

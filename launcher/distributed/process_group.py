@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed.environment import REPORT_SECONDS, Environment
@@ -44,19 +45,40 @@ class DataParallel:
     waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """A context that is entered while compute waits for the other ranks; a run passes a timer."""
 
+    context_size: int = 1
+    """Ranks that share each row of tokens: neighbours, because they exchange most."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share this rank's rows; None: it has whole rows."""
+
+    def sharing_rows(self, context_size: int) -> DataParallel:
+        """The same ranks, of which every `context_size` share rows. Every rank must call this."""
+        if context_size == 1:
+            return self
+        group = self.group
+        if context_size < self.size:
+            members = torch.tensor(dist.get_process_group_ranks(group)).view(-1, context_size)
+            mesh = DeviceMesh(self.device.type, members, mesh_dim_names=("data", "context"))
+            group = mesh.get_group("context")
+        return replace(self, context_size=context_size, context_group=group)
+
     @property
     def data_rank(self) -> int:
-        """The number of this rank's part of each global batch, from 0 to `data_size` - 1."""
-        return self.rank
+        """The number of this rank's part of the rows of a global batch, from 0 to `data_size` - 1."""
+        return self.rank // self.context_size
 
     @property
     def data_size(self) -> int:
-        """The number of parts of a global batch, over which sums of losses and tokens extend."""
-        return self.size
+        """The number of parts into which the rows of a global batch are divided."""
+        return self.size // self.context_size
+
+    @property
+    def context_rank(self) -> int:
+        """The number of this rank's part of each row, from 0 to `context_size` - 1."""
+        return self.rank % self.context_size
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that have different data."""
+        """The ranks that have different tokens, over which losses and tokens are summed."""
         return self.group
 
 

@@ -53,7 +53,7 @@ def isolate_documents(
     layers (which is tried here), and the device has a kernel. sequence_length is the number of
     tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents.
     """
-    _refuse_other_layers(model, sequence_length)
+    refuse_other_layers(model, sequence_length, key="data.packing", instead="use packing: false")
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
@@ -75,20 +75,24 @@ def isolate_documents(
     return "varlen" if passed else "mask"
 
 
-def _refuse_other_layers(model: PreTrainedModel, sequence_length: int) -> None:
+def refuse_other_layers(
+    model: PreTrainedModel, sequence_length: int, *, key: str, instead: str
+) -> None:
+    """Raises RecipeError, which names `key` and what to do `instead`, if a layer mixes tokens in
+    another way than by attention to all earlier tokens of a document or window."""
     name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
     if others or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
-            f"data.packing: {name} has layers ({what}) that carry information from one document "
-            "of a sequence to the next; use packing: false"
+            f"{key}: {name} has layers ({what}) that carry information from one token to the "
+            f"next, across documents and parts of a sequence; {instead}"
         )
     chunk = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)
     if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
         raise RecipeError(
-            f"data.packing: {name} attends within chunks of {chunk} tokens, counted from the start "
-            f"of a sequence; use a data.sequence_length of at most {chunk}, or packing: false"
+            f"{key}: {name} attends within chunks of {chunk} tokens, counted from the start of a "
+            f"sequence; use a data.sequence_length of at most {chunk}, or {instead}"
         )
 
 

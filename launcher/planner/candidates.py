@@ -101,6 +101,7 @@ def variants(
         if strategies:
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
+            strategy = _sharing_rows(strategy, written)
             recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
@@ -111,19 +112,26 @@ def variants(
     return found
 
 
+def _sharing_rows(strategy: Strategy, written: Recipe) -> Strategy:
+    """The strategy with the written number of ranks that share rows, which is not varied."""
+    size = written.strategy.context_parallel_size
+    return dataclasses.replace(strategy, context_parallel_size=size)
+
+
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
     """The same global batch in micro-batches of other sizes."""
     batch, length = written.batch, written.data.sequence_length
+    ranks = max(1, machine.ranks // written.strategy.context_parallel_size)
     yield batch
     if batch.micro_batch_tokens is not None:
         tokens = batch.micro_batch_tokens
-        most = max(tokens, (batch.global_batch_size // machine.ranks + 1) * length - 1)
+        most = max(tokens, (batch.global_batch_size // ranks + 1) * length - 1)
         smaller = [tokens // 2**n for n in range(1, tokens.bit_length())]
         for size in (*smaller, 2 * tokens, 4 * tokens, 8 * tokens):
             if length <= size <= most:
                 yield dataclasses.replace(batch, micro_batch_tokens=size)
         return
-    share, rest = divmod(batch.global_batch_size, machine.ranks)
+    share, rest = divmod(batch.global_batch_size, ranks)
     for size in range(1, 1 if rest else min(share, LARGEST_MICRO_BATCH) + 1):
         if share % size == 0:
             yield dataclasses.replace(batch, micro_batch_size=size)
@@ -224,10 +232,11 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
     batch, mixed = dataclasses.replace(written.batch, **size), written.strategy.mixed_precision
     choices = itertools.product((None, CpuOffload()), (False, True))
     for offload, to_host in choices if machine.device == "cuda" else [(None, False)]:
+        strategy = Strategy(kind="fsdp", mixed_precision=mixed, cpu_offload=offload)
         yield dataclasses.replace(
             written,
             batch=batch,
-            strategy=Strategy(kind="fsdp", mixed_precision=mixed, cpu_offload=offload),
+            strategy=_sharing_rows(strategy, written),
             activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),
         )
 

@@ -71,6 +71,8 @@ def strategy_text(recipe: Recipe) -> str:
             parts.append("kept after backward")
         if strategy.sync_every_micro_batch is False:
             parts.append("one reduction a step")
+    if strategy.context_parallel_size > 1:
+        parts.append(f"sequences over {strategy.context_parallel_size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
@@ -95,8 +97,11 @@ def strategy_text(recipe: Recipe) -> str:
 
 def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
-    batch, count = recipe.batch, micro_batches(recipe.batch, ranks)
+    batch, shared = recipe.batch, recipe.strategy.context_parallel_size
+    count = micro_batches(batch, ranks // shared)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
+    if shared > 1:
+        on = f"{_plural(ranks // shared, 'group')} of {shared} ranks"
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
         return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} sequences a step"
@@ -120,7 +125,8 @@ def as_json(
 ) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
-    peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, machine.ranks))
+    sharing = machine.ranks // recipe.strategy.context_parallel_size
+    peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, sharing))
     return {
         "recipe": recipe.run.name,
         "strategy": strategy_text(recipe),

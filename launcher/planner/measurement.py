@@ -38,7 +38,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Update, train_steps
-from launcher.training.setup import prepare_model
+from launcher.training.setup import prepare_model, row_part
 
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 3
@@ -216,7 +216,7 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
 
     if timed:
         _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
-        sizes["seconds"] = median_step(times, micro_batches_of(recipe, ranks=ranks.data_size))
+        sizes["seconds"] = median_step(times, micro_batches_of(recipe, ranks=ranks.size))
     return evaluate(marks, sizes, device=device.type)
 
 
@@ -239,13 +239,14 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
 
 def _train(recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int) -> Json:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
+    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
     device, sizes = ranks.device, dict[str, object]()
     random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)
-    data = prepared.synthetic_data(recipe.data, recipe.batch)
+    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     wrapped = prepared.wrap(random, ranks)
     optimizer = prepared.make_optimizer(wrapped, recipe)
-    count = min(MICRO_BATCHES, micro_batches_of(recipe, ranks=ranks.data_size))
+    count = min(MICRO_BATCHES, micro_batches_of(recipe, ranks=ranks.size))
     batches = data.batches(ranks, micro_batches=count, steps=steps)
     if device.type == "cpu":
         batches = map(_with_own_tensors, batches)
@@ -260,7 +261,7 @@ def _train(recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, 
     scale = LossScale(device, enabled=prepared.compute_dtype == torch.float16)
     update = Update(optimizer, lambda step: 1e-4, scale, recipe.optimizer.max_grad_norm)
     for _ in train_steps(
-        wrapped, batches, loss=data.loss, update=update, ranks=ranks.data_size, heartbeat=heartbeat
+        wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
     ):
         pass
     weights = [*module.parameters(), *module.buffers()]

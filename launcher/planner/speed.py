@@ -109,7 +109,10 @@ def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> St
         forward=forward,
         backward=backward,
         recomputation=again,
-        communication=late_forward + late_backward + _copied(work) / machine.rates.memory_bandwidth,
+        communication=late_forward
+        + late_backward
+        + sum(_exchanges(work, machine))
+        + _copied(work) / machine.rates.memory_bandwidth,
         offload=waits + copies,
         optimizer=optimizer,
     )
@@ -194,6 +197,17 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         reduce += 2 * _collective(own, strategy.replicate, machine, groups, across=across)
     forward, backward = _gathers(work)
     return gather * forward, gather * backward + reduce * work.reductions
+
+
+def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
+    """Seconds in which ranks that share rows exchange queries, keys, values and results, in a
+    step's forward and backward passes. Attention waits for them."""
+    size, profile = work.strategy.context_parallel_size, work.profile
+    heads, head_size = profile.heads
+    moved = float(4 * work.size * work.tokens * heads * head_size)
+    once = _collective(moved, size, machine, 4) * work.micro_batches
+    again = sum(work.recomputed)
+    return once * len(work.blocks), once * (len(work.blocks) + again)
 
 
 def _collective(

@@ -45,7 +45,7 @@ from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.training.loop import Update, train_steps
 from launcher.training.operators import shapes_of
-from launcher.training.setup import PreparedModel, prepare_model
+from launcher.training.setup import PreparedModel, prepare_model, row_part
 
 DEPTHS = (4, 6)
 """Blocks that a deep model is traced with: the first two and the last two, whose neighbours differ
@@ -117,7 +117,8 @@ def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | No
 def _run(
     prepared: PreparedModel, *, recipe: Recipe, ranks: DataParallel, device: str, micro_batches: int
 ) -> StepMemory:
-    data = prepared.synthetic_data(recipe.data, recipe.batch)
+    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
+    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def init_fn(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
@@ -163,7 +164,7 @@ def _run(
                 _batches(data, micro_batches),
                 loss=lambda model, micro_batch: next(losses)(model, micro_batch),
                 update=update,
-                ranks=ranks.data_size,
+                ranks=ranks.size,
                 heartbeat=observer.heartbeat,
             )
             try:

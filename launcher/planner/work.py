@@ -104,9 +104,10 @@ class Work:
         self.reduce = (
             4 if mixed is None or self.ddp else getattr(torch, mixed.reduce_dtype).itemsize
         )
-        # Size of a full micro-batch
-        self.rows = rows_of(recipe.batch, sequence_length=length)
-        self.tokens = self.rows * length
+        # Size of a full micro-batch: this rank's part of rows that it shares
+        rows = rows_of(recipe.batch, sequence_length=length)
+        self.rows = rows / strategy.context_parallel_size
+        self.tokens = rows * length // strategy.context_parallel_size
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)
         sync = strategy.sync_every_micro_batch
         every = not self.ddp if sync == "auto" else sync

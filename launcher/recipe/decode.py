@@ -157,6 +157,10 @@ def _path(plain: dict[str, Any], error: Any) -> KeyPath:
     return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
+_ELSEWHERE = {"cp_size": "strategy.context_parallel_size"}
+"""Names of other tools for keys of a recipe."""
+
+
 def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
     """The message for an unknown key, and the key that was probably meant if it is missing."""
     *parents, key = path
@@ -169,7 +173,11 @@ def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
     known = list(section.__dataclass_fields__)
     near = closest(str(key), known)
     meant = set() if near is None or values.get(near) else {(*parents, near)}
-    near = near or next((dotted(other) for other in keys() if other[-1] == key), None)
+    near = (
+        near
+        or _ELSEWHERE.get(str(key))
+        or next((dotted(other) for other in keys() if other[-1] == key), None)
+    )
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(known)}"
     return f"unknown key; {hint}", meant
 

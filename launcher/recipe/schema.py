@@ -253,6 +253,9 @@ class Strategy(Section):
     """fsdp: {what: all} keeps the shards in host memory, {what: optimizer} the optimizer state."""
     replicate: PositiveInt = 1
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence: each computes a part of its tokens and, in attention, a part
+    of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
     traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""

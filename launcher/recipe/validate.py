@@ -47,6 +47,8 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
+    ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
+    ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
     (_OFFLOADED_STATE, "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
@@ -318,8 +320,10 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         return  # perhaps on another number of ranks: the last micro-batches may be smaller
     factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
     if ranks is not None:
-        unit *= ranks
-        factors.append(f"{ranks} (ranks)")
+        context = recipe.strategy.context_parallel_size
+        unit *= max(1, ranks // context)
+        shared = f" / {context} (strategy.context_parallel_size)" if context > 1 else ""
+        factors.append(f"{ranks} (ranks){shared}")
     if size % unit:
         below = size // unit * unit
         advice = " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
@@ -333,6 +337,20 @@ def _replicate(recipe: Recipe, ranks: int | None) -> Found:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         what = f"{strategy.replicate} does not divide {ranks} (ranks); try one of {divisors}"
         yield "strategy.replicate", what
+
+
+def _context(recipe: Recipe, ranks: int | None) -> Found:
+    key, strategy, length = "context_parallel_size", recipe.strategy, recipe.data.sequence_length
+    size = strategy.context_parallel_size
+    if size > 1 and ranks is not None and ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield f"strategy.{key}", f"{size} does not divide {ranks} (ranks); try one of {divisors}"
+    if length % size:
+        near = -(-length // size) * size
+        yield (
+            "data.sequence_length",
+            f"{length} is not a multiple of {size} (strategy.{key}); try {near}",
+        )
 
 
 def _tokenizer(recipe: Recipe) -> Found:
@@ -376,6 +394,6 @@ _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _config, _sizes),
     *(_micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
 )
-_RANK_RULES = (_batches, _replicate, _profile)
+_RANK_RULES = (_batches, _replicate, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)
 """Those that look for the data, which a plan does not need."""

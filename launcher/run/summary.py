@@ -134,19 +134,23 @@ def _data(training: Training) -> Iterator[str]:
 
 
 def _batch(training: Training) -> Iterator[str]:
-    recipe, data, ranks = training.recipe, training.data, training.ranks.data_size
+    recipe, data = training.recipe, training.data
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
+    ranks = f"{training.ranks.data_size} ranks"
+    if (shared := training.ranks.context_size) > 1:
+        groups = training.ranks.data_size
+        ranks = f"{groups} {'group' if groups == 1 else 'groups'} of {shared} ranks that share rows"
     if batch.micro_batch_size is not None:
         parts = (
             f"{batch.micro_batch_size} per micro-batch x {sampler.micro_batches(0)} accumulation "
-            f"steps x {ranks} ranks"
+            f"steps x {ranks}"
         )
     else:
         counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
         number = " to ".join(map(str, sorted({min(counts), max(counts)})))
         parts = (
             f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
-            f"{number} a step on each of {ranks} ranks"
+            f"{number} a step on each of {ranks}"
         )
     text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
     samples = data.start.samples + (steps - data.start.step) * batch.global_batch_size

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,9 @@ from launcher.models.build import (
     vocabulary_size,
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
+from launcher.models.context_parallel import check_shared_rows, share_rows
 from launcher.models.hugging_face_files import export_hugging_face
-from launcher.models.inputs import Masking
+from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
@@ -104,7 +106,7 @@ class Training:
             ),
             loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
-            ranks=self.ranks.data_size,
+            ranks=self.ranks.size,
             heartbeat=hooks.heartbeat,
         )
 
@@ -112,6 +114,11 @@ class Training:
     def all_steps(self) -> Iterator[Step]:
         """Trains from the beginning."""
         return self.steps_from(Position())
+
+
+def row_part(ranks: DataParallel) -> RowPart:
+    """The part of each row that this rank computes."""
+    return RowPart(ranks.context_rank, ranks.context_size)
 
 
 @dataclass(frozen=True)
@@ -138,8 +145,12 @@ class PreparedModel:
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
         """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
-        RecipeError if the budget of activation checkpointing cannot be met."""
+        RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
+        share rows."""
         checkpointing, kept = recipe.activation_checkpointing, None
+        if ranks.context_group is not None:
+            length = recipe.data.sequence_length
+            share_rows(self.model, ranks.context_group, sequence_length=length)
         if checkpointing is not None and checkpointing.budget is not None:
             # A slow import, which only a budget needs
             from launcher.training.operators import operators_to_keep
@@ -147,7 +158,7 @@ class PreparedModel:
             kept = operators_to_keep(
                 self.model,
                 self.blocks,
-                self.synthetic_data(recipe.data, recipe.batch),
+                self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
                 budget=checkpointing.budget,
                 strategy=recipe.strategy,
                 device=ranks.device.type,
@@ -174,7 +185,9 @@ class PreparedModel:
             blocks=self.blocks.values(),
         )
 
-    def synthetic_data(self, data: schema.Data, batch: schema.Batch) -> SyntheticData:
+    def synthetic_data(
+        self, data: schema.Data, batch: schema.Batch, part: RowPart = WHOLE_ROW
+    ) -> SyntheticData:
         """Micro-batches as full as the recipe's can be, without the data."""
         return synthetic_data(
             data,
@@ -183,21 +196,27 @@ class PreparedModel:
             classes=class_count(self.model),
             packed=self.packed,
             masking=self.masking,
+            part=part,
         )
 
-    def check_isolation(self, wrapped: WrappedModel, *, device: torch.device) -> None:
-        """Raises RecipeError if attention does not keep the documents of a row apart."""
-        if not self.packed or self.masking != "mask" or self.vocabulary is None:
+    def check_logits(self, wrapped: WrappedModel, ranks: DataParallel) -> None:
+        """Raises RecipeError if the documents of a packed row are not kept apart, or if ranks that
+        share a row compute other logits than one that has it whole. Every rank must call this."""
+        if self.vocabulary is None:
             return
+        options: Any = {
+            "name": type(self.model).__name__,
+            "vocabulary": self.vocabulary,
+            "device": ranks.device,
+            "dtype": self.compute_dtype,
+        }
         with wrapped.forward_context():
-            check_isolation(
-                wrapped.model,
-                name=type(self.model).__name__,
-                vocabulary=self.vocabulary,
-                device=device,
-                dtype=self.compute_dtype,
-            )
-        wrapped.reshard()
+            if self.packed and self.masking == "mask":
+                check_isolation(wrapped.model, **options)
+                wrapped.reshard()
+            if ranks.context_group is not None:
+                check_shared_rows(wrapped.model, ranks.group, row_part(ranks), **options)
+                wrapped.reshard()
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
@@ -264,6 +283,7 @@ def assemble(
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
     With `build_data` this process tokenizes what is not cached (one process of a node).
     `skipped_rows` is a file for the rows of a stream that cannot be used."""
+    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
     data = open_run_data(
@@ -276,15 +296,16 @@ def assemble(
             classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
             padding=padding_id(model),
             masking=prepared.masking,
+            part=row_part(ranks),
         ),
         ranks=ranks,
         build=build_data,
-        skipped_rows=skipped_rows,
+        skipped_rows=None if ranks.context_rank else skipped_rows,
     )
     wrapped = prepared.wrap(recipe, ranks)
-    prepared.check_isolation(wrapped, device=ranks.device)
+    prepared.check_logits(wrapped, ranks)
     # Dropout and the user's own code draw different random numbers on each rank
-    seed = recipe.run.seed + ranks.data_rank
+    seed = recipe.run.seed + ranks.rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -319,5 +319,7 @@ def test_imported_packages_are_declared_dependencies():
                 imported.add(node.module.partition(".")[0])
     imported -= sys.stdlib_module_names
     provided = {"pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
-    provided |= dict.fromkeys(("huggingface_hub", "tokenizers"), "transformers") | {"triton": "torch"}
+    provided |= dict.fromkeys(("huggingface_hub", "tokenizers"), "transformers") | {
+        "triton": "torch"
+    }
     assert {provided.get(name, name) for name in imported} - names == set()

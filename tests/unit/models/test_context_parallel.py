@@ -1,0 +1,85 @@
+"""Refusals of context parallelism, and the parts of rows. tests/distributed/test_equivalence.py
+trains with it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from launcher.data.dataset import collate_sequences, make_sample
+from launcher.errors import RecipeError
+from launcher.models.attention import VARLEN, isolate_documents
+from launcher.models.context_parallel import share_rows
+from launcher.models.inputs import IGNORED, RowPart
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def refusal(model_type, size=2, *, attention=VARLEN, **config):
+    """The message with which `size` ranks are refused to share rows of this model."""
+    config = AutoConfig.for_model(model_type, **SIZES | config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = attention
+    with pytest.raises(RecipeError) as error:
+        share_rows(model, SimpleNamespace(size=lambda: size), sequence_length=32)
+    return str(error.value)
+
+
+def test_models_that_cannot_share_rows_are_refused_by_name():
+    key = "strategy.context_parallel_size: "
+    assert refusal("llama", 3) == (
+        f"{key}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"
+    )
+    assert refusal("llama", attention="eager").startswith(f"{key}needs model.attention: sdpa")
+    assert "layers (linear_attention) that carry information" in refusal("qwen3_next")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert "LlamaForCausalLM scales rotary positions (dynamic)" in refusal(
+        "llama", rope_parameters=rope
+    )
+
+
+def test_packed_rows_in_bfloat16_on_cpus_are_refused():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    isolate_documents(
+        model, sequence_length=32, device=torch.device("cpu"), compute_dtype=torch.bfloat16
+    )
+    with pytest.raises(RecipeError, match="float32 on CPUs"):
+        share_rows(model, SimpleNamespace(size=lambda: 2), sequence_length=32)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_parts_of_rows_join_to_the_rows(packed):
+    """Targets of a part's last token are in the next part; bounds are those of whole rows."""
+
+    def piece(tokens):
+        return np.arange(tokens), np.append(np.arange(1, tokens), IGNORED)
+
+    rows = [make_sample([piece(7), piece(5)][: 1 + packed]), make_sample([piece(3)])]
+    options = {"length": 16, "packed": packed, "masking": "varlen"}
+    whole = collate_sequences(rows, **options)
+    parts = [collate_sequences(rows, **options, part=RowPart(index, 4)) for index in range(4)]
+    for name in ("input_ids", "targets"):
+        joined = torch.cat([part["tensors"][name] for part in parts], dim=1)
+        assert joined.shape == (2, 16 if packed else 8)
+        width = whole["tensors"][name].shape[1]
+        assert torch.equal(joined[:, :width], whole["tensors"][name])
+    positions = torch.cat([part["tensors"]["position_ids"] for part in parts], dim=1)
+    expected = whole["tensors"].get("position_ids", torch.arange(8).expand(2, -1))
+    assert torch.equal(positions, expected)
+    for name in ("tokens", "loss_tokens"):
+        assert sum(part[name] for part in parts) == whole[name]
+    if packed:
+        assert all(
+            torch.equal(part["tensors"]["cu_seq_lens_q"], whole["tensors"]["cu_seq_lens_q"])
+            for part in parts
+        )
