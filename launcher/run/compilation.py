@@ -54,6 +54,7 @@ class Compilation:
         self._progress, self._main = progress, rank == 0
         self._phase = ExitStack()
         self._began: float | None = None
+        self._during = ""
         self._seconds, self._graph_breaks, self._graphs, self._announced = 0.0, 0, (0, 0), False
 
     @contextmanager
@@ -70,7 +71,7 @@ class Compilation:
             callback_handler.remove_end_callback(self._end)
 
     def _begin(self, arguments: object = None) -> None:
-        self._began = time.monotonic()
+        self._began, self._during = time.monotonic(), self._progress.phase
         self._phase.enter_context(self._progress.slow("compile"))
         if self._main and not self._announced:
             self._announced = True
@@ -79,6 +80,7 @@ class Compilation:
 
     def _end(self, arguments: object = None) -> None:
         self._phase.close()
+        self._progress.phase = self._during  # what the step goes on with
         if self._began is not None:
             self._seconds += time.monotonic() - self._began
             self._began = None
