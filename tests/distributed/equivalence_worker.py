@@ -93,41 +93,6 @@ SHARDINGS = {
     "fsdp ranks=4": (STRATEGIES["fsdp"], 4),
     "offload ranks=2": (STRATEGIES["offload"], 2),
 }
-CONTEXT_MODELS = {
-    "llama": LLAMA,
-    "qwen3, one key head, tied": LLAMA.replace("llama", "qwen3")
-    .replace("key_value_heads: 2", "key_value_heads: 1, head_dim: 8")
-    .replace("embeddings: false", "embeddings: true"),
-    "mistral, windows": LLAMA.replace("llama", "mistral").replace(
-        "tie_", "sliding_window: 9, tie_"
-    ),
-    "gpt2": GPT2.replace("0.1", "0.0"),
-}
-CONTEXTS = {
-    "fsdp 2 x 2": (["strategy.kind=fsdp"], 2),
-    "ddp 2 x 2": (["strategy.kind=ddp"], 2),
-    "fsdp 1 x 4": (["strategy.kind=fsdp"], 4),
-    "2 copies x 2": (["strategy.kind=fsdp", "strategy.replicate=2"], 2),
-    "ZeRO-1": (ZERO, 4),
-    "offload": (STRATEGIES["offload"], 2),
-    "selective": (["strategy.kind=fsdp", "activation_checkpointing={mode: selective}"], 4),
-    "budget": (
-        ["strategy.kind=fsdp", "activation_checkpointing={mode: selective, budget: 0.6}"],
-        2,
-    ),
-    "held back": (["strategy.kind=fsdp", "strategy.sync_every_micro_batch=false"], 2),
-}
-"""Overrides and strategy.context_parallel_size, on four ranks."""
-CONTEXT_CASES = [
-    *(("llama", context, True) for context in CONTEXTS),
-    ("llama", "fsdp 2 x 2", False),
-    ("qwen3, one key head, tied", "fsdp 1 x 4", True),
-    ("mistral, windows", "fsdp 1 x 4", True),
-    ("gpt2", "fsdp 2 x 2", False),
-]
-"""Model, key of CONTEXTS, and data.packing."""
-
-
 INITIAL = {"ddp": {"kind": "ddp"}, "fsdp": {}, "offload": {"cpu_offload": CpuOffload()}}
 
 
@@ -146,7 +111,8 @@ class Worker:
     def __init__(self, folder):
         dist.init_process_group("gloo")
         self.folder, self.rank = folder, dist.get_rank()
-        self.groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3, 4)}
+        sizes = range(1, dist.get_world_size() + 1)
+        self.groups = {size: dist.new_group(list(range(size))) for size in sizes}
         self.results = {}
         self.initial = self.plain = None
 
@@ -277,56 +243,6 @@ def mean_of_means(training):
     )  # 8 micro-batches of one row on each of two ranks
 
 
-def positions_of_the_part(training):
-    """Injects a fault: positions start at 0 in the part of each rank."""
-    original = SequenceDataset.loss
-
-    def loss(self, model, micro_batch):
-        positions = micro_batch["position_ids"]
-        return original(self, model, micro_batch | {"position_ids": positions - positions[:, :1]})
-
-    SequenceDataset.loss = loss
-
-
-def context_parallel(worker):
-    """Trains with shared rows, and the same on one rank."""
-
-    def train(name, overrides, model, packing, *, ranks, rows, mutate=None):
-        data = [f"data.packing={str(packing).lower()}", f"batch.micro_batch_size={rows}"]
-        data.append(f"data.validation={worker.folder}/train.jsonl")
-        config = CONTEXT_MODELS[model]
-        options = {"ranks": ranks, "config": config, "compare": False, "mutate": mutate}
-        worker.train(name, [*overrides, *data], evaluate=True, **options)
-
-    references = {}
-    for model, _, packing in CONTEXT_CASES:
-        if (model, packing) not in references:
-            train(f"{model} {packing}", ["strategy.kind=ddp"], model, packing, ranks=1, rows=4)
-            references[model, packing] = worker.last if worker.rank == 0 else None
-    for model, context, packing in CONTEXT_CASES:
-        overrides, size = CONTEXTS[context]
-        overrides = [*overrides, f"strategy.context_parallel_size={size}"]
-        name = f"{model} {context} {packing}"
-        train(name, overrides, model, packing, ranks=4, rows=2)
-        if worker.rank == 0:
-            reference = references[model, packing]
-            worker.results[name]["from_one_rank"] = max(
-                (worker.last[k] - reference[k]).abs().max().item() for k in reference
-            )
-    original = SequenceDataset.loss
-    overrides = ["strategy.context_parallel_size=4"]
-    train(
-        "mutation: positions",
-        overrides,
-        "llama",
-        False,
-        ranks=4,
-        rows=2,
-        mutate=positions_of_the_part,
-    )
-    SequenceDataset.loss = original
-
-
 def skip_one_sync(training):
     """Injects a fault: gradients are not synchronized in the last micro-batch of step 3."""
     wrapped, original, seen = training.wrapped, training.wrapped.micro_batch, [0]
@@ -454,7 +370,6 @@ def main(folder):
                 )
                 worker.results[f"dropout {strategy} {mode}"]["bit_identical"] = same
     evaluations(worker)
-    context_parallel(worker)
     # Injected faults come last, because they patch the launcher
     for strategy, overrides in STRATEGIES.items():
         train(

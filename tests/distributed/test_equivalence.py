@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.equivalence_worker import (
-    CONTEXT_CASES,
     OFFLOADED,
     OPTIMIZERS,
     SHARDINGS,
@@ -190,23 +189,6 @@ def test_evaluation_counts_each_token_once(results, ranks, packing):
     assert tokens == expected_tokens
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert note["sequences"] < 53 if packing else note["sequences"] == 53
-
-
-@pytest.mark.parametrize(("model", "context", "packing"), CONTEXT_CASES)
-def test_ranks_that_share_rows_train_as_one(results, model, context, packing):
-    """With rows of several documents and rows of one, windows, and fewer key heads than ranks."""
-    shared, alone = results[f"{model} {context} {packing}"], results[f"{model} {packing}"]
-    assert deviation(shared["losses"], alone["losses"]) <= 1e-6
-    assert deviation(shared["norms"], alone["norms"]) <= 1e-6
-    assert shared["from_one_rank"] <= 1e-5
-    (loss, tokens), (expected, whole) = shared["evaluation"], alone["evaluation"]
-    assert tokens == whole
-    assert loss == pytest.approx(expected, rel=1e-6)
-
-
-def test_positions_of_shared_rows_are_those_of_the_whole_row(results):
-    wrong, alone = results["mutation: positions"], results["llama False"]
-    assert deviation(wrong["norms"], alone["norms"]) > 1e-5
 
 
 @pytest.mark.parametrize("mutation", ["mean of means", "held back"])
