@@ -20,9 +20,10 @@ from launcher.distributed import host_memory
 from launcher.distributed.environment import cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
 from launcher.planner import machine as machines
-from launcher.planner.formatting import as_json, as_text
+from launcher.planner.formatting import as_text
 from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
+from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys

@@ -17,10 +17,11 @@ from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
 from launcher.planner.candidates import Configuration, overrides_between
-from launcher.planner.formatting import batch_text, configuration_as_json, strategy_text
+from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
+from launcher.planner.plan_as_json import configuration_as_json
 from launcher.planner.recipes import micro_batches_of
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step

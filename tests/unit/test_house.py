@@ -126,7 +126,7 @@ WHOLE_RECIPE = {
     "checkpoint": "export resume",
     "diagnostics": "selftest",
     "models": "config_keys",
-    "planner": "candidates estimate fastest formatting measurement plan profile recipes search speed"
+    "planner": "candidates estimate fastest formatting measurement plan plan_as_json profile recipes search speed"
     " trace work",
     "training": "setup",
 }

@@ -9,8 +9,8 @@ import pytest
 
 from launcher.cli import main
 from launcher.metrics import page
-from launcher.planner.formatting import as_json
 from launcher.planner.page import write_plan
+from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.json_files import append_line, read_jsonl
 from launcher.reliability.run_directory import RunFolder

@@ -18,13 +18,13 @@ from launcher.planner import measurement, plan, search
 from launcher.planner.candidates import overrides_between
 from launcher.planner.formatting import (
     NAMES,
-    as_json,
     as_text,
     batch_text,
     moment_text,
     strategy_text,
 )
 from launcher.planner.memory import COMPONENTS, compare
+from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe
 from launcher.run import auto as detect
 from tests import REPOSITORY
