@@ -298,8 +298,7 @@ def _has_more_to_do(
 
 def newest_recipe(run: RunFolder) -> Json:
     """The recipe, without `auto`, of the newest checkpoint that can be read; {} without one."""
-    checkpoints = reversed(list_checkpoints(run.path / "checkpoints"))
-    recorded = next(filter(None, map(_read_recorded, checkpoints)), None)
+    recorded = _newest("auto", list_checkpoints(run.path / "checkpoints"))
     return {} if recorded is None else recorded.recipe
 
 

@@ -63,7 +63,7 @@ class DataParallel:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's part of the rows of a global batch, from 0 to `data_size` - 1."""
+        """The number of this rank's part of a global batch's rows, from 0 to `data_size` - 1."""
         return self.rank // self.context_size
 
     @property

@@ -108,7 +108,8 @@ def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: tor
 
 
 def _use_flash_attention_3(device: torch.device) -> None:
-    """Replaces FlashAttention-2 in torch's operators on a Hopper GPU, if the package is installed."""
+    """Replaces FlashAttention-2 in torch's operators on a Hopper GPU, if FlashAttention-3 is
+    installed."""
     installed = importlib.util.find_spec("flash_attn_interface") is not None
     hopper = torch.cuda.get_device_capability(device)[0] == 9
     if installed and hopper and "FA3" in torch.nn.attention.list_flash_attention_impls():

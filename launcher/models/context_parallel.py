@@ -42,9 +42,9 @@ def share_rows(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_len
     config = model.config.get_text_config(decoder=True)
     if model.config._attn_implementation != VARLEN:
         raise RecipeError(
-            f"{KEY}: needs model.attention: sdpa, causal and without biases and caps on scores, and "
-            "for packed rows bfloat16 or float16 on a GPU of capability 8.0, or float32 on CPUs; "
-            f"{name} is not computed so here; use 1"
+            f"{KEY}: the attention of {name} cannot be divided here. It must be causal, without "
+            "biases and caps on its scores, with model.attention: sdpa; for packed rows, in "
+            "bfloat16 or float16 on a GPU of capability 8.0 or more, or in float32 on CPUs; use 1"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(value) for value in _values(rope) if value in ("dynamic", "longrope")}

@@ -16,13 +16,8 @@ is kept, as 127 * x / s: ratios differ less than moments do, so the code can be 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +26,7 @@ from torch.nn.functional import pad
 from launcher.models import philox
 from launcher.models.philox import derived_seed
 from launcher.models.shards import local_rows, sharded_zeros
+from launcher.strategies.compilation import missing_for_triton
 
 logger = logging.getLogger(__name__)
 BLOCK = 256
@@ -182,17 +178,12 @@ def _triton_compiles(device: torch.device) -> bool:
     """Whether Triton supports this GPU, and finds what it needs to compile."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    needs = {
-        "Triton": importlib.util.find_spec("triton"),
-        "a C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
-        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
-    }
-    if missing := ", ".join(what for what, found in needs.items() if not found):
+    if (missing := missing_for_triton(device)) is not None:
         logger.warning(
-            f"optimizer.state_dtype: no {missing} on this node, so a step takes some 400 kernels "
-            "for each 4 million parameters instead of one for each matrix"
+            f"optimizer.state_dtype: {missing}; a step takes some 400 kernels for each 4 million "
+            "parameters instead of one for each matrix"
         )
-    return not missing
+    return missing is None
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The update of `low_precision` as one Triton kernel for each tensor, on GPUs.
 
-As separate operators of torch, 2^22 numbers take 400 kernels, most of them for the noise. The
-arithmetic is that of the CPU, to the last bit of a sum, and the noise is the same: divisions and
-roots are rounded exactly, and only the first moment uses a fused multiply-add. Importing this module needs
-Triton, which PyTorch's builds for GPUs contain.
+As separate operators of torch, 2^22 numbers take 400 kernels, most of them for the noise. The noise
+is that of the CPU, and weights agree with the CPU's within the rounding of float32. Divisions and
+roots are rounded exactly, and only the first moment uses a fused multiply-add. Importing this
+module needs Triton, which PyTorch's builds for GPUs contain.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _load(codes, scales, tile, levels: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store(codes, scales, tile, moment, noise, levels: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(  # type: ignore[no-untyped-def]
+    codes, scales, tile, moment, noise, levels: tl.constexpr
+):
     """Stores part of a moment, as `low_precision._store`."""
     offsets, inside, blocks, real = tile
     if levels == 0:

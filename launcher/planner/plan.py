@@ -120,8 +120,8 @@ def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: 
 def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
     if recipe.model.compile is True:
         yield (
-            "memory is that of eager blocks; compiled ones keep less for the backward pass (on null "
-            "GPUs 22 % in a Llama without checkpointing, nothing with full checkpointing)"
+            "memory is that of eager blocks; compiled blocks keep less for the backward pass (on "
+            "null GPUs 22 % less in a Llama without checkpointing, as much with full checkpointing)"
         )
     if machine.device == "cuda":
         yield "context, communicators and the margin are estimates; everything else is counted"

@@ -28,8 +28,8 @@ token to 40 h (h: hidden size)."""
 SELECTED = 0.25
 """Share of what autograd saves that selective checkpointing keeps."""
 SCORES = 64
-"""More bytes than are saved for each attention score where no kernel avoids them (51 with dropout in
-float32)."""
+"""Bytes that are saved for each attention score where no kernel avoids them, rounded up (51 with
+dropout in float32)."""
 MOVED = 3.0
 """Bytes that operators other than products and attention move, relative to those that autograd
 saves."""
@@ -49,7 +49,7 @@ def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
 
 
 def with_most_saved(profile: ModelProfile, recipe: Recipe) -> ModelProfile:
-    """The profile with more than the blocks of a model with packed attention save: three times the usual
+    """The profile with more than what blocks with packed attention save: three times the usual
     bytes around matrices, and on a CPU the scores of attention."""
     length, dtype = recipe.data.sequence_length, compute_dtype(recipe.strategy)
     scores = SCORES * profile.heads[0] * length**2 if profile.device == "cpu" else 0

@@ -80,14 +80,14 @@ class Compilation:
 
     def _end(self, arguments: object = None) -> None:
         self._phase.close()
-        self._progress.phase = self._during  # what the step goes on with
+        self._progress.phase = self._during  # the phase that compilation interrupted
         if self._began is not None:
             self._seconds += time.monotonic() - self._began
             self._began = None
 
     def report(self, step: int) -> None:
-        """Logs what was compiled since the last call. Most is compiled in the first step, but a
-        micro-batch of another kind, such as the first one with a packed row, when it comes."""
+        """Logs what was compiled since the last call. Most blocks are compiled in the first step. A
+        micro-batch of another kind, such as the first one with a packed row, is compiled later."""
         if not self._main or not self._seconds:
             return
         seconds, self._seconds = self._seconds, 0.0

@@ -154,7 +154,7 @@ class TrainingRun:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
 
     def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str | None) -> PreparedModel:
-        """Sets the recipe, with what was chosen for `auto`. Returns its model."""
+        """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)
         self._recipe = recipe = resolve_auto(loaded.recipe, machine, ranks=ranks, run=run)

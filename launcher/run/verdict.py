@@ -94,24 +94,9 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
     workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
     micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
-    tokens, kept = batch.micro_batch_tokens or 0, checkpointing and checkpointing.budget
     larger = f"batch.global_batch_size={2 * batch.global_batch_size}"
     return {
-        "memory": {
-            "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True": (
-                not segments_grow()
-            ),
-            "strategy.reshard_after_backward=true": not strategy.reshard_after_backward,
-            "strategy.reshard_after_forward=true": not gathers,
-            f"batch.micro_batch_size={micro // 2}": micro > 1 and micro % 2 == 0,
-            f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.sequence_length,
-            "activation_checkpointing.mode=selective": mode is None,
-            "activation_checkpointing={mode: full, budget: null}": kept is not None,
-            "activation_checkpointing.mode=full": mode == "selective",
-            "strategy.shard_optimizer=true": whole_state and profile.ranks > 1,
-            "strategy.kind=fsdp": strategy.kind == "ddp" and profile.ranks > 1,
-            "strategy.cpu_offload={}": strategy.kind != "ddp" and strategy.cpu_offload is None,
-        },
+        "memory": _less_memory(recipe, several=profile.ranks > 1),
         "data": {
             f"data.workers={max(2, 2 * workers)}": workers < 8,
             f"data.prefetch_factor={2 * recipe.data.prefetch_factor}": True,
@@ -148,3 +133,25 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
             f"batch.micro_batch_size={2 * micro}": gpu and memory and accumulates and micro > 0,
         },
     }[name]
+
+
+def _less_memory(recipe: Recipe, *, several: bool) -> dict[str, bool]:
+    """The candidates against retried allocations. `several`: there are several ranks."""
+    strategy, batch, checkpointing = recipe.strategy, recipe.batch, recipe.activation_checkpointing
+    ddp, mode = strategy.kind == "ddp", None if checkpointing is None else checkpointing.mode
+    micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
+    tokens, kept = batch.micro_batch_tokens or 0, checkpointing and checkpointing.budget
+    grows = segments_grow()
+    return {
+        "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True": not grows,
+        "strategy.reshard_after_backward=true": not strategy.reshard_after_backward,
+        "strategy.reshard_after_forward=true": strategy.reshard_after_forward is False,
+        f"batch.micro_batch_size={micro // 2}": micro > 1 and micro % 2 == 0,
+        f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.sequence_length,
+        "activation_checkpointing.mode=selective": mode is None,
+        "activation_checkpointing={mode: full, budget: null}": kept is not None,
+        "activation_checkpointing.mode=full": mode == "selective",
+        "strategy.shard_optimizer=true": ddp and not strategy.shard_optimizer and several,
+        "strategy.kind=fsdp": ddp and several,
+        "strategy.cpu_offload={}": not ddp and strategy.cpu_offload is None,
+    }

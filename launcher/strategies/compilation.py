@@ -17,11 +17,12 @@ def why_eager(device: torch.device | str, *, here: bool = False) -> str | None:
     device = torch.device(device)
     if device.type != "cuda":
         return "the ranks compute on CPUs, where it takes minutes and needs g++"
-    return _missing(device) if here else None
+    return missing_for_triton(device) if here else None
 
 
-def _missing(device: torch.device) -> str | None:
-    """What Triton lacks on this machine: it compiles a small C module for Python."""
+def missing_for_triton(device: torch.device) -> str | None:
+    """What Triton lacks on this machine, where it compiles a small C module for Python; None if it
+    can compile kernels for this GPU."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):

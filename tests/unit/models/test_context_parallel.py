@@ -40,7 +40,9 @@ def test_models_that_cannot_share_rows_are_refused_by_name():
     assert refusal("llama", 3) == (
         f"{key}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"
     )
-    assert refusal("llama", attention="eager").startswith(f"{key}needs model.attention: sdpa")
+    assert refusal("llama", attention="eager").startswith(
+        f"{key}the attention of LlamaForCausalLM cannot be divided here"
+    )
     assert "layers (linear_attention) that carry information" in refusal("qwen3_next")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert "LlamaForCausalLM scales rotary positions (dynamic)" in refusal(
@@ -53,7 +55,7 @@ def test_packed_rows_in_bfloat16_on_cpus_are_refused():
     isolate_documents(
         model, sequence_length=32, device=torch.device("cpu"), compute_dtype=torch.bfloat16
     )
-    with pytest.raises(RecipeError, match="float32 on CPUs"):
+    with pytest.raises(RecipeError, match="in float32 on CPUs"):
         share_rows(model, SimpleNamespace(size=lambda: 2), sequence_length=32)
 
 
