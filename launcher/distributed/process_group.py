@@ -29,6 +29,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device type. Objects are exchanged over gloo, which neither waits for a device nor needs an
 NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU
 offload."""
+CONNECTED_RANKS = 64
+"""Most ranks of which gloo connects every pair when a group is created. Each of n ranks then reads
+n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
@@ -198,10 +201,12 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _choose_gloo_interface(environment: Environment) -> None:
+def _prepare_gloo(environment: Environment) -> None:
     """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one or it
     is the loopback. By default gloo uses the address of this machine's own name, which may not
-    exist or not be reachable."""
+    exist or not be reachable. Many ranks connect when they first exchange data."""
+    if environment.world_size > CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
         name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
         if name not in (None, "lo"):
@@ -222,7 +227,7 @@ def process_group(
         store = HashStore()
     else:
         store = _meet(environment, seconds=init_timeout)
-        _choose_gloo_interface(environment)
+        _prepare_gloo(environment)
     chosen = choose_device(environment, store, device)
     rank, size = environment.rank, environment.world_size
     dist.init_process_group(

@@ -315,11 +315,11 @@ def test_gloo_uses_the_interface_to_the_other_nodes(monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     assert process_group.interface_to("127.0.0.1") == "lo"
     assert process_group.interface_to("no.such.host.invalid") is None
-    process_group._choose_gloo_interface(environment)
+    process_group._prepare_gloo(environment)
     assert variables == {}, "on one machine the choice is left to gloo"
     monkeypatch.setattr(process_group, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
-    process_group._choose_gloo_interface(environment)
+    process_group._prepare_gloo(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "ib0"}
     variables["GLOO_SOCKET_IFNAME"] = "eth7"
-    process_group._choose_gloo_interface(environment)
+    process_group._prepare_gloo(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "eth7"}, "the value of the user must be kept"
