@@ -1,8 +1,9 @@
 """Trains one tiny model in many configurations on up to four ranks, and in the plain loop.
 
-    torchrun --nproc-per-node 4 equivalence_worker.py FOLDER
+    torchrun --nproc-per-node 4 equivalence_worker.py FOLDER PART
 
-Reads train.jsonl from FOLDER and writes losses, gradient norms and deviations to results.json.
+PART is one of PARTS. Reads train.jsonl from FOLDER and writes losses, gradient
+norms and deviations to results.json.
 """
 
 import dataclasses
@@ -254,10 +255,7 @@ def skip_one_sync(training):
     wrapped.micro_batch = micro_batch
 
 
-def main(folder):
-    # Chunks of 16 vocabulary entries; the plain loop computes the loss from the full logits
-    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
-    worker = Worker(folder)
+def compare_strategies(worker):
     train = worker.train
     for strategy, overrides in STRATEGIES.items():
         for ranks, ways in SYNCS.items():
@@ -289,11 +287,36 @@ def main(folder):
     train(
         "hybrid 2x2 held back", [*hybrid, "strategy.sync_every_micro_batch=false"], accumulation=2
     )
+    for ranks in (1, 2, 4):
+        train(f"ZeRO-1 ranks={ranks}", ZERO, ranks=ranks, accumulation=2)
+    evaluations(worker)
+    # Injected faults come last, because they patch the launcher
+    for strategy, overrides in STRATEGIES.items():
+        train(
+            f"mutation: held back {strategy}",
+            [*overrides, "strategy.sync_every_micro_batch=false"],
+            ranks=2,
+            accumulation=4,
+            mutate=skip_one_sync,
+        )
+    originals = SequenceDataset.loss, StepStatistics.loss_tokens
+    for strategy, overrides in STRATEGIES.items():
+        train(
+            f"mutation: mean of means {strategy}",
+            overrides,
+            ranks=2,
+            accumulation=8,
+            mutate=mean_of_means,
+        )
+        SequenceDataset.loss, StepStatistics.loss_tokens = originals
 
+
+def compare_optimizers(worker):
+    train = worker.train
     optimizer_offload.BUCKET = 2**13
     before = {}
     for name, (overrides, ranks) in OFFLOADED.items():
-        chosen = [override.replace("FOLDER", str(folder)) for override in overrides]
+        chosen = [override.replace("FOLDER", str(worker.folder)) for override in overrides]
         train(name, chosen, ranks=ranks, accumulation=2)
         without = [override for override in overrides if "cpu_offload" not in override]
         if (*without, ranks) not in before:
@@ -301,8 +324,6 @@ def main(folder):
             before[*without, ranks] = worker.results[f"{name} before"]
         worker.results[f"{name} before"] = before[*without, ranks]
 
-    for ranks in (1, 2, 4):
-        train(f"ZeRO-1 ranks={ranks}", ZERO, ranks=ranks, accumulation=2)
     first = {}
     for optimizer, chosen in OPTIMIZERS.items():
         for name, (overrides, ranks) in SHARDINGS.items():
@@ -312,6 +333,9 @@ def main(folder):
                 difference = max((worker.last[k] - first[k]).abs().max().item() for k in first)
                 worker.results[f"{optimizer} {name}"]["from_one_rank"] = difference
 
+
+def compare_precisions_and_models(worker):
+    train = worker.train
     bf16 = ["strategy.mixed_precision={param_dtype: bfloat16, reduce_dtype: float32}"]
     for strategy, overrides in STRATEGIES.items():
         train(f"bfloat16 {strategy}", [*overrides, *bf16], ranks=2, accumulation=2)
@@ -369,26 +393,21 @@ def main(folder):
                     torch.equal(worker.last[k], finals[strategy, "null"][k]) for k in worker.last
                 )
                 worker.results[f"dropout {strategy} {mode}"]["bit_identical"] = same
-    evaluations(worker)
-    # Injected faults come last, because they patch the launcher
-    for strategy, overrides in STRATEGIES.items():
-        train(
-            f"mutation: held back {strategy}",
-            [*overrides, "strategy.sync_every_micro_batch=false"],
-            ranks=2,
-            accumulation=4,
-            mutate=skip_one_sync,
-        )
-    originals = SequenceDataset.loss, StepStatistics.loss_tokens
-    for strategy, overrides in STRATEGIES.items():
-        train(
-            f"mutation: mean of means {strategy}",
-            overrides,
-            ranks=2,
-            accumulation=8,
-            mutate=mean_of_means,
-        )
-        SequenceDataset.loss, StepStatistics.loss_tokens = originals
+
+
+PARTS = {
+    "strategies": compare_strategies,
+    "optimizers": compare_optimizers,
+    "precisions and models": compare_precisions_and_models,
+}
+
+
+def main(folder, part):
+    # Chunks of 16 vocabulary entries; the plain loop computes the loss from the full logits
+    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
+    worker = Worker(folder)
+    worker.train("ddp", STRATEGIES["ddp"])  # also the plain loop, on each rank
+    PARTS[part](worker)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.destroy_process_group()
@@ -483,4 +502,4 @@ def evaluations(worker):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.equivalence_worker import (
     OFFLOADED,
     OPTIMIZERS,
+    PARTS,
     SHARDINGS,
     STEPS,
     SYNCS,
@@ -38,12 +39,21 @@ def write_rows(file, count=53):
             out.write(json.dumps(row) + "\n")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("equivalence")
-    write_rows(folder / "train.jsonl")
-    torchrun(WORKER, folder, ranks=4, timeout=300).check()
-    return json.loads((folder / "results.json").read_text())
+def launch(part):
+    """A fixture: what the worker stores for this part of the comparisons."""
+
+    @pytest.fixture(scope="module")
+    def results(tmp_path_factory):
+        folder = tmp_path_factory.mktemp("equivalence")
+        write_rows(folder / "train.jsonl")
+        torchrun(WORKER, folder, part, ranks=4, timeout=300).check()
+        return json.loads((folder / "results.json").read_text())
+
+    return results
+
+
+# Launches of less than a minute, which a loaded machine does not stretch to their time limit
+strategies, optimizers, others = map(launch, PARTS)
 
 
 def deviation(measured, expected):
@@ -64,8 +74,8 @@ def assert_same(note, plain, *, loss, norm, final=None):
         assert note["final"] <= final, f"final weights differ by {note['final']:.1e}"
 
 
-def test_plain_loop_learns(results):
-    losses = results["plain"]["losses"]
+def test_plain_loop_learns(strategies):
+    losses = strategies["plain"]["losses"]
     assert losses[0] > 4.0, "the initial loss should be about ln 64"
     assert losses[-1] < 0.97 * losses[0]
 
@@ -95,51 +105,51 @@ FLOAT32 = [
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_float32_training_matches_plain_loop(results, name):
-    assert_same(results[name], results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+def test_float32_training_matches_plain_loop(strategies, name):
+    assert_same(strategies[name], strategies["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_optimizer_is_independent_of_sharding(results, optimizer, sharding):
+def test_optimizer_is_independent_of_sharding(optimizers, optimizer, sharding):
     """Stochastic rounding draws the same numbers, and no int8 block is split between ranks."""
-    reference = results[f"{optimizer} ddp ranks=1"]
-    assert_same(results[f"{optimizer} {sharding}"], reference, loss=2e-6, norm=1e-5)
+    reference = optimizers[f"{optimizer} ddp ranks=1"]
+    assert_same(optimizers[f"{optimizer} {sharding}"], reference, loss=2e-6, norm=1e-5)
     assert reference["losses"][-1] < reference["losses"][0]
     if optimizer == "muon":
-        assert results[f"{optimizer} {sharding}"]["from_one_rank"] <= 1e-6
+        assert optimizers[f"{optimizer} {sharding}"]["from_one_rank"] <= 1e-6
     assert reference["final"] > 1e-5, "the optimizer behaved like AdamW in float32"
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offloaded_optimizer_state_is_bit_identical(results, name):
+def test_offloaded_optimizer_state_is_bit_identical(optimizers, name):
     """The state is split into several buckets, which share buffers in turn."""
-    offloaded, before = results[name], results[f"{name} before"]
+    offloaded, before = optimizers[name], optimizers[f"{name} before"]
     assert offloaded["losses"] == before["losses"]
     assert offloaded["norms"] == before["norms"]
     assert offloaded["final"] == before["final"]
     if "int8" not in name and "sgd" not in name:
-        assert_same(offloaded, results["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+        assert_same(offloaded, optimizers["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
 
-def test_initial_weights_are_bit_identical_on_any_ranks(results):
-    notes = {name: note for name, note in results.items() if name.startswith("initial ")}
+def test_initial_weights_are_bit_identical_on_any_ranks(others):
+    notes = {name: note for name, note in others.items() if name.startswith("initial ")}
     assert len(notes) == 10
     assert {note["digest"] for note in notes.values()} == {notes["initial ddp ranks=1"]["digest"]}
     assert {note["collectives"] for note in notes.values()} == {0}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
-def test_bfloat16_training_matches_plain_loop(results, strategy):
-    assert_same(results[f"bfloat16 {strategy}"], results["plain"], loss=1e-3, norm=2e-2)
-    assert (
-        deviation(results[f"bfloat16 {strategy}"]["losses"], results["plain"]["losses"]) > 1e-7
-    ), "the run computed in float32"
+def test_bfloat16_training_matches_plain_loop(others, strategy):
+    assert_same(others[f"bfloat16 {strategy}"], others["plain"], loss=1e-3, norm=2e-2)
+    assert deviation(others[f"bfloat16 {strategy}"]["losses"], others["plain"]["losses"]) > 1e-7, (
+        "the run computed in float32"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload", "ZeRO-1"])
-def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
-    smooth, overflow = results[f"float16 {strategy}"], results[f"overflow {strategy}"]
+def test_float16_overflow_on_one_rank_skips_the_step_on_all(others, strategy):
+    smooth, overflow = others[f"float16 {strategy}"], others[f"overflow {strategy}"]
     assert smooth["skipped"] == [0, 0, 0, 0, 0, 0]
     assert overflow["skipped"] == [0, 0, 0, 1, 0, 0], (
         "rank 0 must skip the step because of the overflow on rank 1"
@@ -151,12 +161,12 @@ def test_float16_overflow_on_one_rank_skips_the_step_on_all(results, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "offload"])
-def test_auxiliary_loss_of_experts_matches_ddp(results, strategy):
+def test_auxiliary_loss_of_experts_matches_ddp(others, strategy):
     """Rows differ in length, and each of two ranks has two micro-batches."""
     ddp, other, without = (
-        results["experts ddp"],
-        results[f"experts {strategy}"],
-        results["experts without"],
+        others["experts ddp"],
+        others[f"experts {strategy}"],
+        others["experts without"],
     )
     assert deviation(other["losses"], ddp["losses"]) <= 1e-5
     assert deviation(other["norms"], ddp["norms"]) <= 1e-5
@@ -172,20 +182,20 @@ def test_auxiliary_loss_of_experts_matches_ddp(results, strategy):
 @pytest.mark.parametrize(
     "mode", ["{mode: full}", "{mode: selective}", "{mode: selective, budget: 0.6}"]
 )
-def test_dropout_is_bit_identical_under_checkpointing(results, strategy, mode):
+def test_dropout_is_bit_identical_under_checkpointing(others, strategy, mode):
     assert (
-        results[f"dropout {strategy} {mode}"]["losses"]
-        == results[f"dropout {strategy} null"]["losses"]
+        others[f"dropout {strategy} {mode}"]["losses"]
+        == others[f"dropout {strategy} null"]["losses"]
     )
-    assert results[f"dropout {strategy} {mode}"]["bit_identical"]
+    assert others[f"dropout {strategy} {mode}"]["bit_identical"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("packing", [True, False])
-def test_evaluation_counts_each_token_once(results, ranks, packing):
-    note = results[f"evaluation ranks={ranks} packing={packing}"]
+def test_evaluation_counts_each_token_once(strategies, ranks, packing):
+    note = strategies[f"evaluation ranks={ranks} packing={packing}"]
     loss, tokens = note["evaluation"]
-    expected_loss, expected_tokens = results["plain"]["evaluation"]
+    expected_loss, expected_tokens = strategies["plain"]["evaluation"]
     assert tokens == expected_tokens
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert note["sequences"] < 53 if packing else note["sequences"] == 53
@@ -193,11 +203,11 @@ def test_evaluation_counts_each_token_once(results, ranks, packing):
 
 @pytest.mark.parametrize("mutation", ["mean of means", "held back"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
-def test_planted_faults_are_detected(results, mutation, strategy):
+def test_planted_faults_are_detected(strategies, mutation, strategy):
     with pytest.raises(AssertionError):
         assert_same(
-            results[f"mutation: {mutation} {strategy}"],
-            results["plain"],
+            strategies[f"mutation: {mutation} {strategy}"],
+            strategies["plain"],
             loss=1e-5,
             norm=1e-5,
             final=1e-5,
