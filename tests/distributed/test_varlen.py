@@ -58,3 +58,13 @@ def test_losses_match_with_two_head_sizes(results):
     calls = results["latent fsdp"]["calls"]
     assert calls["forward"] == calls["backward"] > 0
     assert_same_losses(results["latent fsdp"], results["latent document by document"])
+
+
+def test_losses_match_if_ranks_share_rows(results):
+    assert results["shared rows"]["calls"]["backward"] > 0
+    assert_same_losses(results["shared rows"], results["document by document"])
+    note, expected = results["bfloat16, shared rows"], results["bfloat16"]
+    assert note["calls"]["backward"] > 0
+    assert note["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert note["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+    assert note["losses"] != results["shared rows"]["losses"]

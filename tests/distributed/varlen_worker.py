@@ -109,6 +109,12 @@ def main(folder, cases):
     results["latent fsdp"] = train(
         folder, ["strategy.kind=fsdp", "activation_checkpointing={mode: selective}", *latent], ranks
     )
+    attention._has_kernel = lambda model, device, compute_dtype: True  # in bfloat16 too
+    shared = [*STRATEGIES["fsdp"], "strategy.context_parallel_size=2"]
+    bfloat16 = ["strategy.mixed_precision={param_dtype: bfloat16}"]
+    results["shared rows"] = train(folder, shared, ranks)
+    results["bfloat16"] = train(folder, [*STRATEGIES["fsdp"], *bfloat16], ranks)
+    results["bfloat16, shared rows"] = train(folder, [*shared, *bfloat16], ranks)
     if ranks.rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -235,7 +235,19 @@ ncclResult_t ncclBroadcast(const void *send, void *receive, size_t count, ncclDa
   return ncclSuccess;
 }
 
-// Parts of an all-to-all: only logged.
+ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
+                          struct CUstream_st *stream) {
+  size_t part = count * width(type), size = part * comm->ranks;
+  if (!has_values("all_to_all", comm, size)) return ncclSuccess;
+  char *all = malloc(size * comm->ranks);
+  if (exchange(comm, send, all, size))
+    for (int rank = 0; rank < comm->ranks; rank++)
+      memcpy((char *)receive + rank * part, all + rank * size + comm->rank * part, part);
+  free(all);
+  return ncclSuccess;
+}
+
+// Parts of an all-to-all with uneven parts, or of any before NCCL 2.28: only logged.
 ncclResult_t ncclSend(const void *send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       struct CUstream_st *stream) {
   has_values("send", comm, count * width(type));

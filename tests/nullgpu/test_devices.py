@@ -71,6 +71,9 @@ assert gathered.tolist() == [1.0, 2.0]
 scattered = torch.empty(1, device="cuda")
 dist.reduce_scatter_tensor(scattered, torch.tensor([1.0 + rank, 3.0]).cuda())
 assert scattered.item() == (3.0 if rank == 0 else 6.0), scattered
+exchanged = torch.empty(2, device="cuda")
+dist.all_to_all_single(exchanged, torch.tensor([10.0 * rank, 10.0 * rank + 1]).cuda())
+assert exchanged.tolist() == [rank, 10.0 + rank]
 sent = torch.tensor([7.0 if rank == 1 else 0.0]).cuda()
 dist.broadcast(sent, src=1)
 assert sent.item() == 7.0

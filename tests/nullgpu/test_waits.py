@@ -48,6 +48,7 @@ TO_HOST = [
     "activation_checkpointing={mode: full, offload_to_cpu: true}",
     "model.config.num_hidden_layers=4",
 ]
+SHARED = ["strategy.context_parallel_size=2", "run.max_steps=12"]
 REDUCE_ONCE = ["strategy.sync_every_micro_batch=false"]
 STEADY = 7
 """First steady step. Earlier steps allocate memory, reorder DDP's buckets and pin memory for
@@ -151,6 +152,7 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
             "offload_packed": [*OFFLOAD, *REDUCE_ONCE, "logging.every_steps=1"],
             "activations_on_the_host": [*TO_HOST, "logging.every_steps=1"],
             "state_on_the_host": [STATE, "logging.every_steps=1"],
+            "shared": SHARED,
         },
         ranks=2,
     )
@@ -165,8 +167,10 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
             "offload_packed": {"each_step": COPY_WAITS, "pageable": True, "every_steps": 1},
             "activations_on_the_host": {"every_steps": 1},
             "state_on_the_host": {"every_steps": 1},
+            "shared": {},
         },
     )
+    check_order(found, ranks=2)
     for parts in found:
         timed = [sum(parts["ddp_padded"].waits(step).values()) for step in range(STEADY, TIMED + 1)]
         assert max(timed) <= 9, f"DDP waits {timed} times for its timers"
@@ -175,6 +179,24 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
         assert any(event.thread != log.main_thread for event in log.of_kind("wait")), (
             "the checkpoint is not copied in a separate thread"
         )
+
+
+def check_order(found, *, ranks):
+    """The ranks launch the collectives of a step in one order. Those of different communicators
+    could otherwise wait for each other for ever."""
+    orders = []
+    for parts in found:
+        calls = [event.arguments for event in parts["shared"].steps()[STEADY]]
+        calls = [
+            call for call in calls if call[0] in ("all_gather", "reduce_scatter", "all_to_all")
+        ]
+        orders.append([(name, of, size) for name, _, of, size in calls])
+    assert all(order == orders[0] for order in orders)
+    names = Counter((name, of) for name, of, _ in orders[0])
+    # Queries, keys, values and outputs, and in the backward pass their gradients, in four
+    # micro-batches
+    assert names["all_to_all", "ranks=2"] == 4 * LAYERS * 2 * 4
+    assert names["all_gather", f"ranks={ranks}"] > 2 * LAYERS
 
 
 def check_contexts(gpus):
@@ -206,9 +228,14 @@ def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
 
 
 @pytest.mark.long
-def test_hybrid_sharding_has_no_unexpected_waits(null_gpus, tmp_path):
+@pytest.mark.parametrize(
+    "training", [{"packed": ["strategy.replicate=2"]}, {"shared": SHARED}], ids=["hybrid", "shared"]
+)
+def test_groups_of_four_ranks_have_no_unexpected_waits(null_gpus, tmp_path, training):
+    """One training for each process: in a second one, split_group of torch 2.13 crashes here."""
     gpus = null_gpus(count=4)
-    check(
-        run_trainings(tmp_path, gpus, {"packed": ["strategy.replicate=2"]}, ranks=4), {"packed": {}}
-    )
+    found = run_trainings(tmp_path, gpus, training, ranks=4)
+    check(found, {name: {} for name in training})
+    if "shared" in training:
+        check_order(found, ranks=4)
     check_contexts(gpus)
