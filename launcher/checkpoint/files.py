@@ -233,7 +233,7 @@ def read_marker(path: Path) -> Marker:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
+        problem = ": ".join(filter(None, (f"{MARKER} cannot be read", where, first["msg"])))
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if (version := json.loads(content)["format"]) != FORMAT:
                 problem = f"{_OTHER_VERSION}: it has format {str(version)[:20]}, and this version "
