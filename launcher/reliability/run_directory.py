@@ -51,8 +51,8 @@ class RunFolder:
         self._written = 0.0
         self._unwritten: str | None = None
         self._event_lines = Lines(self.events)
-        self._begun: float | None = None
-        """When this process noted its start."""
+        self._found: Json | None = None
+        """status.json when this process noted its start."""
         self._writing = threading.Lock()
         self._attempt: int | None = None
         self._ranks: int | None = None
@@ -91,7 +91,7 @@ class RunFolder:
         self, environment: Environment, overrides: Sequence[str] = (), *, from_scratch: bool = False
     ) -> None:
         """Notes the event `started`, with the arguments of this start."""
-        self._begun = time.time()
+        self._found = self.read_status()
         self.note(
             "started",
             overrides=list(overrides),
@@ -228,9 +228,7 @@ class RunFolder:
     def _has_ended(self) -> bool:
         """Whether status.json has the end of this process's start."""
         status = self.read_status()
-        if self._begun is None or status.get("state") not in ("failed", "stopped"):
-            return False
-        return bool((status.get("time") or 0.0) >= self._begun)
+        return self._found not in (None, status) and status.get("state") in ("failed", "stopped")
 
     def _replace_status(self, status: Json) -> None:
         try:
