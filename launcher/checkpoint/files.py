@@ -245,6 +245,16 @@ def read_marker(path: Path) -> Marker:
     raise DamagedCheckpointError(path, problem)
 
 
+def why_not_resumed(path: Path, problem: str) -> str:
+    """Why a path in checkpoint.resume cannot be resumed from. problem: of the checkpoint there."""
+    if not path.is_dir():
+        return "does not exist"
+    if (path / MARKER).exists() or _NAME.fullmatch(path.name):
+        return f"cannot be resumed from: {problem}"
+    known = [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    return "is not a checkpoint" + (f"; one is {known[-1]}" if known else "")
+
+
 def _not_read(name: str, error: OSError) -> str:
     text = f"{name} cannot be read: {error.strerror}"
     return text if isinstance(error, FileNotFoundError) else Unreadable(text)
