@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # until the handlers exist: the imports below take time
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    )
 if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     # Started as a file: its folder would come before the standard library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)

@@ -141,6 +141,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
     from transformers import GenerationConfig
 
     wanted, adapter = _dtype(dtype), (source / ADAPTER_CONFIG).is_file()
+    _read_object(source / (ADAPTER_CONFIG if adapter else "config.json"))
     with appearing(out) as scratch:
         if adapter and merged:
             stored = open_exported_weights(source)
@@ -165,11 +166,23 @@ def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bo
     written = ((name, stored.read(name), dtype or tensor.dtype) for name, tensor in tensors)
     write_tensors(scratch, written, adapter=adapter)
     if not adapter and dtype is not None:
-        config = json.loads((source / "config.json").read_text())
+        config = _read_object(source / "config.json")
         nested = [part for part in config.values() if isinstance(part, dict) and "dtype" in part]
         for part in [config, *nested]:
             part["dtype"] = str(dtype).removeprefix("torch.")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _read_object(file: Path) -> Json:
+    try:
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise RecipeError(f"export: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"export: {file} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise RecipeError(f"export: {file} is damaged: it must hold an object")
+    return value
 
 
 def _open_adapter(source: Path) -> StoredTensors:
@@ -182,10 +195,10 @@ def open_exported_weights(source: Path) -> StoredModel:
     """The model in an exported folder; an adapter is merged into its base model. Raises RecipeError
     if the weights cannot be read or do not fit the model."""
     if not (source / ADAPTER_CONFIG).is_file():
-        config = json.loads((source / "config.json").read_text())
+        config = _read_object(source / "config.json")
         model, checkpoint = _open_model(str(source), str(config.get("architectures")))
         return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype())
-    settings: Json = json.loads((source / ADAPTER_CONFIG).read_text())
+    settings = _read_object(source / ADAPTER_CONFIG)
     base = settings.get("base_model_name_or_path")
     if not base:
         where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"
@@ -194,7 +207,7 @@ def open_exported_weights(source: Path) -> StoredModel:
     model, checkpoint = _open_model(
         base,
         "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "",
-        labels=list(json.loads(labels.read_text()).values()) if labels.is_file() else None,
+        labels=list(_read_object(labels).values()) if labels.is_file() else None,
     )
     stored = _open_adapter(source)
     read_base, aliases = checkpoint.reader(), adapted_ties(model, adapted_weights(stored.tensors))

@@ -233,7 +233,7 @@ def read_marker(path: Path) -> Marker:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        problem = f"{MARKER} cannot be read: {where}: {first['msg']}"
+        problem = ": ".join(filter(None, (f"{MARKER} cannot be read", where, first["msg"])))
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if (version := json.loads(content)["format"]) != FORMAT:
                 problem = f"{_OTHER_VERSION}: it has format {str(version)[:20]}, and this version "
@@ -243,6 +243,16 @@ def read_marker(path: Path) -> Marker:
             return marker
         problem = f"{MARKER} is that of step {marker.step}"
     raise DamagedCheckpointError(path, problem)
+
+
+def why_not_resumed(path: Path, problem: str) -> str:
+    """Why a path in checkpoint.resume cannot be resumed from. problem: of the checkpoint there."""
+    if not path.is_dir():
+        return "does not exist"
+    if (path / MARKER).exists() or _NAME.fullmatch(path.name):
+        return f"cannot be resumed from: {problem}"
+    known = [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    return "is not a checkpoint" + (f"; one is {known[-1]}" if known else "")
 
 
 def _not_read(name: str, error: OSError) -> str:

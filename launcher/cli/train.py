@@ -17,7 +17,7 @@ from launcher.cli.app import Overrides, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
-from launcher.reliability.signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
+from launcher.reliability.signals import SAME_REQUEST_SECONDS, STOP_SIGNALS, requests_to_stop
 
 
 def train(
@@ -52,8 +52,8 @@ def train(
     # Under torchrun a stopped run exits with 0; status.json has the outcome, if this start wrote it
     status = run.read_status()
     state = status.get("state") if status != before else None
-    if exit_status == EXIT_DONE and requests.first is not None and state is None:
-        state = "stopped"  # before a rank had taken the folder
+    if exit_status == EXIT_DONE and requests.first is not None and state in (None, "running"):
+        state = "stopped"  # before a rank had taken the folder, or could write that
     return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status
 
 
@@ -62,22 +62,23 @@ class _Requests:
     kill them after 30 seconds. A second SIGINT, more than two seconds later, kills them at once.
 
     Signals stay blocked from now on, in the ranks too: one that arrives before a rank has its
-    handlers is not lost.
+    handlers is not lost. torchrun would also end the ranks on SIGHUP under nohup.
     """
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         """The first request."""
+        self._requests = requests_to_stop()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         threading.Thread(target=self._forward, name="signals", daemon=True).start()
 
     def _forward(self) -> None:
         since, signaled = 0.0, set[int]()
         while True:
-            arrived = signal.sigtimedwait(STOP_SIGNALS, 0.2)
+            arrived = signal.sigtimedwait(self._requests, 0.2)
             if arrived is not None and self.first is None:
                 self.first, since = signal.Signals(arrived.si_signo), time.monotonic()
-                print(f"{self.first.name}: the ranks save and stop", file=sys.stderr, flush=True)
+                _say(f"{self.first.name}: the ranks save and stop")
             elif arrived is not None and arrived.si_signo == signal.SIGINT:
                 if time.monotonic() - since > SAME_REQUEST_SECONDS:
                     self._kill()
@@ -87,10 +88,16 @@ class _Requests:
                 _send(new, self.first)
 
     def _kill(self) -> NoReturn:
-        text = "SIGINT again: the ranks are killed; steps since the last checkpoint are lost"
-        print(text, file=sys.stderr, flush=True)
+        _say("SIGINT again: the ranks are killed; steps since the last checkpoint are lost")
         _send(_ranks(), signal.SIGKILL)
         os._exit(EXIT_FAILED)
+
+
+def _say(text: str) -> None:
+    """Prints to standard error, whose reader may be gone or whose disk may be full: the request
+    must be passed on in any case."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _ranks() -> list[int]:

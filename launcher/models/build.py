@@ -193,7 +193,9 @@ def _refusals(folder: Path | None, attention: str) -> Iterator[None]:
         key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
-        if isinstance(error, KeyError):  # a value that it looks up, such as hidden_act
+        if isinstance(error, KeyError) and " " in what:  # a message: str() puts it in quotes
+            what = str(error.args[0])
+        elif isinstance(error, KeyError):  # a value that it looks up, such as hidden_act
             what = f"it knows no {what}"
         if "trust_remote_code" in str(error):
             what = f"{folder} needs its own Python code, which is not run by default: if you have "

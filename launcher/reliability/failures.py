@@ -217,7 +217,7 @@ class FailureWatch:
         torchrun's agent. If memory ran out, the suggestions of the memory plan follow. All ranks
         end with `status`."""
         self._print(text)
-        step = self.progress.step
+        step = self._last_step()
         noted = account.noted if account is not None else {}
         try:
             self.run.write_status("failed", step=step, reason=reason, error=text)
@@ -236,6 +236,10 @@ class FailureWatch:
             with contextlib.suppress(OSError, TrainingError):
                 self.run.write_status("failed", step=step, reason=reason, error=text)
         self._set_reported(status)
+
+    def _last_step(self) -> int:
+        """Until this start has loaded its checkpoint, that of the start before."""
+        return self.progress.step or self.run.last_step()
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
@@ -262,7 +266,7 @@ class FailureWatch:
         return status
 
     def _cause(self, error: BaseException) -> Cause:
-        name, step = self._names([self.rank]), self.progress.step + 1
+        name, step = self._names([self.rank]), self._last_step() + 1
         if isinstance(error, TrainingError):
             return error.reason, f"failed after step {step - 1}: {error}", None
         if isinstance(error, RecipeError):
@@ -349,7 +353,7 @@ class FailureWatch:
             self.report_lost(self.neighbours.lost())
         if not self.claim():
             self.end(self.wait_for_report())
-        step = self.progress.step
+        step = self._last_step()
         self._print(f"stopped by {source} before the first step: there is nothing to save")
         with contextlib.suppress(OSError, TrainingError):
             self.run.write_status("stopped", step=step, reason=source)

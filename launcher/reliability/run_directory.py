@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,9 @@ class RunFolder:
         self._written = 0.0
         self._unwritten: str | None = None
         self._event_lines = Lines(self.events)
+        self._found: Json | None = None
+        """status.json when this process noted its start."""
+        self._writing = threading.Lock()
         self._attempt: int | None = None
         self._ranks: int | None = None
 
@@ -87,6 +91,7 @@ class RunFolder:
         self, environment: Environment, overrides: Sequence[str] = (), *, from_scratch: bool = False
     ) -> None:
         """Notes the event `started`, with the arguments of this start."""
+        self._found = self.read_status()
         self.note(
             "started",
             overrides=list(overrides),
@@ -200,23 +205,37 @@ class RunFolder:
         error: str | None = None,
         **more: Any,
     ) -> None:
-        """Replaces status.json. An OSError is a warning: training continues on a full disk."""
+        """Replaces status.json. An OSError is a warning: training continues on a full disk.
+
+        `running` does not replace the end of this start: a watchdog writes that while the training
+        loop, of this rank or another one, may still run for a moment.
+        """
         status = {"state": state, "step": step, "reason": reason, "error": error, **more}
         status["time"] = time.time()
         self._written = time.monotonic()
         try:
             self.check()
-            try:
-                replace_text(self._status, json.dumps(status, indent=1) + "\n")
-            except OSError:  # perhaps it fits with a shorter error
-                short = {k: v[:400] if isinstance(v, str) else v for k, v in status.items()}
-                replace_text(self._status, json.dumps(short, indent=1) + "\n")
+            with self._writing:
+                if state != "running" or not self._has_ended():
+                    self._replace_status(status)
         except OSError as problem:
             if self._unwritten != str(problem):
                 logger.warning(f"{self._status} cannot be written: {problem.strerror}")
             self._unwritten = str(problem)
         else:
             self._unwritten = None
+
+    def _has_ended(self) -> bool:
+        """Whether status.json has the end of this process's start."""
+        status = self.read_status()
+        return self._found not in (None, status) and status.get("state") in ("failed", "stopped")
+
+    def _replace_status(self, status: Json) -> None:
+        try:
+            replace_text(self._status, json.dumps(status, indent=1) + "\n")
+        except OSError:  # perhaps it fits with a shorter error
+            short = {k: v[:400] if isinstance(v, str) else v for k, v in status.items()}
+            replace_text(self._status, json.dumps(short, indent=1) + "\n")
 
     def note_step(self, step: int, **more: Any) -> None:
         """Writes the step to status.json, every few seconds."""

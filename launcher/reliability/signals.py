@@ -1,4 +1,5 @@
-"""Requests to stop: SIGTERM (torchrun, Slurm), SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning)."""
+"""Requests to stop: SIGTERM (torchrun, Slurm), SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning), SIGHUP
+(a closed terminal)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError
 from launcher.reliability.lock import process_start
 from launcher.reliability.run_directory import RunFolder
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
 """A request may arrive twice: directly, and through torchrun's agent."""
 _START_SECONDS = 20.0
@@ -26,6 +27,12 @@ _START_SECONDS = 20.0
 _rank: int | None = None
 """Process id of this rank, while a StopRequest is active."""
 _forked_by_main = False
+
+
+def requests_to_stop() -> list[signal.Signals]:
+    """The signals that are requests: not SIGHUP under nohup, which makes a process ignore it."""
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not under_nohup]
 
 
 def _before_fork() -> None:
@@ -42,7 +49,7 @@ def _in_forked_process() -> None:
     if _rank is None:
         return
     rank, _rank = _rank, None
-    for number in STOP_SIGNALS:
+    for number in requests_to_stop():
         signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -70,6 +77,7 @@ class StopRequest:
         self.watched = threading.Event()
         """The watchdog runs and acts on requests, or there is no rank any more."""
         self._first: float | None = None
+        self._requests = requests_to_stop()
         self._handlers: dict[int, Any] = {}
 
     def requested(self) -> bool:
@@ -83,7 +91,7 @@ class StopRequest:
 
     def look(self) -> None:
         """Reads the signals that arrived; from any thread."""
-        while (arrived := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
+        while (arrived := signal.sigtimedwait(self._requests, 0)) is not None:
             self._note(signal.Signals(arrived.si_signo))
 
     def _note(self, number: signal.Signals) -> None:
@@ -98,7 +106,7 @@ class StopRequest:
         global _rank
         self._outer, _rank = _rank, os.getpid()
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        for number in STOP_SIGNALS:  # the kernel discards signals that are ignored
+        for number in self._requests:  # the kernel discards signals that are ignored
             handler = lambda number, _: self._note(signal.Signals(number))  # noqa: E731
             self._handlers[number] = signal.signal(number, handler)
         return self
@@ -159,7 +167,8 @@ class StartGuard:
 def report_stop_at_start(run: RunFolder | None, source: str) -> None:
     """Reports that nothing was trained. `run` is None if this process has not taken a folder."""
     text = f"stopped by {source} before the first step: there is nothing to save"
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the reader of the console may be gone
+        print(text, file=sys.stderr, flush=True)
     if run is not None:
         with contextlib.suppress(OSError, TrainingError):
             step = run.last_step()

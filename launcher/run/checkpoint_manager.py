@@ -149,7 +149,7 @@ class CheckpointManager:
         path = Path(resume)
         problem = verify_together(path, group=self._group)
         if problem is not None:
-            raise RecipeError(f"checkpoint.resume: {path} cannot be resumed from: {problem}")
+            raise RecipeError(f"checkpoint.resume: {path} {files.why_not_resumed(path, problem)}")
         return path
 
     def due(self, step: int) -> bool:

@@ -364,8 +364,10 @@ class TrainingRun:
             return
         with self._progress.slow("checkpoint"):
             checkpoints.finish()
-        if not finished and checkpoints.saved_step != self._progress.step:
-            what = "the run was asked to stop, and the final checkpoint could not be saved"
+        exports = finished and self._recipe.checkpoint.export is not None
+        if checkpoints.saved_step != self._progress.step and not exports:
+            what = "the last step was trained" if finished else "the run was asked to stop"
+            what += ", and the final checkpoint could not be saved"
             raise TrainingError(f"{what}: {checkpoints.trouble}", reason="checkpoint_failed")
         self._reporter.warn(checkpoints.trouble)
 

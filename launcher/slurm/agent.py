@@ -81,7 +81,8 @@ def run(command: Sequence[str]) -> int:
         if arrived in _REQUESTS and not stopping:
             stopping = True
             name = signal.Signals(arrived).name
-            print(f"{name}: the ranks on {address(None)} save and stop", flush=True)
+            with contextlib.suppress(OSError):  # a full disk must not lose the request
+                print(f"{name}: the ranks on {address(None)} save and stop", flush=True)
         for rank in set(listeners(child.pid)) - signaled if stopping else ():
             signaled.add(rank)
             with contextlib.suppress(ProcessLookupError):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from launcher.checkpoint.files import (
     newest_valid,
     prune,
     verify,
+    why_not_resumed,
 )
 from launcher.checkpoint.resume import choose_resume
 from launcher.errors import RecipeError
@@ -105,6 +107,20 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, damage, messages):
     (message,) = messages()
     assert str(newest) in message
     assert expected in message
+
+
+def test_a_path_to_resume_from_that_is_no_checkpoint_is_named(tmp_path):
+    write(tmp_path / "run" / "checkpoints", 20)
+    (tmp_path / "run" / "checkpoints" / "step_00000030").mkdir()
+    (tmp_path / "data").mkdir()
+    for name, why in {
+        "run/checkpoints/step_00000020": "cannot be resumed from: x",
+        "run/checkpoints/step_00000040": "does not exist",
+        "run": "is not a checkpoint; one is .*/step_00000030",
+        "run/checkpoints": "is not a checkpoint; one is .*/step_00000030",
+        "data": "is not a checkpoint",
+    }.items():
+        assert re.fullmatch(why, why_not_resumed(tmp_path / name, "x")), name
 
 
 def test_no_valid_checkpoint_raises(tmp_path):

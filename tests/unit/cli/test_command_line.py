@@ -1,6 +1,7 @@
 """The `launcher` command: help, options in both styles, shell completion, start of ranks."""
 
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -121,6 +122,33 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
         train, "_run_agent", lambda arguments: run.write_status("stopped", step=9) or 0
     )
     assert main(command) == 75
+    # A rank that is asked to stop at the start may end while another thread writes `running`
+    monkeypatch.setattr(train, "_Requests", lambda: types.SimpleNamespace(first=signal.SIGINT))
+    monkeypatch.setattr(
+        train, "_run_agent", lambda arguments: run.write_status("running", step=0) or 0
+    )
+    assert main(command) == 75
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_a_request_to_stop_reaches_the_ranks_though_the_console_is_gone():
+    """As after `launcher train ... 2>&1 | tee log` and Ctrl-C, which ends tee first, or after the
+    end of an ssh connection. Under nohup, the latter is no request, also where torchrun has set a
+    handler."""
+    code = (
+        "import os, signal, subprocess, sys; from launcher.cli.train import _Requests\n"
+        "rank = subprocess.Popen(['sleep', '120'])\n"
+        "nohup = len(sys.argv) > 1 and signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "_Requests(); signal.signal(signal.SIGHUP, lambda *_: rank.kill())\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+        "if len(sys.argv) > 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os._exit(-rank.wait(60))"
+    )
+    for arguments, expected in ((), signal.SIGHUP), (("nohup",), signal.SIGTERM):
+        command = [sys.executable, "-c", code, *arguments]
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(command, stderr=full, timeout=300, check=False)
+        assert ended.returncode == expected
 
 
 def test_train_starts_ranks(folder, monkeypatch, capsys):

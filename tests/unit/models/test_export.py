@@ -481,6 +481,13 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
     assert "has no adapter to merge" in error_of(run, out, "merged=true")
+    for damaged, problem in {"{": "Expecting property", "[]": "it must hold an object"}.items():
+        for name, words in (("config.json", ()), ("adapter_config.json", ("merged=true",))):
+            (run / "hf" / name).write_text(damaged)
+            message = f"{run}/hf/{name} is damaged: {problem}"
+            assert message in error_of(run, out, *words)
+            (run / "hf" / name).unlink()
+    assert "hf/config.json cannot be read: No such file" in error_of(run, out, "dtype=bfloat16")
     dtypes = "'int8' is not one of 'bfloat16', 'float16', 'float32'"
     assert dtypes in error_of(run, out, "dtype=int8")
     unknown = "merge=true: not an option of launcher export; did you mean merged?"

@@ -60,6 +60,7 @@ NEAREST = "matches no parameter; the nearest names are model."
     [
         (llama(num_attention_heads=3), "model.config: transformers refuses it: .*attention heads"),
         (llama(hidden_act="nonsense"), "model.config: transformers refuses it: .*nonsense"),
+        (llama(rope_parameters={"rope_type": "yarn"}), "transformers refuses it: Missing required"),
         (
             llama(hidden_size=12, num_attention_heads=4),
             "model.config.head_dim: must be even for rot",

@@ -110,6 +110,16 @@ def start(tmp_path, monkeypatch):
         rank.watch.__exit__()
 
 
+def test_failure_before_the_checkpoint_is_loaded_keeps_the_last_step(start):
+    rank = start()
+    rank.failures.progress.step = 0
+    rank.run.metrics.write_text('{"step": 10}\n')
+    assert rank.failures.report_exception(ValueError("oops")) == 1
+    status = rank.run.read_status()
+    assert (status["state"], status["step"]) == ("failed", 10)
+    assert "failed in step 11: ValueError: oops" in status["error"]
+
+
 def test_killed_neighbour_is_reported_despite_store_errors(start, neighbour):
     rank = start(failing=(1, 3, 4, 12, 13))
     rank.register_neighbour(neighbour)

@@ -4,6 +4,7 @@ import os
 import signal
 import types
 
+from launcher.distributed.environment import Environment
 from launcher.reliability import signals
 from launcher.reliability.run_directory import RunFolder
 
@@ -33,6 +34,19 @@ def test_stop_requests(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_closed_terminal_is_a_request_but_not_under_nohup():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for disposition, request in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
+            signal.signal(signal.SIGHUP, disposition)
+            with signals.StopRequest() as stop:
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert stop.requested() == (request is not None)
+                assert stop.signal == request
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_stop_at_the_start_keeps_the_last_step(tmp_path):
     run = RunFolder(tmp_path)
     run.metrics.write_text('{"step": 10}\n')  # logging.every_steps: 10
@@ -42,3 +56,17 @@ def test_a_stop_at_the_start_keeps_the_last_step(tmp_path):
     run.create("", from_scratch=True)
     signals.report_stop_at_start(run, "SIGTERM")
     assert run.read_status()["step"] == 0
+
+
+def test_the_end_of_a_start_is_not_replaced_by_running(tmp_path):
+    """The training loop may write its status once more while the watchdog of a rank ends it."""
+    run = RunFolder(tmp_path)
+    for end in ("stopped", "failed"):
+        run.note_start(Environment())
+        run.write_status("running", step=1)
+        assert run.read_status()["state"] == "running", "a start replaces the end of the last one"
+        RunFolder(tmp_path).write_status(end, step=1)  # another rank
+        run.write_status("running", step=2)
+        assert run.read_status()["state"] == end
+    run.write_status("stopped", step=3)
+    assert run.read_status()["step"] == 3
