@@ -94,8 +94,7 @@ def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
         tensor = tensors[name]
         copies, copy = ranks, rank
         if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            hybrid = mesh.ndim == 2
+            mesh, hybrid = tensor.device_mesh, tensor.placements[0].is_replicate()
             copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if hybrid else (1, 0)
         load = loads.setdefault(copies, [0] * copies)
         writer = load.index(min(load))

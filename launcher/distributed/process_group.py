@@ -64,6 +64,13 @@ class DataParallel:
             group = mesh.get_group("context")
         return replace(self, context_size=context_size, context_group=group)
 
+    def expert_mesh(self, size: int, *, replicate: int) -> DeviceMesh:
+        """The same ranks as (replicate, shard, expert): neighbours hold different experts, and
+        those along `shard` divide the same ones. Every rank must call this."""
+        members = torch.tensor(dist.get_process_group_ranks(self.group)).view(replicate, -1, size)
+        names = ("replicate", "shard", "expert")
+        return DeviceMesh(self.device.type, members, mesh_dim_names=names)
+
     @property
     def data_rank(self) -> int:
         """The number of this rank's part of a global batch's rows, from 0 to `data_size` - 1."""

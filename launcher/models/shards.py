@@ -10,10 +10,15 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's part of a tensor, and the row (of dimension 0) of the whole where it starts."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    # fully_shard splits dimension 0 like torch.chunk over the mesh's last dimension
-    mesh = tensor.device_mesh
-    chunk = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
-    return tensor.to_local(), min(mesh.get_local_rank(mesh.ndim - 1) * chunk, tensor.shape[0])
+    mesh, first, rows = tensor.device_mesh, 0, tensor.shape[0]
+    # The last dimension of the mesh splits first, like torch.chunk. fully_shard splits what expert
+    # parallelism has left
+    for index in reversed(range(mesh.ndim)):
+        if not tensor.placements[index].is_replicate():
+            chunk = -(-rows // mesh.size(index))
+            begin = min(mesh.get_local_rank(index) * chunk, rows)
+            first, rows = first + begin, min(chunk, rows - begin)
+    return tensor.to_local(), first
 
 
 def copy_local_rows(target: torch.Tensor, values: torch.Tensor, begin: int = 0) -> None:

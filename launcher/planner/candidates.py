@@ -101,7 +101,9 @@ def variants(
         if strategies:
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
-            strategy = _sharing_rows(strategy, written)
+            strategy = _in_groups(strategy, written)
+            if strategy.kind == "ddp" and written.strategy.expert_parallel_size > 1:
+                continue
             recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
@@ -112,10 +114,14 @@ def variants(
     return found
 
 
-def _sharing_rows(strategy: Strategy, written: Recipe) -> Strategy:
-    """The strategy with the written number of ranks that share rows, which is not varied."""
-    size = written.strategy.context_parallel_size
-    return dataclasses.replace(strategy, context_parallel_size=size)
+def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
+    """The strategy with the written numbers of ranks that share rows and that hold different
+    experts, which are not varied."""
+    return dataclasses.replace(
+        strategy,
+        context_parallel_size=written.strategy.context_parallel_size,
+        expert_parallel_size=written.strategy.expert_parallel_size,
+    )
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
@@ -174,7 +180,9 @@ def _strategies(
         offloads[written.strategy.cpu_offload.what] = written.strategy.cpu_offload
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
-    copies = sorted(n for n in {1, written.strategy.replicate, *inside} if machine.ranks % n == 0)
+    unit = written.strategy.expert_parallel_size
+    inside |= {1, written.strategy.replicate}
+    copies = sorted(n for n in inside if machine.ranks % (n * unit) == 0)
     reshards = [True, False] if accumulates else [True]
     for replicate, forward, backward, sync in itertools.product(
         copies, (True, False), reshards, syncs
@@ -236,7 +244,7 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
         yield dataclasses.replace(
             written,
             batch=batch,
-            strategy=_sharing_rows(strategy, written),
+            strategy=_in_groups(strategy, written),
             activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),
         )
 

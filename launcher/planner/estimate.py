@@ -51,7 +51,7 @@ class _Step:
         # All weights stay unsharded between the forward and the backward pass
         self.keeps = not strategy.reshard_after_forward
         self.keeps = self.keeps or (several and not strategy.reshard_after_backward)
-        *self.blocks, embedding, self.root = work.profile.groups
+        *self.blocks, embedding, self.root = work.gathered
         # Without an embedding of its own, FSDP reduces the root last and keeps it unsharded
         self.last = embedding if embedding.count else self.root
         self._set_states()
@@ -148,7 +148,7 @@ class _Step:
         # Gradients of earlier micro-batches, and gradients that are being reduced
         before = flight = 0
         if work.reductions < work.micro_batches:
-            before = work.reduce * profile.trained
+            before = work.reduce * work.gathered_trained
         elif work.micro_batches > 1 and not work.ddp:
             before, flight = self.shard, self.old_averages + work.reduce * self.last.trained
         parts = {"gradients": before, "activations": self.activations, "communication": flight}

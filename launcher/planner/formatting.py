@@ -66,6 +66,8 @@ def strategy_text(recipe: Recipe) -> str:
             parts.append("one reduction a step")
     if strategy.context_parallel_size > 1:
         parts.append(f"sequences over {strategy.context_parallel_size} ranks")
+    if strategy.expert_parallel_size > 1:
+        parts.append(f"experts over {strategy.expert_parallel_size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from launcher.models.experts import find_experts
 from launcher.optimizers.muon import is_matrix
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
@@ -32,6 +33,8 @@ class Weight:
     trained: bool
     size: int
     """Bytes of an element as the model holds it (with adapters see `WeightGroup.adapted`)."""
+    expert: bool = False
+    """Whether it has a row for each expert, and expert parallelism can divide it."""
 
     @property
     def count(self) -> int:
@@ -68,6 +71,19 @@ class WeightGroup:
         do not count: their inputs are kept for the frozen weights that they adapt."""
         kept = (w for w in self.parameters if not (self.adapted and w.trained))
         return [weight.shape for weight in kept if len(weight.shape) in (2, 3)]
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether it has weights of experts."""
+        return any(weight.expert for weight in self.parameters)
+
+    def on_each_of(self, ranks: int) -> WeightGroup:
+        """The weights without the experts that the other ranks of a group hold."""
+        divided = (
+            dataclasses.replace(w, shape=(w.shape[0] // ranks, *w.shape[1:])) if w.expert else w
+            for w in self.parameters
+        )
+        return dataclasses.replace(self, parameters=tuple(divided)) if ranks > 1 else self
 
     def sizes(self, dtype_bytes: int) -> list[int]:
         """Bytes of each parameter as the model holds it, for a compute dtype of `dtype_bytes`."""
@@ -161,8 +177,15 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
 def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
     """The profile of a prepared model without what its blocks save."""
 
+    stacked = {
+        id(p) for module in find_experts(prepared.model).values() for p in module.parameters()
+    }
+
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
-        weights = (Weight(tuple(p.shape), p.requires_grad, p.element_size()) for p in parameters)
+        weights = (
+            Weight(tuple(p.shape), p.requires_grad, p.element_size(), id(p) in stacked)
+            for p in parameters
+        )
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
     model: Any = prepared.model

@@ -176,8 +176,8 @@ def _copied(work: Work) -> float:
     if work.ddp:  # autocast
         cast = (4 + size) * (profile.parameters + profile.trained) if size < 4 else 0
         return float(work.micro_batches * cast)
-    weights = 2 * size * profile.parameters
-    gradients = (size + work.reduce) * profile.trained
+    weights = 2 * size * sum(group.count for group in work.gathered)
+    gradients = (size + work.reduce) * work.gathered_trained
     return float(sum(_gathers(work)) * weights + work.micro_batches * gradients)
 
 
@@ -190,37 +190,54 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets)
         return 0.0, work.reductions * all_reduce
     groups = len(profile.block_classes) + 1
-    gather = _collective(work.size * profile.parameters, work.shards, machine, groups)
-    reduce = _collective(gradients, work.shards, machine, groups)
+    weights, trained = sum(group.count for group in work.gathered), work.gathered_trained
+    gather = reduce = 0.0
+    if work.expert_ranks > 1:  # gathered over the ranks that have the same experts
+        ranks, blocks = work.shards // work.expert_ranks, groups - 1
+        sharing = work.expert_ranks if work.shards > machine.gpus_per_node else 1
+        own = sum(weight.count for weight in work.experts)
+        own_trained = sum(weight.count for weight in work.experts if weight.trained)
+        gather = _collective(work.size * own, ranks, machine, blocks, sharing=sharing)
+        reduce = _collective(work.reduce * own_trained, ranks, machine, blocks, sharing=sharing)
+        weights, trained = weights - own, trained - own_trained
+    gather += _collective(work.size * weights, work.shards, machine, groups)
+    reduce += _collective(work.reduce * trained, work.shards, machine, groups)
     if strategy.replicate > 1:
-        own, across = gradients / work.shards, machine.nodes > 1
-        reduce += 2 * _collective(own, strategy.replicate, machine, groups, across=across)
+        averaged = gradients / work.shards
+        sharing = machine.gpus_per_node if machine.nodes > 1 else 1
+        reduce += 2 * _collective(averaged, strategy.replicate, machine, groups, sharing=sharing)
     forward, backward = _gathers(work)
     return gather * forward, gather * backward + reduce * work.reductions
 
 
 def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
-    """Seconds in which ranks that share rows exchange queries, keys, values and results, in a
-    step's forward and backward passes. Attention waits for them."""
-    size, profile = work.strategy.context_parallel_size, work.profile
+    """Seconds in which ranks that share rows exchange queries, keys, values and results, and ranks
+    with different experts tokens and results (evenly), in a step's forward and backward passes.
+    Compute waits for them."""
+    profile, tokens, forward, backward = work.profile, work.size * work.tokens, 0.0, 0.0
     heads, head_size = profile.heads
-    moved = float(4 * work.size * work.tokens * heads * head_size)
-    once = _collective(moved, size, machine, 4) * work.micro_batches
-    again = sum(work.recomputed)
-    return once * len(work.blocks), once * (len(work.blocks) + again)
+    attention = 4.0 * tokens * heads * head_size, work.strategy.context_parallel_size, 4
+    experts = 2.0 * tokens * profile.experts * profile.hidden, work.expert_ranks, 3
+    for group, twice in zip(work.gathered[:-2], work.recomputed, strict=True):
+        for moved, ranks, calls in (attention, experts) if group.has_experts else (attention,):
+            sharing = machine.gpus_per_node if ranks > machine.gpus_per_node else 1
+            once = work.micro_batches * _collective(moved, ranks, machine, calls, sharing=sharing)
+            forward, backward = forward + once, backward + (1 + twice) * once
+    return forward, backward
 
 
 def _collective(
-    moved: float, ranks: int, machine: Machine, calls: int, *, across: bool = False
+    moved: float, ranks: int, machine: Machine, calls: int, *, sharing: int = 1
 ) -> float:
-    """Seconds of all-gathers, or reduce-scatters, of `moved` bytes in total over `ranks` ranks;
-    `across` nodes, each rank has its share of the node's network."""
+    """Seconds of all-gathers, or reduce-scatters, of `moved` bytes in total over `ranks` ranks. In
+    an all-to-all or between ranks that are not neighbours, `sharing` ranks share the network of
+    each node."""
     if ranks == 1:
         return 0.0
     rates, per_node = machine.rates, machine.gpus_per_node
     rate = rates.intra_node_bandwidth
-    if across or ranks > per_node:
-        rate = rates.inter_node_bandwidth / (per_node if across else 1)
+    if sharing > 1 or ranks > per_node:
+        rate = rates.inter_node_bandwidth / min(sharing, per_node)
     return moved * (ranks - 1) / ranks / rate + calls * LATENCY
 
 

@@ -270,7 +270,9 @@ class _Observer:
         """Called before the forward pass of a module, whose shards FSDP has replaced with unsharded
         weights. Their gradients are freed once they are reduced."""
         for parameter in module.parameters():
-            if isinstance(parameter, DTensor) or id(parameter) in self._unsharded:
+            # Unsharded experts are still divided over a mesh of ranks
+            meshes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+            if "shard" in (meshes or ()) or id(parameter) in self._unsharded:
                 continue
             self._unsharded.add(id(parameter))
             self._tracker.mark([parameter], "gathered")

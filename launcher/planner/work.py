@@ -115,6 +115,12 @@ class Work:
         # Ranks that share each parameter, and its optimizer state
         self.shards = 1 if self.ddp else max(1, ranks // strategy.replicate)
         self.state_shards = ranks if strategy.shard_optimizer else self.shards
+        # Ranks that hold different experts, and the weights that a rank gathers
+        self.expert_ranks = 1 if self.ddp else strategy.expert_parallel_size
+        self.gathered = [group.on_each_of(self.expert_ranks) for group in profile.groups]
+        self.gathered_trained = sum(group.trained for group in self.gathered)
+        weights = [weight for group in self.gathered for weight in group.parameters]
+        self.experts = [weight for weight in weights if weight.expert]
         self.states = round(state_bytes(profile, recipe.optimizer) / self.state_shards)
         offload, self.in_file = strategy.cpu_offload, 0
         if offload is not None and offload.optimizer_path is not None:

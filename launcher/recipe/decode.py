@@ -157,7 +157,10 @@ def _path(plain: dict[str, Any], error: Any) -> KeyPath:
     return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
-_ELSEWHERE = {"cp_size": "strategy.context_parallel_size"}
+_ELSEWHERE = {
+    "cp_size": "strategy.context_parallel_size",
+    "ep_size": "strategy.expert_parallel_size",
+}
 """Names of other tools for keys of a recipe."""
 
 

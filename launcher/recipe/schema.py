@@ -256,6 +256,9 @@ class Strategy(Section):
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence: each computes a part of its tokens and, in attention, a part
     of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
+    expert_parallel_size: PositiveInt = 1
+    """fsdp: ranks that hold different experts of each layer; tokens are sent to their experts. The
+    other parameters are sharded over them. 1: off."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
     traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""

@@ -44,16 +44,18 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("run.on_divergence", "checkpoint.every_steps", True),
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
     ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
-    ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
+    ("strategy.reshard_after_backward strategy.expert_parallel_size", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
     ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
+    ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
     (_OFFLOADED_STATE, "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
     ("activation_checkpointing.budget", "model.builder data.builder", False),
+    ("activation_checkpointing.budget", "strategy.expert_parallel_size", "1"),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
     ("schedule.decay_steps", "schedule.kind", "wsd"),
@@ -331,26 +333,25 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         yield "batch.global_batch_size", f"{size} is not a multiple of {product}; try {advice}"
 
 
-def _replicate(recipe: Recipe, ranks: int | None) -> Found:
-    strategy = recipe.strategy
-    if strategy.kind != "ddp" and ranks is not None and ranks % strategy.replicate:
-        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        what = f"{strategy.replicate} does not divide {ranks} (ranks); try one of {divisors}"
-        yield "strategy.replicate", what
+def _groups(recipe: Recipe, ranks: int | None) -> Found:
+    if ranks is None:
+        return
+    copies = 1 if recipe.strategy.kind == "ddp" else recipe.strategy.replicate
+    counts = {"replicate": ranks, "context_parallel_size": ranks}
+    counts["expert_parallel_size"] = ranks // copies
+    for key, count in counts.items():
+        size = copies if key == "replicate" else getattr(recipe.strategy, key)
+        if count % size:
+            divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            what = f"{count} (ranks{' of a copy' if count < ranks else ''})"
+            yield f"strategy.{key}", f"{size} does not divide {what}; try one of {divisors}"
 
 
-def _context(recipe: Recipe, ranks: int | None) -> Found:
-    key, strategy, length = "context_parallel_size", recipe.strategy, recipe.data.sequence_length
-    size = strategy.context_parallel_size
-    if size > 1 and ranks is not None and ranks % size:
-        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        yield f"strategy.{key}", f"{size} does not divide {ranks} (ranks); try one of {divisors}"
+def _context(recipe: Recipe) -> Found:
+    size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
     if length % size:
-        near = -(-length // size) * size
-        yield (
-            "data.sequence_length",
-            f"{length} is not a multiple of {size} (strategy.{key}); try {near}",
-        )
+        what = f"is not a multiple of {size} (strategy.context_parallel_size)"
+        yield "data.sequence_length", f"{length} {what}; try {-(-length // size) * size}"
 
 
 def _tokenizer(recipe: Recipe) -> Found:
@@ -392,8 +393,8 @@ def _data_files(recipe: Recipe) -> Found:
 
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _config, _sizes),
-    *(_micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
+    *(_micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
 )
-_RANK_RULES = (_batches, _replicate, _context, _profile)
+_RANK_RULES = (_batches, _groups, _profile)
 _FILE_RULES = (_tokenizer, _data_files)
 """Those that look for the data, which a plan does not need."""

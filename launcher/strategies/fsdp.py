@@ -26,6 +26,20 @@ def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
     return DeviceMesh(ranks.device.type, members, mesh_dim_names=("replicate", "shard"))
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Modules of experts that expert parallelism has divided."""
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+    """See `DataParallel.expert_mesh`."""
+
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that have the same experts as this one."""
+        copies = self.mesh.size(0) > 1
+        return self.mesh["replicate", "shard"] if copies else self.mesh["shard"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FsdpPolicy:
     """How FSDP shards, gathers and reduces. The fields are keys of the recipe's `strategy`."""
@@ -47,12 +61,14 @@ class Fsdp(WrappedModel):
         model: nn.Module,
         blocks: Sequence[nn.Module],
         outer_units: Sequence[nn.Module],
+        experts: Experts | None,
         *,
         policy: FsdpPolicy,
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
         self._mesh, self._policy = _make_mesh(ranks, policy.replicate), policy
+        self._experts = experts
         policies: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype),
@@ -63,6 +79,10 @@ class Fsdp(WrappedModel):
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
             place = torch.device("cpu")
         reshard = policy.reshard_after_forward
+        if experts is not None:
+            own: dict[str, Any] = policies | {"mesh": experts.fsdp_mesh()}
+            for module in experts.modules:
+                fully_shard(module, reshard_after_forward=reshard, **own)
         embedding, last = outer_units[:1], outer_units[1:]
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
@@ -109,6 +129,9 @@ class Fsdp(WrappedModel):
     def description(self) -> str:
         mesh, master, policy = self._mesh, self._parameters[0], self._policy
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
+        divided = ""
+        if self._experts is not None:
+            divided = f", experts over {self._experts.mesh.size(2)} ranks"
         offloaded = ""
         if policy.cpu_offload is not None:
             offloaded = " (offloaded)" if offloads_parameters(policy.cpu_offload) else ""
@@ -117,7 +140,7 @@ class Fsdp(WrappedModel):
             )
         when = "each micro-batch" if policy.sync_every_micro_batch else "the last micro-batch"
         return (
-            f"fsdp: {len(self._groups())} groups over a mesh of {' x '.join(sizes)}, "
+            f"fsdp: {len(self._groups())} groups over a mesh of {' x '.join(sizes)}{divided}, "
             f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
             f"{dtype_name(policy.param_dtype)}, gradients reduced in "
             f"{dtype_name(policy.reduce_dtype)} after {when}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData
@@ -30,13 +31,14 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     from transformers import masking_utils
     from transformers.integrations import moe
 
-    from launcher.models import attention
+    from launcher.models import attention, experts
 
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
     with Replacements() as replaced:
         replaced.set(moe, "_can_use_grouped_mm", grouped)
+        replaced.set(experts, "exchange_counts", uniform_counts)
         if "position_ids" not in data.tensors:
             replaced.set(masking_utils, "find_packed_sequence_indices", lambda positions: None)
         if "cu_seq_lens_q" in data.tensors:
@@ -46,6 +48,15 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
             replaced.set(attention, "has_varlen_kernel", lambda tensor: True)
             replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)
         yield
+
+
+def uniform_counts(
+    chosen: torch.Tensor, here: int, group: dist.ProcessGroup
+) -> tuple[list[int], list[int], torch.Tensor]:
+    """What `experts.exchange_counts` returns if every expert gets as many tokens as the others."""
+    rows, ranks = chosen.numel(), group.size()
+    counts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    return counts, counts, chosen.flatten()
 
 
 def cuda_attention(

@@ -39,6 +39,7 @@ from launcher.models.build import (
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
 from launcher.models.context_parallel import check_shared_rows, share_rows
+from launcher.models.experts import divide_experts
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
@@ -48,6 +49,7 @@ from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import is_checkpointed
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
+from launcher.strategies.fsdp import Experts
 from launcher.strategies.wrap import Parts, wrap
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
@@ -146,7 +148,7 @@ class PreparedModel:
     ) -> WrappedModel:
         """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
         RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
-        share rows."""
+        share rows or divide its experts."""
         checkpointing, kept = recipe.activation_checkpointing, None
         if ranks.context_group is not None:
             length = recipe.data.sequence_length
@@ -164,9 +166,13 @@ class PreparedModel:
                 device=ranks.device.type,
                 depth=self.depth,
             )
+        experts, strategy = None, recipe.strategy
+        if (size := strategy.expert_parallel_size) > 1:
+            mesh = ranks.expert_mesh(size, replicate=strategy.replicate)
+            experts = Experts(divide_experts(self.model, mesh["expert"]), mesh)
         return wrap(
             self.model,
-            Parts(self.blocks, self.outer_units, kept),
+            Parts(self.blocks, self.outer_units, kept, experts),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
