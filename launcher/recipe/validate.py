@@ -229,7 +229,7 @@ def _classification(recipe: Recipe) -> Found:
 def _preference(recipe: Recipe) -> Found:
     section, data = recipe.preference, recipe.data
     if section is None and data.kind == "preference" and data.builder is None:
-        yield "preference", "data.kind: preference needs it; give preference.loss, such as dpo"
+        yield "data.kind", "needs the section preference; give preference.loss, such as dpo"
     if section is not None and section.loss == "robust" and not section.label_smoothing:
         yield "preference.label_smoothing", "loss: robust needs a share above 0; else use dpo"
 

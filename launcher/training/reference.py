@@ -30,7 +30,6 @@ from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
-from launcher.recipe.schema import Recipe
 from launcher.strategies.base import WrappedModel, compute_dtype
 from launcher.training.evaluation import evaluation_batches, forward_only
 
@@ -76,17 +75,23 @@ class ReferenceFile:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
 
 
-def reference_file(run: Path, recipe: Recipe) -> ReferenceFile | None:
-    """The file of a run; None if its loss needs no reference. Every rank may call this."""
-    model, settings = recipe.model, recipe.preference
+def reference_file(
+    run: Path,
+    settings: schema.Preference | None,
+    model: schema.Model,
+    strategy: schema.Strategy,
+    *,
+    seed: int,
+) -> ReferenceFile | None:
+    """The file of a run; None if its loss needs no reference. `seed` is that of random weights."""
     if settings is None or not needs_reference(settings):
         return None
     if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
         weights = open_folder(folder).digest()
     else:
-        weights = json.dumps([model.path, model.config, recipe.run.seed])
-    precision = compute_dtype(recipe.strategy)
-    return ReferenceFile(run / "reference.safetensors", f"{weights} in {precision}")
+        weights = json.dumps([model.path, model.config, seed])
+    name = f"{weights} in {compute_dtype(strategy)}"
+    return ReferenceFile(run / "reference.safetensors", name)
 
 
 def _checksum(arrays: Mapping[str, Reference]) -> str:

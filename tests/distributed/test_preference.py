@@ -80,14 +80,14 @@ def test_a_resume_reads_the_reference(folder):
     computed again."""
     path = folder / "runs/two"
     shutil.copytree(path, folder / "runs/damaged")
-    output = train(folder, "two", "strategy.kind=ddp", ranks=1)
+    output = train(folder, "two", "strategy.kind=ddp", "run.max_steps=6", ranks=1)
     assert "reference: log-probabilities" not in output
     assert_close(lines(folder, "two"), lines(folder, "one"))
     file = folder / "runs/damaged/reference.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    output = train(folder, "damaged", "strategy.kind=ddp", ranks=1)
+    output = train(folder, "damaged", "strategy.kind=ddp", "run.max_steps=6", ranks=1)
     assert "is damaged (its checksum differs): the reference is computed again" in output
     assert "reference: log-probabilities of 60 pairs" in output
     assert_close(lines(folder, "damaged"), lines(folder, "one"))

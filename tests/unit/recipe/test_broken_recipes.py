@@ -212,7 +212,7 @@ MISTAKES_IN_ARGUMENTS = [
      "data.streaming=true: needs data.kind: text or tokens or chat or instruct"),
     (None, ["data.labels=[a,b]"], "data.labels=[a,b]: needs data.kind: classification"),
     (None, ["data.kind=preference"],
-     "...preference: data.kind: preference needs it; give preference.loss, such as dpo"),
+     "data.kind=preference: needs the section preference; give preference.loss, such as dpo"),
     (None, ["preference.loss=dpo"], "preference...: needs data.kind: preference"),
     (None, [*PREFER, "preference.loss=dop"], "preference.loss=dop: must be dpo, ipo, ...; did you mean dpo?"),
     (None, [*PREFER, "preference.beta=0"], "preference.beta=0: must be greater than 0; got 0"),

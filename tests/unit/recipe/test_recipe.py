@@ -372,7 +372,7 @@ def test_complete_recipe_shows_every_key_and_every_choice():
         "run.on_divergence": "stop rewind",
         "strategy.kind": "ddp fsdp",
         "data.kind": "text tokens chat instruct classification preference",
-        "preference.loss": "dpo ipo hinge robust apo_zero simpo orpo",
+        "preference": "dpo ipo hinge robust apo_zero simpo orpo",
         "schedule.kind": "cosine linear constant wsd",
         "model.init": "pretrained random",
         "model.task": "causal_lm sequence_classification",
