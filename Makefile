@@ -1,6 +1,7 @@
 # make install     creates .venv with the package and its pinned dependencies
 # make train       trains a small Llama on the source of Python's standard library
 # make finetune    fine-tunes that model on chats with sums; prints its accuracy before and after
+# make prefer      trains that model to prefer one of two styles of answers; prints their shares
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
@@ -45,7 +46,7 @@ pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1)
 # that compiles its modules takes three times the CPU time (14.5 instead of 5.0 s)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-cuda train finetune test lint types test-long test-cuda test-gpu gpu-wheels docs
+.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda test-gpu gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -66,6 +67,16 @@ finetune: install
 	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir) && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
+
+prefer: install
+	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
+	$(BIN)/python recipes/preferences.py generate runs/preferences
+	@model=$(pretrained); both=$(call unused,both_styles); dir=$(call unused,prefer); \
+	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$both \
+		run.epochs=50 'data.train=[runs/preferences/chats.jsonl]' data.validation=null && \
+	$(BIN)/launcher train recipe=prefer gpus=$(RANKS) run.device=$(DEVICE) model.path=$$both/hf run.dir=$$dir) && \
+	echo "before:" && $(BIN)/python recipes/preferences.py share $$both/hf runs/preferences && \
+	echo "after:" && $(BIN)/python recipes/preferences.py share $$dir/hf runs/preferences
 
 # Four test processes even on two cores: with three, a fifth of the CPU time was idle. Each file runs
 # in one process, so that its tests share fixtures. The distributed tests take longest and start first.

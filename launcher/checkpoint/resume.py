@@ -18,7 +18,7 @@ from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
-_ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "batch.global_batch_size")
+_ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "preference", "batch.global_batch_size")
 """Sections and keys that decide what the model learns."""
 _HARMLESS = (
     "model.attention",

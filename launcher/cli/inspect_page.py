@@ -228,8 +228,8 @@ class _Page:
         row, store = dataset[index], dataset.store
         pieces, ids = list(dataset.pieces(index)), row["input_ids"]
         name, *facts = [*heading, *_describe(row, labels)]
-        if len(pieces) > 1:
-            facts.append(f"{len(pieces)} documents")
+        if len(pieces) > 1 or "answers" in row:
+            facts.append(f"{len(pieces)} {dataset.unit}")
         if dataset.packed and len(ids) < dataset.length:
             facts.append(f"{dataset.length - len(ids):,} padding")
         self._print()
@@ -239,7 +239,8 @@ class _Page:
             if shown >= most:
                 break
             if shown:
-                self._rule((f"next document, {end - start:,} tokens", "cyan"), characters="┈")
+                what = f"next {dataset.unit.removesuffix('s')}, {end - start:,} tokens"
+                self._rule((what, "cyan"), characters="┈")
             before = start - int(store.offsets[document])
             after = int(store.offsets[document + 1]) - end
             if before:
@@ -249,8 +250,15 @@ class _Page:
                 # A token has loss if it is a target of the one before, maybe in another sequence
                 loss = (store.targets[start:end] != IGNORED).tolist()
                 loss[0] = loss[0] and before > 0
-            decoded = ids[shown : min(most, shown + end - start)].tolist()
-            self._print(_marked(spans(decoded, loss[: len(decoded)], decoder)))
+            parts = [("", 0, end - start)]
+            if "answers" in row and store.classes is not None:
+                middle = int(store.classes[document])
+                parts = [("chosen", 0, middle), ("rejected", middle, end - start)]
+            for part, first, last in parts:
+                if part and shown + first < most:
+                    self._print(f"{part}:", "cyan")
+                decoded = ids[shown + first : min(most, shown + last)].tolist()
+                self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
             shown += end - start
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
@@ -280,7 +288,7 @@ class _Page:
         rows = bins(np.diff(dataset.store.offsets), mark=most)
         width, largest = len(f"{rows[-1][1]:,}"), max(count for _, _, count in rows)
         self._print()
-        self._rule((f"{part}documents by tokens", "bold"))
+        self._rule((f"{part}{dataset.unit} by tokens", "bold"))
         for low, high, count in rows:
             if low == most + 1:
                 line = f"{'':>{2 * width + 3}} ╌╌╌ data.sequence_length {most:,} ╌╌╌"
@@ -317,19 +325,21 @@ def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
+    many, one = dataset.unit, dataset.unit.removesuffix("s")
     lost = f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
     return {
-        "documents": f"{len(lengths):,}",
-        "tokens of a document, median": f"{median:,}",
-        "tokens of a document, 90 % up to": f"{most:,}",
-        "tokens of a document, longest": f"{int(lengths.max()):,}",
+        many: f"{len(lengths):,}",
+        f"tokens of a {one}, median": f"{median:,}",
+        f"tokens of a {one}, 90 % up to": f"{most:,}",
+        f"tokens of a {one}, longest": f"{int(lengths.max()):,}",
         f"sequences of up to {dataset.length:,}": f"{len(sequences):,}",
         "tokens in them": f"{tokens:,}",
         "tokens with loss": with_loss,
         "padding": padding,
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
-        "documents without loss, dropped": _some(sequences.dropped_documents),
+        f"{many} without loss, dropped": _some(sequences.dropped_documents),
+        "pairs longer than a sequence, left out": _some(sequences.long_pairs),
         "rows skipped": _some(len(dataset.skipped)),
     }
 

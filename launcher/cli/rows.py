@@ -48,7 +48,7 @@ def rows(
       launcher rows runs/qwen3_8b step=340 --loss
     """
     configure_logging(stream="stderr")
-    recipe = _recipe(run, step)
+    recipe = _recipe(run, step, loss=loss)
     # The model is built for losses only; the data has no other code
     built = recipe.model if loss else Model(config={})
     refuse_code(dataclasses.replace(recipe, model=built), run / "recipe.yaml", trust_run=trust_run)
@@ -68,7 +68,7 @@ def rows(
     return EXIT_DONE
 
 
-def _recipe(run: Path, step: int) -> Recipe:
+def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
     """The recipe of a run. Raises RecipeError if its rows cannot be listed."""
     file = run / "recipe.yaml"
     if not file.is_file():
@@ -77,6 +77,9 @@ def _recipe(run: Path, step: int) -> Recipe:
         recipe = recorded_recipe(file.read_text(encoding="utf-8"), file=file)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
+    if loss and recipe.preference is not None:
+        what = "the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
+        raise RecipeError(f"command line: --loss: not available for kind preference: {what}")
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")

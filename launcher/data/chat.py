@@ -163,3 +163,28 @@ def _parsed(value: Any, what: str) -> Any:
     if not isinstance(parsed_arguments, dict):
         raise RowError(f"{what}: the arguments of a tool call must be an object; got {arguments}")
     return {**parsed, "arguments": parsed_arguments}
+
+
+def encodable(text: str, where: str) -> str:
+    """The text. Raises RowError if it is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        what = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+        raise RowError(f"{where} {what}") from None
+    return text
+
+
+def instruction(row: dict[str, Any], rounds: list[tuple[str, str]], *, headings: bool) -> str:
+    """Instruction and input as one prompt. headings: in Alpaca's form, after earlier rounds."""
+    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
+    for name, text in parts.items():
+        if not isinstance(text, str):
+            got = type(text).__name__
+            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
+    if not headings:
+        return "\n\n".join(text for text in parts.values() if text)
+    shown = [name for name, text in parts.items() if text or name == "Instruction"]
+    before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
+    own = [f"### {name}:\n{parts[name]}" for name in shown]
+    return "\n\n".join([*before, *own, "### Response:\n"])

@@ -7,44 +7,33 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
+from launcher.data.collation import (
+    EMPTY,
+    NOTHING,
+    Collated,
+    Piece,
+    Sample,
+    collate_pairs,
+    collate_sequences,
+    collated,
+    make_sample,
+    padded,
+)
 from launcher.data.custom import CustomDataset
-from launcher.data.packing import Integers, Sequences, pack
+from launcher.data.packing import Sequences, pack, pack_pairs
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import summed_classification_loss, summed_loss
+from launcher.models.preference import Reference, summed_preference_loss
 from launcher.recipe import schema
-
-Sample = dict[str, Integers]
-_Integers = npt.NDArray[np.int32] | Integers
-Piece = tuple[_Integers, _Integers]
-"""Ids and targets of a run of tokens of one document."""
-Collated = dict[str, Any]
-"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
-_MOST_TARGETS = 0.9
-"""Share of positions with a target below which logits are computed for these positions only."""
-
-
-def make_sample(pieces: Iterable[Piece]) -> Sample:
-    """Joins pieces. Positions start at 0 in each piece."""
-    ids, targets = zip(*pieces, strict=True)
-    return {
-        "input_ids": np.concatenate(ids, dtype=np.int64),
-        "targets": np.concatenate(targets, dtype=np.int64),
-        "position_ids": np.concatenate([np.arange(len(piece)) for piece in ids]),
-    }
-
-
-_NOTHING = np.zeros(0, dtype=np.int64)
-EMPTY = make_sample([(_NOTHING, _NOTHING)])
 
 
 @dataclass(frozen=True)
@@ -55,6 +44,7 @@ class _Stored:
     sequences: Sequences
     length: int
     """Most tokens of a sequence (data.sequence_length)."""
+    unit: ClassVar[str] = "documents"
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -99,10 +89,15 @@ class _Stored:
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
             )
+        if left_out := sequences.long_pairs:
+            lines.append(
+                f"warning: {left_out:,} of {store.documents:,} pairs are left out: their two "
+                f"answers, each with the prompt, are {longer} (data.sequence_length)"
+            )
         if dropped := sequences.dropped_documents:
             within = f" in their first {self.length} tokens (data.sequence_length)"
             lines.append(
-                f"warning: {dropped:,} of {store.documents:,} documents have no token with loss"
+                f"warning: {dropped:,} of {store.documents:,} {self.unit} have no token with loss"
                 f"{within if sequences.cut_documents else ''} and are dropped"
             )
         if store.skipped:
@@ -150,8 +145,9 @@ class SequenceDataset(_Stored):
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
-        documents = self.store.documents - self.sequences.dropped_documents
-        text = f"{documents:,} documents, {tokens:,} tokens in {count:,} sequences "
+        sequences = self.sequences
+        documents = self.store.documents - sequences.dropped_documents - sequences.long_pairs
+        text = f"{documents:,} {self.unit}, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
         if self.packed:
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
@@ -162,67 +158,46 @@ class SequenceDataset(_Stored):
         return [text, *self._problems()]
 
 
-def collate_sequences(
-    rows: list[Sample],
-    *,
-    length: int,
-    packed: bool,
-    masking: Masking,
-    part: RowPart = WHOLE_ROW,
-) -> Collated:
-    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
-    `length`). Attention is causal, so padding needs no mask.
+@dataclass(frozen=True)
+class PreferenceDataset(SequenceDataset):
+    """Pairs of answers. A document of the store is a pair: the chosen answer after its prompt, as
+    long as `store.classes` says, and then the rejected one after the same prompt. A sequence holds
+    whole pairs; each answer is a document of its own to attention."""
 
-    If a row holds several documents, `position_ids` shows transformers' masks where each starts.
-    For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
-    the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+    settings: schema.Preference | None = None
+    reference: Reference | None = None
+    """Log-probabilities of the answers by the initial weights; None: not known, or not needed."""
+    unit: ClassVar[str] = "pairs"
 
-    `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
-    They are found on the host: on the device, this would need a synchronization.
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """Sum of the losses of a micro-batch's pairs, and the sums of METRICS; float32."""
+        assert self.settings is not None
+        return summed_preference_loss(model, tensors, self.settings)
 
-    Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
-    of the whole row, and so are the bounds of documents.
-    """
-    width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
-    width = -(-width // part.parts) * part.parts
-    tensors: dict[str, Any] = {
-        "input_ids": _padded([row["input_ids"] for row in rows], width, 0),
-        "targets": _padded([row["targets"] for row in rows], width, IGNORED),
-    }
-    starts = [row["position_ids"] for row in rows]
-    if packed and any(int((row == 0).sum()) > 1 for row in starts):
-        # Padding is a document of its own: its positions start at 0 again
-        positions = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
-        tensors["position_ids"] = torch.from_numpy(positions)
-        if masking == "varlen":
-            bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
-            # An upper bound; a constant one saves compiled blocks from recompilation
-            tensors["max_length_q"] = tensors["max_length_k"] = width
-    elif part.parts > 1:
-        tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
-    mine = part.of(width)
-    for name in ("input_ids", "targets", "position_ids") if part.parts > 1 else ():
-        tensors[name] = tensors[name][:, mine].contiguous()
-    with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
-        tensors["target_positions"] = with_target
-    return _collated(tensors, rows, mine)
+    def __getitem__(self, index: int) -> Sample:
+        """As of SequenceDataset; and for each token `answers`, twice the number of the pair, plus 1
+        if rejected, or -1 without a target, and `reference`, that of the answer."""
+        store, answers = self.store, [NOTHING]
+        pieces: list[Piece] = [(NOTHING, NOTHING)]
+        assert store.classes is not None
+        for document, start, end in () if index == NO_SAMPLE else self.pieces(index):
+            middle = start + int(store.classes[document])
+            for answer, (first, last) in enumerate(((start, middle), (middle, end))):
+                targets = np.full(last - first, IGNORED, dtype=np.int64)
+                targets[:-1] = store.targets[first + 1 : last]
+                pieces.append((store.ids[first:last], targets))
+                answers.append(np.where(targets == IGNORED, -1, 2 * document + answer))
+        of_token = np.concatenate(answers)
+        reference = np.zeros(len(of_token), dtype=np.float32)
+        if self.reference is not None:
+            reference = self.reference.flatten()[of_token]
+        return make_sample(pieces) | {"answers": of_token, "reference": reference}
 
-
-def _collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:
-    return {
-        "tensors": tensors,
-        "tokens": sum(len(row["input_ids"][part]) for row in rows),
-        "loss_tokens": int((tensors["targets"] != IGNORED).sum()),
-    }
-
-
-def _padded(rows: list[Integers], width: int, value: int) -> torch.Tensor:
-    out = np.full((len(rows), width), value, dtype=np.int64)
-    for index, row in enumerate(rows):
-        out[index, : len(row)] = row
-    return torch.from_numpy(out)
+    def collate(self, rows: list[Sample]) -> Collated:
+        """See `collate_pairs`."""
+        return collate_pairs(
+            rows, length=self.length if self.packed else None, masking=self.masking
+        )
 
 
 @dataclass(frozen=True)
@@ -254,11 +229,11 @@ class ClassificationDataset(_Stored):
         ids = [row["input_ids"] for row in rows]
         width = max(1, *(len(row) for row in ids))
         tensors = {
-            "input_ids": _padded(ids, width, self.padding),
-            "attention_mask": _padded([np.ones_like(row) for row in ids], width, 0),
+            "input_ids": padded(ids, width, self.padding),
+            "attention_mask": padded([np.ones_like(row) for row in ids], width, 0),
             "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
         }
-        return _collated(tensors, rows)
+        return collated(tensors, rows)
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
@@ -362,6 +337,8 @@ def first_names(names: Iterable[str]) -> str:
 def no_targets(files: str, data: schema.Data) -> str:
     """The message for data without any token with loss."""
     why = "all labels are -100, or rows have a single token"
+    if data.kind == "preference":
+        why = f"no pair fits into {data.sequence_length} tokens (data.sequence_length)"
     if data.kind in ("chat", "instruct"):
         first = f"the first {data.sequence_length} tokens of its row (data.sequence_length)"
         why = f"each answer begins after {first}"
@@ -372,10 +349,20 @@ def pack_store(
     store: TokenStore, data: schema.Data, model: ModelInputs
 ) -> SequenceDataset | ClassificationDataset:
     """Raises RecipeError if no token has loss."""
-    length, kind = data.sequence_length, data.kind
-    sequences = pack(
-        store.offsets, kind, sequence_length=length, packing=data.packing, labels=store.labels
-    )
+    length, kind, pairs = data.sequence_length, data.kind, data.kind == "preference"
+    if pairs:
+        assert store.classes is not None
+        sequences = pack_pairs(
+            store.offsets,
+            store.classes,
+            store.targets,
+            sequence_length=length,
+            packing=data.packing,
+        )
+    else:
+        sequences = pack(
+            store.offsets, kind, sequence_length=length, packing=data.packing, labels=store.labels
+        )
     if kind == "classification":  # the tokenizer has cut its documents
         sequences = dataclasses.replace(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
@@ -384,7 +371,8 @@ def pack_store(
     if not sequences.targets:
         names = store.fingerprint.get("files", ())
         raise RecipeError(no_targets(first_names(names), data))
-    return SequenceDataset(store, sequences, length, data.packing, model.masking, model.part)
+    made = PreferenceDataset if pairs else SequenceDataset
+    return made(store, sequences, length, data.packing, model.masking, model.part)
 
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:

@@ -16,6 +16,8 @@ from launcher.data.chat import (
     Message,
     RefusedError,
     RowError,
+    encodable,
+    instruction,
     parse_arguments,
     read_history,
     read_messages,
@@ -24,6 +26,7 @@ from launcher.data.chat import (
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
+from launcher.data.pairs import with_shared_prompt
 from launcher.data.sources import Row, Values
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
@@ -46,7 +49,10 @@ _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "chat": ("messages_column",),
     "instruct": ("prompt_column", "response_column"),
     "classification": ("text_column", "label_column"),
+    "preference": ("prompt_column", "chosen_column", "rejected_column"),
 }
+_WITH_TEMPLATE = ("chat", "instruct", "preference")
+"""Kinds whose rows may be rendered with a chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,8 @@ class Encoded:
     labels: Ids | None = None
     """labels[t] is the target at position t - 1; None: the ids."""
     category: int | None = None
-    """The class of the row, for kind classification."""
+    """The class of the row, for kind classification; for kind preference, the tokens of the chosen
+    answer with its prompt, which the ids begin with."""
     cut_tokens: int = 0
     """Tokens that a text for classification was longer than data.sequence_length."""
     problem: str = ""
@@ -141,7 +148,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     read.
     """
     file, template = data.chat_template, None
-    if kind in ("chat", "instruct") and file is not None:
+    if kind in _WITH_TEMPLATE and file is not None:
         try:
             template = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -149,7 +156,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
             raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
     assert tokenizer is not None or kind == "tokens", "the model's own tokenizer is the default"
     day = None
-    if kind in ("chat", "instruct") and tokenizer is not None:
+    if kind in _WITH_TEMPLATE and tokenizer is not None:
         dated = prints_date(tokenizer) if template is None else uses_date(template)
         day = (data.date or today()) if dated else None
     return Encoder(
@@ -168,7 +175,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
 
 def _read_text(encoder: Encoder, row: Values) -> str:
     column, text = _column(encoder, row, "text_column", str, "text")
-    return _encodable(text, f"column {column!r}")
+    return encodable(text, f"column {column!r}")
 
 
 def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
@@ -208,27 +215,29 @@ def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
     return [(ids, labels, None) for ids, labels in template.tokens(batch)]
 
 
-def _read_instruct(encoder: Encoder, row: Values) -> Rendered | tuple[str, str]:
+def _read_instruct(
+    encoder: Encoder,
+    row: Values,
+    key_of_answer: str = "response_column",
+    names: tuple[str, ...] = ("response", "completion", "output"),
+) -> Rendered | tuple[str, str]:
     """Prompt and response, to be joined as they are; or a conversation, if either is a list of
     messages, or if the recipe has a chat template."""
     kinds, what, as_chat = (str, list), "text or a list of messages", encoder.template is not None
-    names: tuple[str, ...] = ("response", "completion", "output")
-    column, response = _column(encoder, row, "response_column", kinds, what, names)
+    column, response = _column(encoder, row, key_of_answer, kinds, what, names)
     if not response:
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
     key, names = "prompt", ("prompt", "instruction and input")
     rounds: list[tuple[str, str]] = []
     if encoder.columns["prompt_column"] is None and "prompt" not in row and "instruction" in row:
         rounds, headings = read_history(row.get("history")), not (as_chat or type(response) is list)
-        prompt: str | list[object] = _instruction(
-            row, rounds if headings else [], headings=headings
-        )
+        prompt: str | list[object] = instruction(row, rounds if headings else [], headings=headings)
     else:
         key, prompt = _column(encoder, row, "prompt_column", kinds, what, names)
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
         system = read_text(row.get("system"), "system")
         prompt = f"{system}\n\n{prompt}" if system else prompt
-        _encodable(prompt + response, "prompt or response")
+        encodable(prompt + response, "prompt or response")
         return prompt, response
     earlier = [
         turn
@@ -246,21 +255,6 @@ def _turns(role: str, value: str | list[object], column: str) -> list[Message]:
     return read_messages(value, column)
 
 
-def _instruction(row: Values, rounds: list[tuple[str, str]], *, headings: bool) -> str:
-    """Instruction and input as one prompt. headings: in Alpaca's form, after earlier rounds."""
-    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
-    for name, text in parts.items():
-        if not isinstance(text, str):
-            got = type(text).__name__
-            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
-    if not headings:
-        return "\n\n".join(text for text in parts.values() if text)
-    shown = [name for name, text in parts.items() if text or name == "Instruction"]
-    before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
-    own = [f"### {name}:\n{parts[name]}" for name in shown]
-    return "\n\n".join([*before, *own, "### Response:\n"])
-
-
 def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
     """Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
     differently from its middle. Tokens that hold a part of the response carry loss."""
@@ -275,6 +269,21 @@ def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
             begun = bool(tokenizer.begin) and ids[:1].tolist() != tokenizer.begin
             labels[: first + begun] = IGNORED
             yield document, labels, None
+
+
+def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
+    prompt, chosen, rejected = encoder.columns.values()
+    assert chosen is not None
+    assert rejected is not None
+    row = with_shared_prompt(row, prompt, chosen, rejected)
+    return [_read_instruct(encoder, row, f"{which}_column", ()) for which in ("chosen", "rejected")]
+
+
+def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_Tokens]:
+    """The chosen answer after its prompt, and then the rejected one after the same prompt."""
+    answers = iter(_encode_instruct(encoder, list(itertools.chain.from_iterable(batch))))
+    for (ids, labels, _), (other, targets, _) in zip(answers, answers, strict=True):
+        yield np.concatenate([ids, other]), np.concatenate([labels, targets]), len(ids)
 
 
 def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
@@ -319,6 +328,7 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
     "chat": (_read_chat, _encode_chats),
     "instruct": (_read_instruct, _encode_instruct),
     "classification": (_read_classification, _encode_classification),
+    "preference": (_read_preference, _encode_preference),
 }
 
 
@@ -355,16 +365,6 @@ def _integers(row: Values, column: str) -> Ids:
         raise RowError(f"{column} has an id beyond 32 bits") from None
 
 
-def _encodable(text: str, where: str) -> str:
-    """The text. Raises RowError if it is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        what = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-        raise RowError(f"{where} {what}") from None
-    return text
-
-
 def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
     """The ids with the tokens that begin and end a document, unless the text has them."""
     begin = [] if ids[:1].tolist() == tokenizer.begin else tokenizer.begin
@@ -388,5 +388,5 @@ def _render(encoder: Encoder, row: Values, messages: list[Message], loss_from: i
             raise
         # Some templates (DeepSeek-R1's) take the arguments of tool calls only as text
         rendered = template.render(messages, tools, loss_from=loss_from)
-    _encodable(rendered.text, "the conversation")
+    encodable(rendered.text, "the conversation")
     return rendered

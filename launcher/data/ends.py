@@ -22,6 +22,7 @@ def taught_ends(data: schema.Data, *, model_path: str | None) -> list[int]:
     kinds = {data.kind}
     if isinstance(train, dict):
         kinds = {source.kind or data.kind for source in train.values()}
+    kinds = {"instruct" if kind == "preference" else kind for kind in kinds}
     ends = set()
     if "text" in kinds or ("instruct" in kinds and data.chat_template is None):
         ends.add(load_tokenizer(name).end)

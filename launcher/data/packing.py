@@ -35,6 +35,8 @@ class Sequences:
     cut_tokens: int = 0
     dropped_documents: int = 0
     """Documents without a target, or whose targets are all cut off."""
+    long_pairs: int = 0
+    """Pairs that are longer than a sequence, which are left out."""
     targets: int = 0
     """Tokens with loss in all pieces; 0 for classification."""
 
@@ -63,6 +65,32 @@ def pack(
         return with_targets(stream(offsets, sequence_length), offsets, labels)
     cut = kind in ("chat", "instruct")
     pieces = with_targets(separate(offsets, sequence_length, cut=cut), offsets, labels)
+    return best_fit(pieces, sequence_length) if packing else pieces
+
+
+def pack_pairs(
+    offsets: Integers,
+    first: npt.NDArray[np.int32],
+    labels: npt.NDArray[np.int32],
+    *,
+    packing: bool,
+    sequence_length: int,
+) -> Sequences:
+    """Packs pairs of answers, each pair as one piece. Pairs that are longer than a sequence, or
+    with an answer without a target, are left out. `first` are the tokens of the first answers."""
+    ends, middles, lengths = offsets[1:], offsets[:-1] + first, np.diff(offsets)
+    begins = np.stack([offsets[:-1], middles], axis=1).flatten()
+    targets = _count_labels(labels, begins + 1, np.stack([middles, ends], axis=1).flatten())
+    fits, trained = lengths <= sequence_length, targets.reshape(-1, 2).min(1) > 0
+    kept = fits & trained
+    pieces = Sequences(
+        offsets[:-1][kept],
+        lengths[kept],
+        np.arange(np.count_nonzero(kept) + 1),
+        dropped_documents=int(np.count_nonzero(fits & ~trained)),
+        long_pairs=int(np.count_nonzero(~fits)),
+        targets=int(targets.reshape(-1, 2)[kept].sum()),
+    )
     return best_fit(pieces, sequence_length) if packing else pieces
 
 

@@ -20,8 +20,9 @@ from launcher.data.batching import (
     StreamOrder,
     make_batch_sampler,
 )
+from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import Collated, MapData, make_order, open_dataset
+from launcher.data.dataset import MapData, make_order, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.loader import (

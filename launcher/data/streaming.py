@@ -35,16 +35,15 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
-from launcher.data.dataset import (
+from launcher.data.collation import (
     EMPTY,
     Collated,
     Piece,
     Sample,
     collate_sequences,
-    first_names,
     make_sample,
-    no_targets,
 )
+from launcher.data.dataset import first_names, no_targets
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.sources import Row, SourcePart, read_rows, split
 from launcher.data.token_store import ModelInputs, check_range

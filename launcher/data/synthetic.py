@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from launcher.data.batching import rows_of
+from launcher.data.collation import collate_pairs, collate_sequences, make_sample
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import collate_sequences, make_sample
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.distributed.process_group import DataParallel
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
+from launcher.models.preference import summed_preference_loss
 from launcher.recipe import schema
 
 
@@ -71,6 +73,19 @@ def synthetic_data(
         }
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = summed_classification_loss
+    elif data.kind == "preference":  # a pair in each row, whose tokens all have a loss
+        halves = [np.array_split(row, 2) for row in ids]
+        pairs = [
+            make_sample((half, half) for half in both)
+            | {
+                "answers": np.repeat([2 * number, 2 * number + 1], list(map(len, both))),
+                "reference": np.zeros(length, dtype=np.float32),
+            }
+            for number, both in enumerate(halves)
+        ]
+        collated = collate_pairs(pairs, length=length, masking=masking)
+        # The other losses take as much memory and time
+        summed = partial(summed_preference_loss, settings=schema.Preference())
     else:
         sequences = [
             make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids

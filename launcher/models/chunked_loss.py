@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -69,6 +69,8 @@ class Chunking:
     compile: bool = False
     """Compile what follows the matrix products: it then reads the logits once or twice in each
     pass, where its eager operators move 48 bytes for a logit in bfloat16."""
+    reduction: Literal["sum", "none"] = "sum"
+    """none: a loss for each target."""
 
     def function(self, eager: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled or not."""
@@ -88,14 +90,14 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     chunking: Chunking,
 ) -> torch.Tensor:
-    """Sum of the cross-entropies of transform(inputs @ weight.T + bias), a float32 scalar.
+    """Cross-entropies of transform(inputs @ weight.T + bias), in float32: their sum, or (tokens,).
 
     `inputs` (tokens, features) are in the dtype of the matrix products, `weight` is (vocabulary,
     features), and `targets` (tokens,) are IGNORED where there is no loss.
     """
     function: Any = _LinearCrossEntropy
-    summed: torch.Tensor = function.apply(inputs, weight, bias, targets, chunking)
-    return summed
+    losses: torch.Tensor = function.apply(inputs, weight, bias, targets, chunking)
+    return losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -123,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses = (log_sum - at_target).masked_fill((targets == IGNORED)[:, None], 0)
         ctx.chunking = chunking
         ctx.save_for_backward(inputs, weight, bias, targets, log_sum)
-        return losses.sum()
+        return losses.sum() if chunking.reduction == "sum" else losses[:, 0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -242,6 +244,7 @@ class ChunkedHead:
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
+        self._reduction: Literal["sum", "none"] = "sum"
         model.forward, self._head.forward = self._forward, self._forward_head
 
     def _forward(
@@ -249,18 +252,21 @@ class ChunkedHead:
         *args: object,
         targets: torch.Tensor | None = None,
         target_positions: torch.Tensor | None = None,
+        reduction: Literal["sum", "none"] = "sum",
         **kwargs: object,
     ) -> Any:
         """`targets` are (rows, tokens); `target_positions` are the indices of the flattened targets
-        whose loss is computed, by default all."""
+        whose loss is computed, by default all. reduction: none, for a loss of each of these."""
         if targets is None:
             return self._model_forward(*args, **kwargs)
         self._targets, self._positions = targets.flatten(), target_positions
+        self._reduction = reduction
         try:
             outputs = self._model_forward(*args, **kwargs)
             assert self._loss is not None
             # Whatever the model computed from the head's output is discarded
-            outputs.loss, outputs.logits = self._loss.sum(), None
+            losses = self._loss.sum() if reduction == "sum" else self._loss.flatten().clone()
+            outputs.loss, outputs.logits = losses, None
         finally:
             self._targets = self._positions = self._loss = None
         return outputs
@@ -274,21 +280,22 @@ class ChunkedHead:
             hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
         vocabulary = _base(self._head).out_features
         width = chunk_width(len(targets), vocabulary)
-        chunking = Chunking(self._transform, width, self._compile)
+        chunking = Chunking(self._transform, width, self._compile, self._reduction)
         if width < vocabulary:
             loss = linear_cross_entropy(*_linear(self._head, hidden), targets, chunking)
         else:  # a single chunk: its logits are kept for the backward pass, not recomputed
             cross_entropy = chunking.function(_cross_entropy)
-            loss = cross_entropy(self._head_forward(hidden), targets, self._transform)
-        self._loss = loss.view(1, 1, 1).clone()  # a copy, since FSDP warns about views
+            logits = self._head_forward(hidden)
+            loss = cross_entropy(logits, targets, self._transform, self._reduction)
+        self._loss = loss.view(1, -1, 1).clone()  # a copy, since FSDP warns about views
         return self._loss
 
 
 def _cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, transform: Transform
+    logits: torch.Tensor, targets: torch.Tensor, transform: Transform, reduction: str
 ) -> torch.Tensor:
     logits = transform(logits.float())
-    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
 
 
 def _linear(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -14,12 +14,13 @@ from launcher.models.inputs import IGNORED
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
-_TARGETS = ("targets", "target_positions")
+_NOT_INPUTS = ("targets", "target_positions", "answers", "answer_tokens", "reference")
 
 MicroBatch = Mapping[str, Any]
 """Tensors, and whatever else a model takes, by name."""
 Loss = Callable[[nn.Module, MicroBatch], torch.Tensor]
-"""loss(model, micro-batch): the sum over the micro-batch's targets, a float32 scalar."""
+"""loss(model, micro-batch): the sum over the micro-batch's targets, a float32 scalar; or a vector
+of this and the sums of further metrics, without gradients."""
 
 
 def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
@@ -33,26 +34,55 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     `collate_sequences`), and further arguments of the model's forward.
     """
     targets = micro_batch["targets"]
-    inputs = {name: value for name, value in micro_batch.items() if name not in _TARGETS}
+    summed, outputs = _cross_entropies(model, micro_batch, "sum")
+    return add_router_loss(summed, model, outputs, targets)
+
+
+def target_losses(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, ModelOutput]:
+    """The cross-entropy of each target at `target_positions`, or of each token (0 where IGNORED):
+    (positions,), float32; and the model's outputs."""
+    losses, outputs = _cross_entropies(model, micro_batch, "none")
+    positions = micro_batch.get("target_positions")
+    return (losses if positions is None or computes_loss(model) else losses[positions]), outputs
+
+
+def _cross_entropies(
+    model: nn.Module, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
+) -> tuple[torch.Tensor, ModelOutput]:
+    targets = micro_batch["targets"]
+    inputs = {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
     if computes_loss(model):
-        positions = micro_batch.get("target_positions")
-        outputs = model(**inputs, targets=targets, target_positions=positions, use_cache=False)
-        summed: torch.Tensor = outputs.loss
-    else:
-        outputs = model(**inputs, use_cache=False)
-        summed = nn.functional.cross_entropy(
-            outputs.logits.float().flatten(0, 1),
-            targets.flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
-        )
-    if torch.is_grad_enabled() and getattr(outputs, "aux_loss", None) is not None:
-        router_loss = _router_loss(model, outputs, targets)
-        summed = summed + (router_loss - router_loss.detach())  # adds its gradient only
-    return summed
+        inputs |= {"targets": targets, "target_positions": micro_batch.get("target_positions")}
+        outputs = model(**inputs, reduction=reduction, use_cache=False)
+        return outputs.loss, outputs
+    outputs = model(**inputs, use_cache=False)
+    losses = nn.functional.cross_entropy(
+        outputs.logits.float().flatten(0, 1),
+        targets.flatten(),
+        ignore_index=IGNORED,
+        reduction=reduction,
+    )
+    return losses, outputs
 
 
-def _router_loss(model: nn.Module, outputs: ModelOutput, targets: torch.Tensor) -> torch.Tensor:
+def add_router_loss(
+    summed: torch.Tensor,
+    model: nn.Module,
+    outputs: ModelOutput,
+    targets: torch.Tensor,
+    count: int | None = None,
+) -> torch.Tensor:
+    """The loss with the gradient of the router's auxiliary loss, if the model returns one. `count`
+    is what the caller divides the loss by; None: the number of targets."""
+    if not torch.is_grad_enabled() or getattr(outputs, "aux_loss", None) is None:
+        return summed
+    router_loss = _router_loss(model, outputs, targets, count)
+    return summed + (router_loss - router_loss.detach())
+
+
+def _router_loss(
+    model: nn.Module, outputs: ModelOutput, targets: torch.Tensor, count: int | None
+) -> torch.Tensor:
     """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
     with one micro-batch, the mean over targets is what transformers adds to its loss.
 
@@ -80,7 +110,8 @@ def _router_loss(model: nn.Module, outputs: ModelOutput, targets: torch.Tensor) 
         auxiliary = load_balancing_loss_func(
             outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
         )
-    result: torch.Tensor = coefficient * trained.sum() * auxiliary
+    weight = trained.sum() if count is None else count
+    result: torch.Tensor = coefficient * weight * auxiliary
     return result
 
 

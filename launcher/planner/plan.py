@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from launcher.data.batching import rows_of
+from launcher.models.preference import needs_reference
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.recipes import micro_batches_of, with_random_weights
+from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step
 from launcher.planner.work import state_bytes
 from launcher.recipe.schema import Recipe
@@ -81,7 +83,7 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         host=_host(recipe, machine, step, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
-        notes=tuple(_notes(recipe, machine)),
+        notes=(*_notes(recipe, machine), *_reference_note(profile, recipe, machine)),
     )
 
 
@@ -114,6 +116,20 @@ def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: 
         offload=per_node * step.host,
         workers=per_node * data.workers * loader,
         staging=per_node * (pinned(staging + 1) if staged and on_gpu else staging),
+    )
+
+
+def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    """The pass that computes the log-probabilities of a loss on pairs, before the first step."""
+    if recipe.preference is None or not needs_reference(recipe.preference):
+        return
+    # Forward passes with the same micro-batches, which the step's memory covers
+    step = estimate_time(profile, recipe, machine)
+    share = (step.forward + step.communication / 2) / step.total
+    yield (
+        "before the first step, the reference pass computes the log-probabilities of all pairs by "
+        f"the initial weights: about {share:.0%} of the time of an epoch, once, and less memory "
+        "than a step"
     )
 
 

@@ -8,6 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from launcher.recipe.section import LARGEST_INT
+
+_SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("n_embd", "n_layer", "n_head", "n_positions"),
+}
+"""Keys whose errors transformers finds late, without naming the key."""
 _SET_ELSEWHERE = {
     "attn_implementation": "model.attention",
     "_attn_implementation": "model.attention",
@@ -23,6 +31,16 @@ def config_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key in config.keys() & _SET_ELSEWHERE:
         yield key, f"is set by {_SET_ELSEWHERE[key]}"
     yield from value_problems(config)
+
+
+def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yields each size that no model can have, and what is wrong with it."""
+    for key in _SIZES & config.keys():
+        value, most = config[key], 10_000 if "layer" in key else LARGEST_INT
+        if isinstance(value, int) and value < 1:
+            yield key, f"must be at least 1; got {value}"
+        if isinstance(value, int) and value > most:
+            yield key, f"must be at most {most}; got {value}"
 
 
 def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:

@@ -38,7 +38,7 @@ from launcher.recipe.section import Dtype as Dtype
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
-DataKind = Literal["text", "tokens", "chat", "instruct", "classification"]
+DataKind = Literal["text", "tokens", "chat", "instruct", "classification", "preference"]
 
 
 class Run(Section):
@@ -125,6 +125,22 @@ class Lora(Section):
     """Linear layers that get an adapter, such as q_proj; null: all those of the blocks."""
 
 
+class Preference(Section):
+    """Training on pairs of answers (data.kind: preference). Each pair counts the same."""
+
+    loss: Literal["dpo", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"] = "dpo"
+    """dpo: Rafailov et al., 2023. ipo: Azar et al., 2023. hinge: Zhao et al., 2023. robust:
+    Chowdhury et al., 2024. apo_zero: D'Oosterlinck et al., 2024. Without a reference: simpo: Meng
+    et al., 2024; orpo: Hong et al., 2024."""
+    beta: PositiveFloat = 0.1
+    """Scale of the rewards: larger values stay closer to the initial weights. orpo: weight of the
+    odds ratio. simpo is usually trained with 2 and more."""
+    label_smoothing: Annotated[Fraction, Field(lt=0.5)] = 0.0
+    """robust: share of the pairs whose answers are assumed to be swapped."""
+    margin: NonNegativeFloat = 0.5
+    """simpo: the least margin of the rewards (gamma)."""
+
+
 class Source(Section):
     """One part of a mixture."""
 
@@ -142,7 +158,7 @@ class Data(Section):
     kind: DataKind = "text"
     """text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
     messages, loss on the assistant's turns. instruct: prompt and response, loss on the response.
-    classification: text and label."""
+    classification: text and label. preference: prompt, chosen and rejected."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
@@ -173,18 +189,24 @@ class Data(Section):
     messages_column: Text | None = None
     """Column of kind chat; null: messages (role, content), or conversations (from, value)."""
     prompt_column: Text | None = None
-    """Column of kind instruct; null: prompt, or instruction and input."""
+    """Column of kinds instruct and preference; null: prompt, or instruction and input. Without it,
+    the prompt of kind preference is what both answers begin with."""
     response_column: Text | None = None
     """Column of kind instruct; null: response, completion or output."""
+    chosen_column: Text = "chosen"
+    """Column of kind preference with the better answer."""
+    rejected_column: Text = "rejected"
+    """Column of kind preference with the worse answer."""
     label_column: Text = "label"
     """Column of kind classification."""
     labels: TextList | None = None
     """Names of the classes, for kind classification; null: the column holds integers from 0."""
     chat_template: Text | None = None
-    """File with a Jinja chat template, for kinds chat and instruct; null: the tokenizer's own."""
+    """File with a Jinja chat template, for kinds chat, instruct and preference; null: the
+    tokenizer's own."""
     date: Day | None = None
-    """What a chat template prints as today's date (YYYY-MM-DD), for kinds chat and instruct; null:
-    the day (UTC) of the run's first start."""
+    """What a chat template prints as today's date (YYYY-MM-DD), for kinds chat, instruct and
+    preference; null: the day (UTC) of the run's first start."""
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
     processes: Annotated[Processes, Field(ge=1)] | None = None
@@ -329,6 +351,8 @@ class Recipe(Section):
     """Activations that are recomputed in the backward pass; null: none."""
     lora: Lora | None = None
     """Train low-rank adapters and freeze all else; null: train everything."""
+    preference: Preference | None = None
+    """The loss on pairs of answers; null: data.kind is not preference."""
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

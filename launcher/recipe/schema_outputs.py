@@ -56,7 +56,8 @@ class Checkpoint(Section):
     """Also keep checkpoints whose step is a multiple of this."""
     keep_best: Text | None = None
     """Also keep the checkpoint with the lowest eval_loss, or with the highest value of another
-    metric: eval_accuracy, eval_f1 (kind classification), eval_NAME (evaluation.generate)."""
+    metric: eval_accuracy, eval_f1 (kind classification), eval_rewards/accuracies,
+    eval_rewards/margins (kind preference), eval_NAME (evaluation.generate)."""
     resume: Text = "auto"
     """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
     scratch. Or the path of a checkpoint to start a new run.dir from; later starts resume from

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 from launcher.recipe.decode import KeyPath, Problem, subsection
 from launcher.recipe.hub import is_hub_id, is_model_id
-from launcher.recipe.model_config import config_problems
+from launcher.recipe.model_config import config_problems, size_problems
 from launcher.recipe.schema import Recipe
-from launcher.recipe.section import LARGEST_INT
 
 Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
@@ -35,9 +34,14 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.train data.validation data.streaming data.text_column", "data.builder", False),
     ("data.text_column", "data.kind", "text classification"),
     ("data.messages_column", "data.kind", "chat"),
-    ("data.prompt_column data.response_column", "data.kind", "instruct"),
+    ("data.prompt_column", "data.kind", "instruct preference"),
+    ("data.response_column", "data.kind", "instruct"),
+    ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
+    ("preference.label_smoothing", "preference.loss", "robust"),
+    ("preference.margin", "preference.loss", "simpo"),
+    ("lora.dropout", "preference", False),
     ("data.label_column data.labels", "data.kind", "classification"),
-    ("data.chat_template data.date", "data.kind", "chat instruct"),
+    ("data.chat_template data.date", "data.kind", "chat instruct preference"),
     ("data.shuffle_buffer", "data.streaming", True),
     ("data.streaming", "data.kind", "text tokens chat instruct"),
     ("run.epochs", "data.streaming", False),
@@ -74,12 +78,6 @@ _ONE_OF = (
     "batch.micro_batch_size batch.micro_batch_tokens",
 )
 """Keys of which exactly one must be given."""
-_SIZES = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-    *("n_embd", "n_layer", "n_head", "n_positions"),
-}
-"""Keys of a model.config whose errors transformers finds late, without naming the key."""
 
 
 class _UnsoundError(Exception):
@@ -225,9 +223,17 @@ def _classification(recipe: Recipe) -> Found:
         yield "data.labels", f"{what}; got {', '.join(labels)}"
     for name, source in data.train.items() if isinstance(data.train, dict) else ():
         kind = source.kind or data.kind
-        if (kind == "classification") != (data.kind == "classification"):
+        if kind != data.kind and {kind, data.kind} & {"classification", "preference"}:
             what = f"{kind} does not mix with data.kind {data.kind}: the losses differ"
             yield f"data.train.{name}.kind", what
+
+
+def _preference(recipe: Recipe) -> Found:
+    section, data = recipe.preference, recipe.data
+    if section is None and data.kind == "preference" and data.builder is None:
+        yield "data.kind", "needs the section preference; give preference.loss, such as dpo"
+    if section is not None and section.loss == "robust" and not section.label_smoothing:
+        yield "preference.label_smoothing", "loss: robust needs a share above 0; else use dpo"
 
 
 def _config(recipe: Recipe) -> Found:
@@ -238,14 +244,8 @@ def _config(recipe: Recipe) -> Found:
 
 def _sizes(recipe: Recipe) -> Found:
     config = recipe.model.config or {}
-    for key in _SIZES & config.keys():
-        if not isinstance(config[key], int):
-            continue
-        if config[key] < 1:
-            yield f"model.config.{key}", f"must be at least 1; got {config[key]}"
-        most = 10_000 if "layer" in key else LARGEST_INT
-        if config[key] > most:
-            yield f"model.config.{key}", f"must be at most {most}; got {config[key]}"
+    for key, message in size_problems(config):
+        yield f"model.config.{key}", message
     size = config.get("vocab_size")
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
     if tokenizer == "bytes" and isinstance(size, int) and 0 < size < 257:
@@ -277,9 +277,9 @@ def _profile(recipe: Recipe, ranks: int | None) -> Found:
 
 def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
-    known = ["eval_loss"]
-    if recipe.data.kind == "classification":
-        known += ["eval_accuracy", "eval_f1"]
+    scores = {"classification": ("accuracy", "f1")}
+    scores["preference"] = ("rewards/accuracies", "rewards/margins")
+    known = ["eval_loss", *(f"eval_{name}" for name in scores.get(recipe.data.kind, ()))]
     if generate is not None:
         if recipe.data.kind not in ("chat", "instruct"):
             mixed = isinstance(recipe.data.train, dict)
@@ -392,7 +392,7 @@ def _data_files(recipe: Recipe) -> Found:
 
 
 _RULES = (
-    *(_mixture, _pretrained, _attention, _classification, _config, _sizes),
+    *(_mixture, _pretrained, _attention, _classification, _preference, _config, _sizes),
     *(_micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
 )
 _RANK_RULES = (_batches, _groups, _profile)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.models.preference import METRICS
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
@@ -231,7 +232,8 @@ class StepRecorder:
             # With offload, norm and flags are in host memory
             return numbers.to(device, torch.float64, non_blocking=True)
 
-        numbers = torch.cat([on_device(step.loss).view(1), on_device(host)])
+        losses = [step.loss.view(1)] if step.metrics is None else [step.loss.view(1), step.metrics]
+        numbers = torch.cat([*map(on_device, losses), on_device(host)])
         flags = on_device(torch.stack([step.grad_norm, *interval.skipped]))
         work = event = None
         if self._ranks.size > 1:
@@ -272,7 +274,9 @@ class StepRecorder:
 
     def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
-        gathered = dict(zip(GATHERED, by_rank.unbind(1), strict=True))
+        further = () if step.metrics is None else METRICS
+        names = (*GATHERED[:1], *further, *GATHERED[1:])
+        gathered = dict(zip(names, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
         rate = interval.tokens / steps / seconds
@@ -281,6 +285,7 @@ class StepRecorder:
         return {
             "step": step.number,
             "loss": finite(gathered["loss"].sum().item()),
+            **{name: finite(gathered[name].sum().item()) for name in further},
             "grad_norm": None,
             "learning_rate": step.learning_rate,
             "tokens": totals.tokens,

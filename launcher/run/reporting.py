@@ -246,8 +246,9 @@ class Reporter:
         if not self._main:
             return known
         record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
+        unit = "tokens" if self._recipe.preference is None else "pairs"
         text = (
-            f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} tokens "
+            f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} {unit} "
             f"({seconds_as_text(seconds)})"
         )
         text += "".join(f", {name} {score:.4f}" for name, score in whole.scores.items())

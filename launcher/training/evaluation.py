@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.dataset import ClassificationDataset, MapData
@@ -18,6 +19,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.models.loss import class_losses, classification_logits
+from launcher.models.preference import METRICS
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 from launcher.training.generation import Generator, Scored
@@ -53,7 +55,6 @@ class Evaluator:
     ) -> None:
         self._ranks, self._generator = ranks, generator
         self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
-        global_batch_size = micro_batch_size * ranks.data_size
         for name, dataset in datasets.items():
             if not len(dataset):
                 _refuse(name, "no sample")
@@ -64,25 +65,13 @@ class Evaluator:
                     f"no prompt of up to {generator.longest} tokens to answer: raise "
                     "data.sequence_length or lower evaluation.generate.max_new_tokens",
                 )
-            batches = -(-len(dataset) // global_batch_size)
-            # Positions after the last sample are empty rows: with sharding, all ranks need the same
-            # number of forward passes
-            sampler = RankBatchSampler(
-                order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
-                global_batch_size=global_batch_size,
-                micro_batch_size=micro_batch_size,
-                rank=ranks.data_rank,
-                ranks=ranks.data_size,
-                first_step=0,
-                steps=batches if max_batches is None else min(batches, max_batches),
-            )
-            loader = make_loader(
+            loader = evaluation_batches(
                 dataset,
-                sampler,
                 data,
-                seed=ranks.data_rank,
+                micro_batch_size=micro_batch_size,
+                max_batches=max_batches,
+                ranks=ranks,
                 persistent_workers=data.persistent_workers and len(datasets) == 1,
-                device=ranks.device,
             )
             self._loaders[name] = (dataset, loader)
 
@@ -105,7 +94,7 @@ class Evaluator:
             heartbeat("evaluation")
             return not stop_requested()
 
-        with _evaluating(wrapped):
+        with forward_only(wrapped):
             for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
                 counts: torch.Tensor | None = None
                 for collated in map(raise_error, loader):
@@ -117,7 +106,7 @@ class Evaluator:
                     stop_requests = StepStatistics(StepTotals(stop_requests=int(not going)), ranks)
                     micro_batch = to_device(collated["tensors"], device)
                     loss, added = _loss_and_counts(dataset, wrapped, micro_batch)
-                    total[0] += loss
+                    total[0] += loss if loss.ndim == 0 else loss[0]
                     total[1] += collated["loss_tokens"]
                     if added is not None:
                         counts = added if counts is None else counts + added
@@ -126,7 +115,8 @@ class Evaluator:
                 scored: Scored | None = {}
                 if counts is not None:
                     dist.all_reduce(counts, group=ranks.data_group)
-                    scored = _classification_scores(counts)
+                    score = _preference_scores if counts.ndim == 1 else _classification_scores
+                    scored = score(counts)
                 elif self._generator is not None:
                     store = dataset.store  # type: ignore[union-attr]
                     scored = self._generator.answer(wrapped, store, ranks, proceed)
@@ -151,10 +141,15 @@ def _refuse(name: str, problem: str) -> NoReturn:
 def _loss_and_counts(
     dataset: MapData, wrapped: WrappedModel, micro_batch: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed loss of a micro-batch, and for a classifier `_class_counts`."""
+    """The summed loss of a micro-batch, and for a classifier `_class_counts`; for pairs the sums of
+    METRICS and the number of pairs."""
     with wrapped.forward_context():
         if not isinstance(dataset, ClassificationDataset):
-            return dataset.loss(wrapped.model, micro_batch), None
+            loss = dataset.loss(wrapped.model, micro_batch)
+            if loss.ndim == 0:
+                return loss, None
+            pairs = loss.new_full((1,), len(micro_batch["answer_tokens"]))
+            return loss, torch.cat([loss[1:], pairs]).double()
         logits = classification_logits(wrapped.model, micro_batch)
     targets = micro_batch["targets"]
     return class_losses(logits, targets), _class_counts(logits, targets)
@@ -182,8 +177,47 @@ def _classification_scores(counts: torch.Tensor) -> Scored:
     return {"scores": scores, "scored": scored}
 
 
+def _preference_scores(counts: torch.Tensor) -> Scored:
+    *sums, pairs = counts.tolist()
+    means = {name: value / max(pairs, 1.0) for name, value in zip(METRICS, sums, strict=True)}
+    return {"scores": means, "scored": int(pairs)}
+
+
+def evaluation_batches(
+    dataset: MapData,
+    data: schema.Data,
+    *,
+    micro_batch_size: int,
+    max_batches: int | None,
+    ranks: DataParallel,
+    persistent_workers: bool = False,
+) -> DataLoader[Any]:
+    """This rank's micro-batches of each sample once, in the order of the files. Positions after the
+    last sample are empty rows: with sharding, all ranks need the same number of forward passes."""
+    global_batch_size = micro_batch_size * ranks.data_size
+    batches = -(-len(dataset) // global_batch_size)
+    sampler = RankBatchSampler(
+        order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        rank=ranks.data_rank,
+        ranks=ranks.data_size,
+        first_step=0,
+        steps=batches if max_batches is None else min(batches, max_batches),
+    )
+    return make_loader(
+        dataset,
+        sampler,
+        data,
+        seed=ranks.data_rank,
+        persistent_workers=persistent_workers,
+        device=ranks.device,
+    )
+
+
 @contextmanager
-def _evaluating(wrapped: WrappedModel) -> Iterator[None]:
+def forward_only(wrapped: WrappedModel) -> Iterator[None]:
+    """Around forward passes without backward passes."""
     wrapped.model.eval()
     yield
     wrapped.reshard()

@@ -31,6 +31,8 @@ class Step:
     """1 if the gradients were not finite and nothing was updated, else 0."""
     learning_rate: float
     batch: GlobalBatch
+    metrics: torch.Tensor | None = None
+    """As `loss`, of the further metrics that the loss function returns: a vector."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,15 @@ def train_steps(
                 with wrapped.forward_context():
                     summed = loss(model, micro_batch)
                 heartbeat("backward")
-                (summed * factor).backward()  # type: ignore[no-untyped-call]
-                total += summed.detach()
+                differentiated = summed if summed.ndim == 0 else summed[0]
+                (differentiated * factor).backward()  # type: ignore[no-untyped-call]
+                total = total + summed.detach()
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm(), targets)
-        step = Step(batch.step, total / targets, norm, skipped, rate, batch)
+        mean, metrics = total / targets, None
+        if mean.ndim:
+            mean, metrics = mean[0], mean[1:]
+        step = Step(batch.step, mean, norm, skipped, rate, batch, metrics)
         heartbeat("data")
         # Its copy to the device starts before the caller waits for this step
         batch = next(batches, None)

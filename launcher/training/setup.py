@@ -20,11 +20,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
-from launcher.models.attention import (
-    check_isolation,
-    drop_causal_mask,
-    isolate_documents,
-)
+from launcher.models.attention import check_isolation, drop_causal_mask, isolate_documents
 from launcher.models.build import (
     build_model,
     class_count,
@@ -44,6 +40,7 @@ from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
+from launcher.models.preference import check_model
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
@@ -54,6 +51,7 @@ from launcher.strategies.wrap import Parts, wrap
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
+from launcher.training.reference import ReferenceFile, with_references
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,10 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
     sequences = data.builder is None and data.kind != "classification"
-    packed = data.packing and sequences
+    # A pair is two documents in a row, also without packing
+    packed = (data.packing or data.kind == "preference") and sequences
+    if recipe.preference is not None:
+        check_model(model, data.sequence_length)
     if sequences and not packed:
         drop_causal_mask(model)
     masking: Masking = "mask"
@@ -284,11 +285,13 @@ def assemble(
     prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
+    reference: ReferenceFile | None = None,
     hooks: Hooks | None = None,
 ) -> Training:
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
     With `build_data` this process tokenizes what is not cached (one process of a node).
-    `skipped_rows` is a file for the rows of a stream that cannot be used."""
+    `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
+    log-probabilities that losses on pairs compare with, or gets them."""
     ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
@@ -310,6 +313,11 @@ def assemble(
     )
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
+    if recipe.preference is not None:
+        rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+        data = with_references(
+            data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
+        )
     # Dropout and the user's own code draw different random numbers on each rank
     seed = recipe.run.seed + ranks.rank
     torch.manual_seed(seed)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,3 +87,25 @@ def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys
 def test_missing_argument_prints_usage(arithmetic, capsys):
     assert arithmetic.main(["generate"]) == 2
     assert "generate FOLDER" in capsys.readouterr().err
+
+
+def test_preferences_are_pairs_of_styles_of_sums_that_are_not_tested(tmp_path):
+    script = SCRIPT.with_name("preferences.py")
+    subprocess.run([sys.executable, script, "generate", tmp_path], check=True, timeout=60)
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("chats", "pairs", "test")
+    }
+    assert {name: len(part) for name, part in rows.items()} == {
+        "chats": 1458,
+        "pairs": 729,
+        "test": 81,
+    }
+    asked = {
+        name: {row["chosen"][0]["content"] for row in rows[name]} for name in ("pairs", "test")
+    }
+    assert not asked["pairs"] & asked["test"]
+    for row in rows["pairs"]:
+        first, second = map(int, row["chosen"][0]["content"].split(" + "))
+        assert row["chosen"][1]["content"] == f"It is {first + second}."
+        assert row["rejected"][1]["content"] == str(first + second)

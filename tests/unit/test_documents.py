@@ -46,7 +46,7 @@ NOT_RUN_HERE = {
     r"launcher (selftest|doctor)": "takes long: test_doctor.py, test_tutorials.py",
     r"launcher submit": "needs Slurm: tests/slurm. The recipe is checked",
     r"launcher (status|export|report|rows)": "needs a run: test_status.py, test_export.py, test_tutorials.py",
-    r"python (recipes/arithmetic|docs/memory_chart).py": "test_tutorials.py",
+    r"python (recipes/arithmetic|recipes/preferences|docs/memory_chart).py": "test_tutorials.py",
     r"docker |enroot |srun ": "needs a registry or pyxis. The command for the container is checked",
 }
 """All other commands, by pattern: why that test does not run them, and what is checked instead."""
@@ -83,7 +83,9 @@ def test_commands_in_recipe_headers_are_valid(recipe):
     for command in found:
         words, ranks = arguments(command)
         assert words[0] == f"recipe={recipe}"
-        load_recipe(words + (FINETUNE_DATA if recipe == "finetune" else []), ranks=ranks)
+        load_recipe(
+            words + (FINETUNE_DATA if recipe in ("finetune", "prefer") else []), ranks=ranks
+        )
 
 
 def small_commands():

@@ -22,6 +22,7 @@ from launcher.recipe.schema import (
     Data,
     Lora,
     Model,
+    Preference,
     Profile,
     Recipe,
     Run,
@@ -50,7 +51,7 @@ def data_overrides(file):
         USER_DATA
         if "my/data" in file.read_text()
         else FINETUNE_DATA
-        if file.stem == "finetune"
+        if file.stem in ("finetune", "prefer")
         else []
     )
 
@@ -304,6 +305,7 @@ def test_recipe_is_immutable(folder):
         *("data.train={a: {files: data.txt}}", "data.validation=data.txt"),
         *("data.kind=chat", "evaluation.generate={}"),
     )
+    recipe = dataclasses.replace(recipe, preference=Preference())  # for another kind of data
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
     for path, kind in sections():
@@ -329,7 +331,9 @@ def test_json_schema_describes_every_key(capsys):
         "object",
         "null",
     ]
-    assert data["kind"]["enum"] == ["text", "tokens", "chat", "instruct", "classification"]
+    assert data["kind"]["enum"] == [
+        *("text", "tokens", "chat", "instruct", "classification", "preference"),
+    ]
     rate = printed["$defs"]["Optimizer"]["properties"]["learning_rate"]
     assert (rate["type"], rate["minimum"], rate["default"]) == ("number", 0, 2e-5)
     assert printed["required"] == ["run", "model", "data", "batch"]
@@ -369,7 +373,8 @@ def test_complete_recipe_shows_every_key_and_every_choice():
         "run.float32_matmul": "highest high medium",
         "run.on_divergence": "stop rewind",
         "strategy.kind": "ddp fsdp",
-        "data.kind": "text tokens chat instruct classification",
+        "data.kind": "text tokens chat instruct classification preference",
+        "preference": "dpo ipo hinge robust apo_zero simpo orpo",
         "schedule.kind": "cosine linear constant wsd",
         "model.init": "pretrained random",
         "model.task": "causal_lm sequence_classification",

@@ -1,0 +1,134 @@
+"""Rows of tokens, and micro-batches of them as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from launcher.data.packing import Integers
+from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
+
+Sample = dict[str, npt.NDArray[Any]]
+_Integers = npt.NDArray[np.int32] | Integers
+Piece = tuple[_Integers, _Integers]
+"""Ids and targets of a run of tokens of one document."""
+Collated = dict[str, Any]
+"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
+_MOST_TARGETS = 0.9
+"""Share of positions with a target below which logits are computed for these positions only."""
+
+
+def make_sample(pieces: Iterable[Piece]) -> Sample:
+    """Joins pieces. Positions start at 0 in each piece."""
+    ids, targets = zip(*pieces, strict=True)
+    return {
+        "input_ids": np.concatenate(ids, dtype=np.int64),
+        "targets": np.concatenate(targets, dtype=np.int64),
+        "position_ids": np.concatenate([np.arange(len(piece)) for piece in ids]),
+    }
+
+
+NOTHING = np.zeros(0, dtype=np.int64)
+EMPTY = make_sample([(NOTHING, NOTHING)])
+
+
+def collate_sequences(
+    rows: list[Sample],
+    *,
+    length: int,
+    packed: bool,
+    masking: Masking,
+    part: RowPart = WHOLE_ROW,
+) -> Collated:
+    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
+    `length`). Attention is causal, so padding needs no mask.
+
+    If a row holds several documents, `position_ids` shows transformers' masks where each starts.
+    For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
+    the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+
+    `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
+    They are found on the host: on the device, this would need a synchronization.
+
+    Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
+    of the whole row, and so are the bounds of documents.
+    """
+    width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
+    width = -(-width // part.parts) * part.parts
+    tensors: dict[str, Any] = {
+        "input_ids": padded([row["input_ids"] for row in rows], width, 0),
+        "targets": padded([row["targets"] for row in rows], width, IGNORED),
+    }
+    starts = [row["position_ids"] for row in rows]
+    if packed and any(int((row == 0).sum()) > 1 for row in starts):
+        # Padding is a document of its own: its positions start at 0 again
+        positions = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
+        tensors["position_ids"] = torch.from_numpy(positions)
+        if masking == "varlen":
+            bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
+            # An upper bound; a constant one saves compiled blocks from recompilation
+            tensors["max_length_q"] = tensors["max_length_k"] = width
+    elif part.parts > 1:
+        tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
+    mine = part.of(width)
+    for name in ("input_ids", "targets", "position_ids") if part.parts > 1 else ():
+        tensors[name] = tensors[name][:, mine].contiguous()
+    with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
+        tensors["target_positions"] = with_target
+    return collated(tensors, rows, mine)
+
+
+def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -> Collated:
+    """A micro-batch of `collate_sequences` from rows of `PreferenceDataset`, padded to `length` or
+    to the longest row. `loss_tokens` is the number of pairs, `documents` are those of the store.
+
+    `answers` (positions,) are the numbers of the answers whose tokens the targets are: for each
+    pair the chosen and then the rejected one, and without a target the number after the last.
+    `answer_tokens`, the numbers of targets, and `reference` are (pairs, 2), float32.
+    """
+    width = length or max(1, *(len(row["answers"]) for row in rows))
+    made = collate_sequences(rows, length=width, packed=True, masking=masking)
+    numbers, names, count = [], [NOTHING], 0
+    sizes, reference = [NOTHING], [NOTHING]
+    for row in rows:  # the same pair may be in two rows, of two epochs
+        here = row["answers"] >= 0
+        found, first, inverse, counts = np.unique(
+            row["answers"][here], return_index=True, return_inverse=True, return_counts=True
+        )
+        numbers.append(np.full(len(here), -1))
+        numbers[-1][here] = inverse + count
+        names.append(found)
+        sizes.append(counts)
+        reference.append(row["reference"][here][first])
+        count += len(found)
+    tensors = made["tensors"]
+    answers = padded(numbers, width, -1).flatten()
+    answers[answers < 0] = count
+    positions = tensors.get("target_positions")
+    tensors["answers"] = answers if positions is None else answers[positions]
+    for name, values in (("answer_tokens", sizes), ("reference", reference)):
+        tensors[name] = torch.from_numpy(np.concatenate(values).astype(np.float32)).view(-1, 2)
+    return made | {"loss_tokens": count // 2, "documents": np.concatenate(names)[::2] // 2}
+
+
+def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:
+    """A micro-batch of these tensors and rows; `part` of each row is this rank's."""
+    return {
+        "tensors": tensors,
+        "tokens": sum(len(row["input_ids"][part]) for row in rows),
+        "loss_tokens": int((tensors["targets"] != IGNORED).sum()),
+    }
+
+
+def padded(rows: list[npt.NDArray[Any]], width: int, value: int) -> torch.Tensor:
+    """(rows, width), int64, padded on the right with `value`."""
+    out = np.full((len(rows), width), value, dtype=np.int64)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return torch.from_numpy(out)

@@ -1,0 +1,183 @@
+"""Log-probabilities of all answers by the initial weights, for losses on pairs of answers.
+
+They are computed once, before the first step: each rank computes its share of the sequences. Rank 0
+writes them to the run folder, and a resume reads them. They are those of a pair of the store,
+whatever the packing, so a resume may use another strategy, batch or number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from launcher.console import seconds_as_text, task
+from launcher.data.dataset import MixtureDataset, PreferenceDataset
+from launcher.data.loader import to_device
+from launcher.data.run_data import RunData
+from launcher.distributed.process_group import DataParallel, from_rank_0
+from launcher.models.build import checkpoint_folder, is_pretrained
+from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
+from launcher.models.safetensors_files import open_folder
+from launcher.recipe import schema
+from launcher.strategies.base import WrappedModel, compute_dtype
+from launcher.training.evaluation import evaluation_batches, forward_only
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReferenceFile:
+    """RUN_DIR/reference.safetensors: an array for each set of pairs, by the set's checksum."""
+
+    path: Path
+    weights: str
+    """Names the initial weights. A file of others is not used."""
+
+    def read(self) -> dict[str, Reference]:
+        """The arrays; empty if there is no file, or if it is damaged or of other weights."""
+        try:
+            with safe_open(self.path, "numpy") as file:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                about = file.metadata() or {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, SafetensorError) as error:
+            logger.warning(f"{self.path} cannot be read and is computed again: {error}")
+            return {}
+        problem = None
+        if about.get("checksum") != _checksum(arrays):
+            problem = "is damaged (its checksum differs)"
+        elif about.get("weights") != self.weights:
+            problem = "is of other initial weights"
+        if problem is not None:
+            logger.warning(f"{self.path} {problem}: the reference is computed again")
+        return {} if problem else arrays
+
+    def write(self, arrays: Mapping[str, Reference]) -> None:
+        """Replaces the file. A full disk is a warning: a resume then computes the arrays again."""
+        scratch = self.path.with_name(f".{self.path.name}")
+        about = {"checksum": _checksum(arrays), "weights": self.weights}
+        try:
+            save_file(dict(arrays), scratch, metadata=about)
+            scratch.replace(self.path)
+        except (OSError, SafetensorError) as error:
+            logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
+
+
+def reference_file(
+    run: Path,
+    settings: schema.Preference | None,
+    model: schema.Model,
+    strategy: schema.Strategy,
+    *,
+    seed: int,
+) -> ReferenceFile | None:
+    """The file of a run; None if its loss needs no reference. `seed` is that of random weights."""
+    if settings is None or not needs_reference(settings):
+        return None
+    if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
+        weights = open_folder(folder).digest()
+    else:
+        weights = json.dumps([model.path, model.config, seed])
+    name = f"{weights} in {compute_dtype(strategy)}"
+    return ReferenceFile(run / "reference.safetensors", name)
+
+
+def _checksum(arrays: Mapping[str, Reference]) -> str:
+    digest = xxhash.xxh3_128()
+    for name, array in sorted(arrays.items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def with_references(
+    data: RunData,
+    settings: schema.Preference,
+    wrapped: WrappedModel,
+    *,
+    micro_batch_size: int,
+    ranks: DataParallel,
+    file: ReferenceFile | None,
+) -> RunData:
+    """The data with the settings of the loss and, if it compares with a reference, with that: from
+    the file, or computed now by the model, which must have its initial weights. Every rank must
+    call this; rank 0 reads and writes."""
+    read: dict[str, Reference] = {}
+    used: dict[str, Reference] = {}
+    if file is not None:
+        read = from_rank_0(file.read() if ranks.rank == 0 else read, ranks.group)
+
+    def one(dataset: object) -> PreferenceDataset:
+        assert isinstance(dataset, PreferenceDataset)
+        if not needs_reference(settings):
+            return replace(dataset, settings=settings)
+        key = _key(dataset)
+        if key not in used:
+            used[key] = (
+                read[key]
+                if key in read
+                else _compute(dataset, data.data, wrapped, micro_batch_size, ranks)
+            )
+        return replace(dataset, settings=settings, reference=used[key])
+
+    def complete(dataset: object) -> PreferenceDataset | MixtureDataset:
+        if isinstance(dataset, MixtureDataset):
+            return MixtureDataset(
+                {name: one(part) for name, part in dataset.parts.items()}, dataset.weights
+            )
+        return one(dataset)
+
+    training = complete(data.training)
+    validation = {name: complete(each) for name, each in data.validation.items()}
+    if file is not None and ranks.rank == 0 and used.keys() != read.keys():
+        file.write(used)
+    return replace(data, training=training, validation=validation)
+
+
+def _key(dataset: PreferenceDataset) -> str:
+    """Names the pairs of a set. Which of them are left out depends on the sequence length."""
+    return f"{dataset.fingerprint['content']}-{dataset.length}"
+
+
+@torch.no_grad()
+def _compute(
+    dataset: PreferenceDataset,
+    data: schema.Data,
+    wrapped: WrappedModel,
+    micro_batch_size: int,
+    ranks: DataParallel,
+) -> Reference:
+    """The log-probabilities of a set, on all ranks: (pairs of the store, 2)."""
+    loader = evaluation_batches(
+        dataset, data, micro_batch_size=micro_batch_size, max_batches=None, ranks=ranks
+    )
+    started, documents, sums = time.monotonic(), [], []
+    steps = -(-len(dataset) // (micro_batch_size * ranks.data_size))
+    with forward_only(wrapped), task("reference", steps) as advance:
+        for collated in loader:
+            micro_batch = to_device(collated["tensors"], ranks.device)
+            with wrapped.forward_context():
+                sums.append(answer_log_probabilities(wrapped.model, micro_batch)[0])
+            documents.append(collated["documents"])
+            advance(1)
+    found = torch.zeros(dataset.store.documents, 2, device=ranks.device)
+    where = torch.from_numpy(np.concatenate(documents)).to(ranks.device)
+    found[where] = torch.cat(sums).float()
+    dist.all_reduce(found, group=ranks.data_group)
+    seconds = seconds_as_text(time.monotonic() - started)
+    pairs = sum(map(len, documents))
+    logger.info(f"reference: log-probabilities of {pairs:,} pairs on this rank ({seconds})")
+    values: Reference = found.cpu().numpy()
+    return values

@@ -1,0 +1,111 @@
+"""Training on pairs of answers: strategies, the reference of a run, and resumes."""
+
+import shutil
+import sys
+
+import pytest
+
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
+from tests.run_files import read_lines, write_lines
+
+TRAIN = REPOSITORY / "launcher/train.py"
+RECIPE = """
+run: {name: pairs, max_steps: 6, seed: 7}
+model: {config: {model_type: llama, vocab_size: 257, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+  num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 256}}
+data: {kind: preference, train: [pairs.jsonl], validation: [far.jsonl], tokenizer: bytes, sequence_length: 192,
+  workers: 0, cache: cache}
+preference: {loss: dpo}
+batch: {global_batch_size: 8, micro_batch_size: 2}
+strategy: {kind: fsdp, mixed_precision: null}
+optimizer: {learning_rate: 1.0e-3}
+schedule: {warmup_steps: 2, kind: constant}
+evaluation: {every_steps: 3, at_start: true}
+checkpoint: {every_steps: 3}
+"""
+COMPARED = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins", "logps/chosen")
+
+
+def pair(number):
+    wrong = "pass  # no" + " no" * (number % 5)
+    return {"prompt": f"def f{number}():\n ", "chosen": f"return {number}", "rejected": wrong}
+
+
+def train(folder, name, *overrides, ranks):
+    words = ["recipe=pairs.yaml", f"run.dir=runs/{name}", *overrides]
+    if ranks == 1:
+        return run([sys.executable, TRAIN, *words], cwd=folder).check().output
+    return torchrun(TRAIN, *words, ranks=ranks, cwd=folder).check().output
+
+
+def lines(folder, name):
+    kept = ("step", "loss", "grad_norm", "eval_loss", "loss_tokens")
+    return [
+        {key: value for key, value in line.items() if key in kept or "/" in key}
+        for line in read_lines(folder / "runs" / name / "metrics.jsonl")
+    ]
+
+
+def assert_close(some, others):
+    assert [line["step"] for line in some] == [line["step"] for line in others]
+    for one, other in zip(some, others, strict=True):
+        for key in one.keys() & set(COMPARED):
+            assert one[key] == pytest.approx(other[key], rel=1e-6, abs=1e-6), (one["step"], key)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Runs on two ranks with FSDP, stopped after step 3, and on one with DDP to the end."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_lines(folder / "pairs.jsonl", [pair(number) for number in range(60)])
+    write_lines(folder / "far.jsonl", [pair(number) for number in range(60, 70)])
+    (folder / "pairs.yaml").write_text(RECIPE)
+    train(folder, "two", "run.max_steps=3", ranks=2)
+    train(folder, "one", "strategy.kind=ddp", "batch.micro_batch_size=4", ranks=1)
+    return folder
+
+
+def test_losses_and_rewards_do_not_depend_on_the_strategy(folder):
+    one = lines(folder, "one")
+    assert_close(lines(folder, "two"), one[:5])
+    assert one[0]["eval_loss"] == pytest.approx(0.693147, abs=1e-6)  # ln 2: nothing is trained yet
+    assert one[-1]["eval_rewards/accuracies"] == 1.0
+    assert one[-1]["eval_rewards/margins"] > 0.5
+    assert sum(line["loss_tokens"] for line in one if "loss" in line) > 60  # pairs
+
+
+def test_a_resume_reads_the_reference(folder):
+    """The file is the only source: the loss is another one if the file is, and a damaged file is
+    computed again."""
+    path = folder / "runs/two"
+    shutil.copytree(path, folder / "runs/damaged")
+    output = train(folder, "two", "strategy.kind=ddp", "run.max_steps=6", ranks=1)
+    assert "reference: log-probabilities" not in output
+    assert_close(lines(folder, "two"), lines(folder, "one"))
+    file = folder / "runs/damaged/reference.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    output = train(folder, "damaged", "strategy.kind=ddp", "run.max_steps=6", ranks=1)
+    assert "is damaged (its checksum differs): the reference is computed again" in output
+    assert "reference: log-probabilities of 60 pairs" in output
+    assert_close(lines(folder, "damaged"), lines(folder, "one"))
+
+
+@pytest.mark.long
+def test_a_resume_gives_the_same_bits(folder):
+    train(folder, "whole", ranks=2)
+    train(folder, "parts", "run.max_steps=3", ranks=2)
+    train(folder, "parts", "run.max_steps=6", ranks=2)
+    assert lines(folder, "parts") == lines(folder, "whole")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "ipo"])
+def test_adapters_and_other_losses(folder, loss):
+    words = (f"preference.loss={loss}", "lora.rank=4", "run.max_steps=3")
+    train(folder, f"{loss}-two", *words, ranks=2)
+    train(folder, f"{loss}-one", *words, "strategy.kind=ddp", "data.packing=true", ranks=1)
+    assert_close(lines(folder, f"{loss}-two"), lines(folder, f"{loss}-one"))
+    assert (folder / f"runs/{loss}-two/reference.safetensors").exists() == (loss == "ipo")

@@ -1,0 +1,127 @@
+"""Rows of kind preference: prompts, both answers, and rows that cannot be used."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from launcher.data.pairs import with_shared_prompt
+from launcher.data.token_store import open_store
+from launcher.errors import RecipeError
+from launcher.models.inputs import IGNORED
+from launcher.recipe import schema
+from tests.unit.data.rows import write
+
+END = 256
+USER = {"role": "user", "content": "Hi"}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def pair_of(tmp_path, row, **settings):
+    """Prompt and answers as the bytes of the two parts of the only document."""
+    file = write(tmp_path / "rows.jsonl", [row])
+    data = schema.Data(kind="preference", tokenizer="bytes", cache=str(tmp_path / "c"), **settings)
+    store = open_store((str(file),), data, tokenizer="bytes", build=True)
+    assert store.documents == 1
+    middle = int(store.classes[0])
+    parts = []
+    for first, last in itertools.pairwise((0, middle, len(store.ids))):
+        ids, labels = store.ids[first:last], store.labels[first:last]
+        known = (labels != IGNORED).tolist()
+        assert known == sorted(known)  # the prompt carries no loss, and then all tokens do
+        assert ids[-1] == END
+        prompt = known.index(True)
+        texts = [bytes(id for id in half.tolist() if id < END) for half in np.split(ids, [prompt])]
+        parts.append(tuple(text.decode() for text in texts))
+    return parts
+
+
+def refusal(tmp_path, row):
+    with pytest.raises(RecipeError) as error:
+        pair_of(tmp_path, row)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"},
+        {"chosen": "2 + 2 = 4", "rejected": "2 + 2 = five"},
+        {"instruction": "2 + 2 =", "chosen": " 4", "rejected": " five"},
+    ],
+)
+def test_text(row, tmp_path):
+    if "instruction" in row:
+        (prompt, chosen), (other, rejected) = pair_of(tmp_path, row)
+        assert prompt == other
+        assert "2 + 2 =" in prompt
+        assert (chosen, rejected) == (" 4", " five")
+    else:
+        assert pair_of(tmp_path, row) == [("2 + 2 =", " 4"), ("2 + 2 =", " five")]
+
+
+def test_columns_with_other_names(tmp_path):
+    row = {"question": "a", "good": "b", "bad": "c"}
+    settings = {"prompt_column": "question", "chosen_column": "good", "rejected_column": "bad"}
+    assert pair_of(tmp_path, row, **settings) == [("a", "b"), ("a", "c")]
+
+
+def test_messages_begin_with_the_prompt():
+    rows = (
+        {"chosen": [USER, answer("a")], "rejected": [USER, answer("b")]},
+        {"prompt": "Hi", "chosen": [USER, answer("a")], "rejected": [USER, answer("b")]},
+    )
+    for row in rows:
+        found = with_shared_prompt(row, None, "chosen", "rejected")
+        assert found["prompt"] == [USER]
+        assert (found["chosen"], found["rejected"]) == ([answer("a")], [answer("b")])
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [USER]])
+def test_a_given_prompt_stays(prompt):
+    same = answer("first")
+    row = {"prompt": prompt, "chosen": [same, answer("a")], "rejected": [same, answer("b")]}
+    assert with_shared_prompt(row, None, "chosen", "rejected") == row
+
+
+def test_a_conversation_is_rendered_with_the_template(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    row = {"chosen": [USER, answer("a")], "rejected": [USER, answer("bc")]}
+    (prompt, chosen), (other, rejected) = pair_of(tmp_path, row, chat_template=str(template))
+    assert prompt.startswith("<user>Hi")
+    assert "<assistant>" in other
+    assert (chosen, rejected) == ("a", "bc")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'rejected' hold the same answer"),
+        ({"prompt": "a", "chosen": "b"}, "column 'rejected' must hold text or a list of messages"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "column 'chosen' is empty"),
+        ({"chosen": "b", "rejected": "c"}, "no column 'prompt', and 'chosen' and 'rejected' begin"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "column 'prompt' must hold text"),
+        ({"chosen": [USER], "rejected": [USER, answer("a")]}, "column 'chosen' is empty"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, problem, tmp_path):
+    message = refusal(tmp_path, row)
+    assert "rows.jsonl:1: " in message
+    assert problem in message
+
+
+def test_no_pair_fits(tmp_path):
+    from launcher.data.dataset import open_dataset
+    from launcher.data.token_store import ModelInputs
+
+    file = write(tmp_path / "x.jsonl", [{"prompt": "a" * 30, "chosen": "b", "rejected": "c"}])
+    data = schema.Data(kind="preference", sequence_length=20, cache=str(tmp_path / "c"))
+    with pytest.raises(RecipeError, match="no pair fits into 20 tokens"):
+        open_dataset(data, (str(file),), tokenizer="bytes", model=ModelInputs(), build=True)
