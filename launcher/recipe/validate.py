@@ -40,6 +40,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("preference.label_smoothing", "preference.loss", "robust"),
     ("preference.margin", "preference.loss", "simpo"),
     ("lora.dropout", "preference", False),
+    ("preference", "data.builder", False),
     ("data.label_column data.labels", "data.kind", "classification"),
     ("data.chat_template data.date", "data.kind", "chat instruct preference"),
     ("data.shuffle_buffer", "data.streaming", True),

@@ -8,7 +8,9 @@ import torch
 from launcher.models.chunked_loss import chunk_width
 from launcher.planner import profile
 from launcher.planner.estimate import estimate_memory
+from launcher.planner.machine import known_machine
 from launcher.planner.memory import CUBLAS_WORKSPACES
+from launcher.planner.plan import make_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import trace_step
 
@@ -262,3 +264,13 @@ def test_estimate_agrees_with_the_trace(load, overrides):
     assert estimated.host == pytest.approx(traced.host, rel=0.001, abs=100_000)
     assert estimated.disk == pytest.approx(traced.disk, abs=40_000)
     assert (traced.disk > 0) == (IN_FILES in overrides)
+
+
+@pytest.mark.parametrize(("loss", "noted"), [("dpo", True), ("simpo", False)])
+def test_plan_of_pairs_names_the_reference_pass(load, loss, noted):
+    """Only losses that compare with a reference need the pass. The step is traced with pairs."""
+    recipe = load(*SMALL, "model.config.num_hidden_layers=2", "data.kind=preference", f"preference.loss={loss}")  # fmt: skip
+    machine = known_machine("h100", nodes=1, gpus_per_node=2)
+    plan = make_plan(recipe, machine)
+    assert plan.traced
+    assert any("the reference pass" in note for note in plan.notes) == noted

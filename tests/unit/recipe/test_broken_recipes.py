@@ -226,6 +226,7 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.labels=[a,b]"], "data.labels=[a,b]: needs data.kind: classification"),
     (None, ["data.kind=preference"],
      "data.kind=preference: needs the section preference; give preference.loss, such as dpo"),
+    (None, [*PREFER, "data.builder=a.b:c", "data.train=null"], "preference...: not available with data.builder"),
     (None, ["preference.loss=dpo"], "preference...: needs data.kind: preference"),
     (None, [*PREFER, "preference.loss=dop"], "preference.loss=dop: must be dpo, ipo, ...; did you mean dpo?"),
     (None, [*PREFER, "preference.beta=0"], "preference.beta=0: must be greater than 0; got 0"),
