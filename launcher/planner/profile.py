@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from launcher.models.nf4 import is_packed, shape_of
 from launcher.optimizers.muon import is_matrix
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
@@ -32,6 +33,8 @@ class Weight:
     trained: bool
     size: int
     """Bytes of an element as the model holds it (with adapters see `WeightGroup.adapted`)."""
+    packed: int = 0
+    """Bytes of the whole weight in NF4; 0: it is not quantized."""
 
     @property
     def count(self) -> int:
@@ -69,10 +72,20 @@ class WeightGroup:
         kept = (w for w in self.parameters if not (self.adapted and w.trained))
         return [weight.shape for weight in kept if len(weight.shape) in (2, 3)]
 
+    @cached_property
+    def quantized(self) -> list[int]:
+        """Elements of each weight in NF4."""
+        return [weight.count for weight in self.parameters if weight.packed]
+
+    def unsharded(self, dtype_bytes: int) -> int:
+        """Bytes of all weights as FSDP gathers them."""
+        return sum(weight.packed or dtype_bytes * weight.count for weight in self.parameters)
+
     def sizes(self, dtype_bytes: int) -> list[int]:
         """Bytes of each parameter as the model holds it, for a compute dtype of `dtype_bytes`."""
         return [
-            weight.count * (dtype_bytes if self.adapted and not weight.trained else weight.size)
+            weight.packed
+            or weight.count * (dtype_bytes if self.adapted and not weight.trained else weight.size)
             for weight in self.parameters
         ]
 
@@ -129,6 +142,15 @@ class ModelProfile:
         return sum(group.count for group in self.groups)
 
     @cached_property
+    def dense(self) -> int:
+        """Elements of all weights that are not in NF4."""
+        return self.parameters - sum(sum(group.quantized) for group in self.groups)
+
+    def unsharded(self, dtype_bytes: int) -> int:
+        """Bytes of all weights as FSDP gathers them."""
+        return sum(group.unsharded(dtype_bytes) for group in self.groups)
+
+    @cached_property
     def trained(self) -> int:
         """Elements of all trained weights."""
         return sum(group.trained for group in self.groups)
@@ -162,7 +184,10 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     """The profile of a prepared model without what its blocks save."""
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
-        weights = (Weight(tuple(p.shape), p.requires_grad, p.element_size()) for p in parameters)
+        weights = []
+        for p in parameters:
+            packed = p.nbytes if is_packed(p) else 0
+            weights.append(Weight(tuple(shape_of(p)), p.requires_grad, p.element_size(), packed))
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
     model: Any = prepared.model

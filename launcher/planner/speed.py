@@ -52,6 +52,8 @@ ATTENTION_BACKWARD = 2.5
 """Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
+DEQUANTIZE = 20.5
+"""Bytes that the operators of `nf4.dequantize` move for a number, without writing the result."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
@@ -134,11 +136,12 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
         products, attention = layer.products / rate, layer.attention / (ATTENTION * rate)
         moved, launches = fused * layer.moved / rates.memory_bandwidth, faster * layer.launches
-        forward = max(products + attention + moved, LAUNCH * launches)
+        weights = (fused * DEQUANTIZE + work.size) * layer.quantized / rates.memory_bandwidth
+        forward = max(weights + products + attention + moved, LAUNCH * launches)
         backward = (1 + layer.trained) * products + ATTENTION_BACKWARD * attention
-        backward += BACKWARD_MOVED * moved
+        backward += weights + BACKWARD_MOVED * moved
         backward = max(backward, LAUNCH_BACKWARD * BACKWARD_LAUNCHES * launches)
-        selective = products / 2 + moved
+        selective = weights + products / 2 + moved
         if layer.spared is not None:
             selective = forward * (1 - layer.spared)
         return forward, backward, selective
@@ -174,9 +177,9 @@ def _copied(work: Work) -> float:
     """Bytes that copies and casts of weights and gradients move in a step."""
     profile, size = work.profile, work.size
     if work.ddp:  # autocast
-        cast = (4 + size) * (profile.parameters + profile.trained) if size < 4 else 0
+        cast = (4 + size) * (profile.dense + profile.trained) if size < 4 else 0
         return float(work.micro_batches * cast)
-    weights = 2 * size * profile.parameters
+    weights = 2 * profile.unsharded(size)
     gradients = (size + work.reduce) * profile.trained
     return float(sum(_gathers(work)) * weights + work.micro_batches * gradients)
 
@@ -190,7 +193,7 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets)
         return 0.0, work.reductions * all_reduce
     groups = len(profile.block_classes) + 1
-    gather = _collective(work.size * profile.parameters, work.shards, machine, groups)
+    gather = _collective(profile.unsharded(work.size), work.shards, machine, groups)
     reduce = _collective(gradients, work.shards, machine, groups)
     if strategy.replicate > 1:
         own, across = gradients / work.shards, machine.nodes > 1

@@ -63,6 +63,10 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("evaluation.generate", "data.builder", False),
     ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
     ("checkpoint.export_merged", "lora", True),
+    ("checkpoint.export_base", "lora.quantize", True),
+    ("checkpoint.export_base", "checkpoint.export_merged", True),
+    ("lora.quantize", "model.builder model.compile", False),
+    ("strategy.context_parallel_size", "lora.quantize", False),
 )
 """Keys that may have another value than their default only if one of other keys is given (True),
 none of them is given (False), or the other key has one of these values."""

@@ -42,7 +42,8 @@ from launcher.models.context_parallel import check_shared_rows, share_rows
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
-from launcher.models.lora import add_adapters
+from launcher.models.lora import Read, add_adapters, peft_config
+from launcher.models.nf4 import quantize_blocks
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
@@ -140,6 +141,9 @@ class PreparedModel:
     """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
     depth: int
     """Number of blocks, also where a trace deletes some."""
+    original: Read | None
+    """Reads a weight of the checkpoint, for an export that adds adapters to it; None: adapters are
+    added to the weights in NF4."""
 
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
@@ -230,17 +234,37 @@ def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
         )
 
 
+def _refuse_old_torch(strategy: schema.Strategy) -> None:
+    if strategy.kind == "fsdp" and torch.__version__ < "2.12":
+        raise RecipeError(
+            "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 of "
+            f"{torch.__version__} fails on frozen parameters of uint8; update it, or use "
+            "strategy.kind: ddp"
+        )
+
+
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
     model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     blocks = find_blocks(model)
     _refuse_scalars(model, recipe.strategy)
-    init_fn, export_dtype = starting_weights(recipe.model, model, seed=recipe.run.seed)
+    init_fn, export_dtype, stored = starting_weights(recipe.model, model, seed=recipe.run.seed)
+    original = None
+    if stored is not None and recipe.checkpoint.export_base == "original":
+        original = stored.reader()
     for name in parts_without_text(model):  # DDP would wait for their gradients
         model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
+        if recipe.lora.quantize is not None:
+            _refuse_old_torch(recipe.strategy)
+            if getattr(peft_config(model), "target_parameters", None):
+                raise RecipeError(
+                    "lora.quantize: peft gives this model's experts adapters, because layers of "
+                    "lora.target_modules have the names of their weights: name other layers"
+                )
+            quantize_blocks(blocks.values())
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
@@ -268,6 +292,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
         depth=len(blocks),
+        original=original,
     )
 
 
@@ -346,6 +371,7 @@ def _make_export(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
+        original=prepared.original,
         tokenizer=tokenizer,
     )
 
