@@ -16,11 +16,12 @@ from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.errors import RecipeError
-from launcher.models.build import build_model, checkpoint_folder, is_pretrained
+from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
 from launcher.models.hugging_face_files import LABELS, appearing, named_weights, write_weights
-from launcher.models.initialization import initialize, materialize
+from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
+from launcher.models.nf4 import packable, round_trip
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -39,12 +40,18 @@ from launcher.reliability.json_files import Json
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, dtype: str | None, merged: bool, trust_run: bool
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None,
+    merged: bool,
+    base: str | None,
+    trust_run: bool,
 ) -> bool:
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
     Without a dtype it is the one that the run would export. merged: merges an adapter into its base
-    model. trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are missing,
+    model. base, trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are missing,
     DamagedCheckpointError if they cannot be read.
     """
     recipe = recipe_of(checkpoint)
@@ -53,7 +60,7 @@ def export_checkpoint(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
-    stored = open_checkpoint_weights(checkpoint, trust_run=trust_run)
+    stored = open_checkpoint_weights(checkpoint, base=base, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
@@ -96,10 +103,13 @@ def recipe_of(checkpoint: Path) -> Recipe:
     return recorded_recipe(str(read_state(checkpoint).get("recipe")), file=checkpoint / STATE)
 
 
-def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> StoredModel:
+def open_checkpoint_weights(
+    checkpoint: Path, *, base: str | None = "original", trust_run: bool
+) -> StoredModel:
     """The recipe's model, with its adapters, and the weights of a checkpoint of the run.
 
-    trust_run: whether code that the recipe names may be run. Raises RecipeError if it may not.
+    base: as checkpoint.export_base, for which None stands. trust_run: whether code that the recipe
+    names may be run. Raises RecipeError if it may not.
     """
     recipe, state = recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
@@ -109,13 +119,15 @@ def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> StoredModel
     if is_pretrained(recipe.model):
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
-        base = open_checkpoint(folder, model)
-        if state.get("weights") not in (None, base.stored.digest()):
+        source = open_checkpoint(folder, model)
+        if state.get("weights") not in (None, source.stored.digest()):
             raise RecipeError(
                 f"export: the weights in {folder} have changed since the run, and {checkpoint} "
                 "does not hold those that were frozen; restore them"
             )
-        read_frozen, dtype = base.reader(), base.stored.dtype()
+        read_frozen, dtype = source.reader(), source.stored.dtype()
+        if (base or recipe.checkpoint.export_base) == "quantized":
+            read_frozen = _rounded(read_frozen, model, recipe)
     if recipe.lora is not None:
         add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
     stored = open_tensors(checkpoint)
@@ -132,6 +144,21 @@ def open_checkpoint_weights(checkpoint: Path, *, trust_run: bool) -> StoredModel
         return read_frozen(name)
 
     return StoredModel(model, read, dtype)
+
+
+def _rounded(read: Read, model: Any, recipe: Recipe) -> Read:
+    """Reads weights as a run with lora.quantize trained with them."""
+    if recipe.lora is None or recipe.lora.quantize is None:
+        raise RecipeError("export: base: quantized: the run has no lora.quantize")
+    weights = {
+        id(module.get_parameter(name)) for module, name in packable(find_blocks(model).values())
+    }
+    names = {clean_name(name) for name, p in model.named_parameters() if id(p) in weights}
+
+    def rounded(name: str) -> torch.Tensor:
+        return round_trip(read(name)) if name in names else read(name)
+
+    return rounded
 
 
 def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -> None:

@@ -37,11 +37,13 @@ _TEXTS = (
 )
 
 
-def verify_export(checkpoint: Path, out: Path, *, trust_run: bool) -> list[str]:
-    """Returns how an exported folder differs from a checkpoint, one line per difference. trust_run:
-    see `open_checkpoint_weights`."""
+def verify_export(
+    checkpoint: Path, out: Path, *, base: str | None = None, trust_run: bool
+) -> list[str]:
+    """Returns how an exported folder differs from a checkpoint, one line per difference. base,
+    trust_run: see `open_checkpoint_weights`."""
     recipe = recipe_of(checkpoint)
-    stored = open_checkpoint_weights(checkpoint, trust_run=trust_run)
+    stored = open_checkpoint_weights(checkpoint, base=base, trust_run=trust_run)
     if (out / ADAPTER_CONFIG).is_file() and recipe.lora is None:
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)

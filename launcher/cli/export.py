@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,6 +39,14 @@ def export(
     merged: Annotated[
         bool, flag("--merged", "Merge the adapters into the model that they belong to.")
     ] = False,
+    base: Annotated[
+        Literal["original", "quantized"] | None,
+        option(
+            "original | quantized: what --merged adds the adapters of a run with lora.quantize to. "
+            "Default: checkpoint.export_base.",
+            "BASE",
+        ),
+    ] = None,
     verify: Annotated[
         bool, flag("--verify", "Load OUT in a fresh process and compare it with the run.")
     ] = False,
@@ -56,17 +64,28 @@ def export(
       launcher export runs/qwen3_8b exported dtype=bfloat16
     """
     configure_logging(stream="stderr")
+    if base is not None and not merged and not verify:
+        raise RecipeError("command line: base: needs merged=true")
     if not (verify and out.is_dir() and any(out.iterdir())):
         try:
-            _write(run, out, dtype, merged=merged, trust_run=trust_run)
+            _write(run, out, dtype, merged=merged, base=base, trust_run=trust_run)
         except (OSError, DamagedCheckpointError) as error:
             raise RecipeError(f"export: {out} was not written: {error}") from None
-    return _verify(run, out, trust_run=trust_run) if verify else EXIT_DONE
+    return _verify(run, out, base=base, trust_run=trust_run) if verify else EXIT_DONE
 
 
-def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool, trust_run: bool) -> None:
+def _write(
+    run: Path,
+    out: Path,
+    dtype: Dtype | None,
+    *,
+    merged: bool,
+    base: str | None,
+    trust_run: bool,
+) -> None:
     weights, checkpoint = run / "hf", None
-    exported = any(weights.glob("*.safetensors"))
+    # The adapter alone does not say which weights were quantized
+    exported = base != "quantized" and any(weights.glob("*.safetensors"))
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
         checkpoint = _checkpoint(run)
@@ -88,7 +107,7 @@ def _write(run: Path, out: Path, dtype: Dtype | None, *, merged: bool, trust_run
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
 
         adapter = export_checkpoint(
-            checkpoint, out, dtype=dtype, merged=merged, trust_run=trust_run
+            checkpoint, out, dtype=dtype, merged=merged, base=base, trust_run=trust_run
         )
     else:
         adapter = (weights / "adapter_config.json").is_file()
@@ -109,13 +128,13 @@ def _newest_step(run: Path) -> float:
     return files.step_of(listed[-1]) if listed else -math.inf
 
 
-def _verify(run: Path, out: Path, *, trust_run: bool) -> int:
+def _verify(run: Path, out: Path, *, base: str | None, trust_run: bool) -> int:
     checkpoint = _checkpoint(run)
     if checkpoint is None:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
 
-    differences = verify_export(checkpoint, out, trust_run=trust_run)
+    differences = verify_export(checkpoint, out, base=base, trust_run=trust_run)
     for difference in differences:
         print(f"differs: {difference}")
     print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")

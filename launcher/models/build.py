@@ -14,6 +14,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
+from launcher.models.nf4 import shape_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
@@ -360,4 +361,4 @@ def _used_parameters(module: nn.Module, config: object) -> Iterator[tuple[nn.Par
     experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     for name, parameter in module.named_parameters():
-        yield parameter, parameter.numel() * (share if ".experts." in name else 1.0)
+        yield parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from launcher.console import task
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
+from launcher.models.nf4 import dequantize, is_packed
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
@@ -42,21 +43,25 @@ def export_hugging_face(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
+    original: Read | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Writes `folder` for `from_pretrained` of transformers, or of peft if the model has adapters.
     It is written as a scratch folder, and renamed when it is complete.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it.
-    `dtype` is that of floating-point weights. `merged` writes the whole model, adapters added in.
+    `dtype` is that of floating-point weights. `merged` writes the whole model, adapters added in:
+    to the weights that `original` reads in place of those in NF4; None: to these.
     """
     tensors = named_weights(module)
 
     def read(name: str) -> torch.Tensor:
         tensor = tensors[name]
+        if original is not None and is_packed(tensor):
+            return original(name) if rank == 0 else torch.zeros(())
         if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
             tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
-        return tensor.cpu()
+        return dequantize(tensor.cpu(), torch.float32) if is_packed(tensor) else tensor.cpu()
 
     if rank != 0:
         for _ in exported_tensors(module, read, merged=merged, convert=False):

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from launcher.errors import RecipeError
 from launcher.models import philox
-from launcher.models.shards import compute_device, copy_local_rows, local_rows
+from launcher.models.nf4 import is_packed, shape_of
+from launcher.models.shards import compute_device, copy_local_rows, local_rows, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,7 +148,7 @@ def _placeholders(
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
                 initial = InitialValues(full_name, parameter, seed, whole, skip=done)
                 initials.setdefault(id(parameter), initial)
-                values = Placeholder(initial, range(parameter.numel()), parameter.shape)
+                values = Placeholder(initial, range(initial.shape.numel()), initial.shape)
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
         for own, buffer in buffers.items():
             if buffer is not None:
@@ -177,9 +178,10 @@ class InitialValues:
         self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
     ) -> None:
         """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed."""
-        self.name, self.mine, self.shape = name, None if skip else mine.detach(), mine.shape
+        self.name, self.mine, self.shape = name, None if skip else mine.detach(), shape_of(mine)
         # float32 even for a weight of fewer bits, so that the draw is the same
-        self.dtype = torch.float32 if mine.is_floating_point() else mine.dtype
+        number = mine.is_floating_point() or is_packed(mine)
+        self.dtype = torch.float32 if number else mine.dtype
         self.key = philox.named_key(seed, name)
         self.whole: torch.Tensor | None = None
         self._whole_list = whole
@@ -215,10 +217,13 @@ class InitialValues:
             copy_local_rows(self.mine, self.whole)
         elif self.mine is not None:
             local, row = local_rows(self.mine)
-            flat = local.contiguous().view(-1)
-            self._apply(flat, row * self.shape[1:].numel(), compute_device(self.mine))
-            if not local.is_contiguous():
-                local.copy_(flat.view(local.shape))
+            rows = local.contiguous()
+            if is_packed(local):
+                rows = torch.empty(shape_of(local), device=local.device)
+            first = row * self.shape[1:].numel()
+            self._apply(rows.view(-1), first, compute_device(self.mine))
+            if rows is not local:
+                write(local, rows)
         self._operations.clear()
         self.whole, self._stored = None, True
 

@@ -105,11 +105,12 @@ Load = Callable[[nn.Module, torch.device, torch.device], None]
 
 def starting_weights(
     section: schema.Model, model: nn.Module, *, seed: int
-) -> tuple[Load, torch.dtype]:
-    """The function that gives the model its weights once it is wrapped, and their dtype on disk.
-    Raises RecipeError like `open_checkpoint`."""
+) -> tuple[Load, torch.dtype, ModelCheckpoint | None]:
+    """The function that gives the model its weights once it is wrapped, their dtype on disk, and
+    the checkpoint that they come from. Raises RecipeError like `open_checkpoint`."""
     folder = checkpoint_folder(section)
     load: Load
+    checkpoint = None
     if folder is None or not is_pretrained(section):
         load, dtype = partial(random_weights, seed=seed), torch.float32
     else:
@@ -126,7 +127,7 @@ def starting_weights(
                 f"note: model.freeze: {', '.join(others)} is frozen, too: the model ties it to "
                 f"{', '.join(name for name in tied if name in named)}"
             )
-    return load, dtype
+    return load, dtype, checkpoint
 
 
 def _resolve_ties(

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
-from launcher.models.shards import local_rows
+from launcher.models.shards import local_rows, write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -74,7 +74,7 @@ class StoredTensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy_rows(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies this rank's rows into its part of a tensor of the same shape."""
+        """Copies this rank's rows into its part of a tensor of the same shape, or in NF4."""
         local, first = local_rows(tensor)
         if not local.ndim:
             local.copy_(self.read(name))
@@ -84,7 +84,7 @@ class StoredTensors:
             if start < stop:
                 stored = self._file(part.file).get_slice(name)
                 rows = stored[start - part.first : stop - part.first]
-                local[start - first : stop - first].copy_(rows)
+                write(local[start - first : stop - first], rows)
 
     def digest(self) -> str:
         """A digest of the names, dtypes, shapes and some of the values: enough to notice other

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from launcher.models.nf4 import is_packed, quantize
+
 
 def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's part of a tensor, and the row (of dimension 0) of the whole where it starts."""
@@ -24,7 +26,15 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def copy_local_rows(target: torch.Tensor, values: torch.Tensor, begin: int = 0) -> None:
     """Copies this rank's rows from `values`: the whole tensor, or its rows from `begin` on."""
     local, row = local_rows(target)
-    local.copy_(values[row - begin : row - begin + len(local)] if local.ndim else values)
+    write(local, values[row - begin : row - begin + len(local)] if local.ndim else values)
+
+
+def write(local: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values to a parameter or buffer, or rows of it; to one in NF4 they are quantized."""
+    if is_packed(local) and values.is_floating_point():
+        quantize(values, local)
+    else:
+        local.copy_(values)
 
 
 def sharded_zeros(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.models.initialization import clean_name
+from launcher.models.nf4 import shape_of
 from launcher.models.safetensors_files import Tensors
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Conversion:
 def _shapes_of(model: PreTrainedModel) -> SimpleNamespace:
     """The config of a model, sharded or not, and the whole shapes of its parameters."""
     shapes = {
-        clean_name(name): torch.empty(tensor.shape, device="meta")
+        clean_name(name): torch.empty(shape_of(tensor), device="meta")
         for name, tensor in model.state_dict().items()
     }
     return SimpleNamespace(config=model.config, get_parameter=shapes.__getitem__)

@@ -108,7 +108,8 @@ def variants(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
     found = list(recipes.values())
-    if compiles and machine.device == "cuda" and not written.model.compile:
+    quantized = written.lora is not None and written.lora.quantize is not None
+    if compiles and machine.device == "cuda" and not (written.model.compile or quantized):
         compiled = dataclasses.replace(written.model, compile=True)
         found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
     return found

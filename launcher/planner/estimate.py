@@ -110,14 +110,16 @@ class _Step:
             self.activations += kept
             # Recomputed activations of a block, without the first tensor to be freed
             self.working = max(self.working, block.kept - block.widest - (0 if twice else kept))
-            self.space = max(self.space, BACKWARD_WIDEST * block.widest + block.output)
+            space = BACKWARD_WIDEST * block.widest + block.output + block.dequantized
+            self.space = max(self.space, space)
 
     def _set_weights(self) -> None:
         """Unsharded or cast weights: in the forward pass, after it, and in the backward pass."""
         work, head = self.work, self.last is self.root
-        every = work.size * sum(block.count for block in self.blocks) if self.keeps else 0
-        self.kept_weights = every + (work.size * self.last.count if self.keeps or head else 0)
-        self.between = self.kept_weights + (0 if head else work.size * self.root.count)
+        every = sum(block.unsharded(work.size) for block in self.blocks) if self.keeps else 0
+        last = self.last.unsharded(work.size) if self.keeps or head else 0
+        self.kept_weights = every + last
+        self.between = self.kept_weights + (0 if head else self.root.unsharded(work.size))
         self.forward = self.between
         if work.ddp:  # autocast keeps all copies until the loss is computed
             self.between = self.kept_weights = self.kept_casts
@@ -181,10 +183,10 @@ class _Step:
         gradient = (4 if work.ddp else work.size) * block.largest_trained
         if not work.ddp:
             gradient += work.size * self.root.largest_trained if self.last is self.root else 0
-            unsharded += 0 if self.keeps else work.size * block.count
+            unsharded += 0 if self.keeps else block.unsharded(work.size)
             fetches = work.shards > 1 and not self.keeps
             next_block = self.blocks[max(0, len(self.blocks) - 2)]
-            communication = flight + (work.size * next_block.count if fetches else 0)
+            communication = flight + (next_block.unsharded(work.size) if fetches else 0)
         return self._at(
             "backward",
             gradients=before + gradient,

@@ -97,7 +97,7 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
     if recipe.strategy.kind == "ddp":
         return 0
     largest = max(profile.groups, key=lambda group: group.count)
-    gathered = largest.count * compute_dtype(recipe.strategy).itemsize
+    gathered = largest.unsharded(compute_dtype(recipe.strategy).itemsize)
     gathered *= 2 if largest.trained else 1
     return max(LEAST_ROOM, step.phases["optimizer"].components.gradients + gathered)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.models.experts import find_experts
+from launcher.models.nf4 import is_packed, shape_of
 from launcher.optimizers.muon import is_matrix
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
@@ -20,7 +21,7 @@ from launcher.planner.recipes import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import Saved, saved_of_blocks
-from launcher.training.setup import PreparedModel, prepare_model
+from launcher.training.prepare import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
 
@@ -35,6 +36,8 @@ class Weight:
     """Bytes of an element as the model holds it (with adapters see `WeightGroup.adapted`)."""
     expert: bool = False
     """Whether it has a row for each expert, and expert parallelism can divide it."""
+    packed: int = 0
+    """Bytes of the whole weight in NF4; 0: it is not quantized."""
 
     @property
     def count(self) -> int:
@@ -85,10 +88,20 @@ class WeightGroup:
         )
         return dataclasses.replace(self, parameters=tuple(divided)) if ranks > 1 else self
 
+    @cached_property
+    def quantized(self) -> list[int]:
+        """Elements of each weight in NF4."""
+        return [weight.count for weight in self.parameters if weight.packed]
+
+    def unsharded(self, dtype_bytes: int) -> int:
+        """Bytes of all weights as FSDP gathers them."""
+        return sum(weight.packed or dtype_bytes * weight.count for weight in self.parameters)
+
     def sizes(self, dtype_bytes: int) -> list[int]:
         """Bytes of each parameter as the model holds it, for a compute dtype of `dtype_bytes`."""
         return [
-            weight.count * (dtype_bytes if self.adapted and not weight.trained else weight.size)
+            weight.packed
+            or weight.count * (dtype_bytes if self.adapted and not weight.trained else weight.size)
             for weight in self.parameters
         ]
 
@@ -145,6 +158,15 @@ class ModelProfile:
         return sum(group.count for group in self.groups)
 
     @cached_property
+    def dense(self) -> int:
+        """Elements of all weights that are not in NF4."""
+        return self.parameters - sum(sum(group.quantized) for group in self.groups)
+
+    def unsharded(self, dtype_bytes: int) -> int:
+        """Bytes of all weights as FSDP gathers them."""
+        return sum(group.unsharded(dtype_bytes) for group in self.groups)
+
+    @cached_property
     def trained(self) -> int:
         """Elements of all trained weights."""
         return sum(group.trained for group in self.groups)
@@ -182,10 +204,11 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     }
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
-        weights = (
-            Weight(tuple(p.shape), p.requires_grad, p.element_size(), id(p) in stacked)
-            for p in parameters
-        )
+        weights = []
+        for p in parameters:
+            shape, packed = tuple(shape_of(p)), p.nbytes if is_packed(p) else 0
+            expert = id(p) in stacked
+            weights.append(Weight(shape, p.requires_grad, p.element_size(), expert, packed))
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
     model: Any = prepared.model

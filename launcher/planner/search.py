@@ -260,6 +260,10 @@ def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
     if written.lora is None and written.model.freeze is None:
         if adapted := _fitting(dataclasses.replace(written, lora=Lora()), machine):
             yield f"adapters instead of all weights: {_overrides(written, adapted)}"
+    elif written.lora is not None and written.lora.quantize is None:
+        lora = dataclasses.replace(written.lora, quantize="nf4")
+        if quantized := _fitting(dataclasses.replace(written, lora=lora), machine):
+            yield f"frozen weights in 4 bits: {_overrides(written, quantized)}"
 
 
 def _overrides(written: Recipe, changed: Recipe) -> str:

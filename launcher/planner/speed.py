@@ -52,6 +52,8 @@ ATTENTION_BACKWARD = 2.5
 """Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
+DEQUANTIZE = 20.5
+"""Bytes that the operators of `nf4.dequantize` move for a number, without writing the result."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
@@ -134,11 +136,12 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
         products, attention = layer.products / rate, layer.attention / (ATTENTION * rate)
         moved, launches = fused * layer.moved / rates.memory_bandwidth, faster * layer.launches
-        forward = max(products + attention + moved, LAUNCH * launches)
+        weights = (fused * DEQUANTIZE + work.size) * layer.quantized / rates.memory_bandwidth
+        forward = max(weights + products + attention + moved, LAUNCH * launches)
         backward = (1 + layer.trained) * products + ATTENTION_BACKWARD * attention
-        backward += BACKWARD_MOVED * moved
+        backward += weights + BACKWARD_MOVED * moved
         backward = max(backward, LAUNCH_BACKWARD * BACKWARD_LAUNCHES * launches)
-        selective = products / 2 + moved
+        selective = weights + products / 2 + moved
         if layer.spared is not None:
             selective = forward * (1 - layer.spared)
         return forward, backward, selective
@@ -174,9 +177,9 @@ def _copied(work: Work) -> float:
     """Bytes that copies and casts of weights and gradients move in a step."""
     profile, size = work.profile, work.size
     if work.ddp:  # autocast
-        cast = (4 + size) * (profile.parameters + profile.trained) if size < 4 else 0
+        cast = (4 + size) * (profile.dense + profile.trained) if size < 4 else 0
         return float(work.micro_batches * cast)
-    weights = 2 * size * sum(group.count for group in work.gathered)
+    weights = 2 * sum(group.unsharded(size) for group in work.gathered)
     gradients = (size + work.reduce) * work.gathered_trained
     return float(sum(_gathers(work)) * weights + work.micro_batches * gradients)
 
@@ -190,17 +193,18 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets)
         return 0.0, work.reductions * all_reduce
     groups = len(profile.block_classes) + 1
-    weights, trained = sum(group.count for group in work.gathered), work.gathered_trained
+    weights = sum(group.unsharded(work.size) for group in work.gathered)
+    trained = work.gathered_trained
     gather = reduce = 0.0
     if work.expert_ranks > 1:  # gathered over the ranks that have the same experts
         ranks, blocks = work.shards // work.expert_ranks, groups - 1
         sharing = work.expert_ranks if work.shards > machine.gpus_per_node else 1
-        own = sum(weight.count for weight in work.experts)
+        own = work.size * sum(weight.count for weight in work.experts)
         own_trained = sum(weight.count for weight in work.experts if weight.trained)
-        gather = _collective(work.size * own, ranks, machine, blocks, sharing=sharing)
+        gather = _collective(own, ranks, machine, blocks, sharing=sharing)
         reduce = _collective(work.reduce * own_trained, ranks, machine, blocks, sharing=sharing)
         weights, trained = weights - own, trained - own_trained
-    gather += _collective(work.size * weights, work.shards, machine, groups)
+    gather += _collective(weights, work.shards, machine, groups)
     reduce += _collective(work.reduce * trained, work.shards, machine, groups)
     if strategy.replicate > 1:
         averaged = gradients / work.shards

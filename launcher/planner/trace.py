@@ -45,7 +45,7 @@ from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.training.loop import Update, train_steps
 from launcher.training.operators import shapes_of
-from launcher.training.setup import PreparedModel, prepare_model, row_part
+from launcher.training.prepare import PreparedModel, prepare_model, row_part
 
 DEPTHS = (4, 6)
 """Blocks that a deep model is traced with: the first two and the last two, whose neighbours differ

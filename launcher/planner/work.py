@@ -10,6 +10,7 @@ import torch
 
 from launcher.data.batching import rows_of
 from launcher.models.chunked_loss import chunk_width
+from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup
 from launcher.planner.recipes import micro_batches_of
@@ -87,6 +88,10 @@ class Pass:
     """The same of attention, the causal half."""
     trained: float
     """Share of the weights that are trained."""
+    quantized: int = 0
+    """Elements of weights in NF4."""
+    dequantized: int = 0
+    """The largest of them in the compute dtype, with the working space of dequantization."""
 
 
 class Work:
@@ -169,18 +174,21 @@ class Work:
             selective = SELECTED * kept
             moved, launches = MOVED * kept, LAUNCHES
         heads, head_size = profile.heads
+        dense, largest = weights.count - sum(weights.quantized), max(weights.quantized, default=0)
         return Pass(
             kept=kept,
             selective=selective,
             spared=spared,
             output=size * profile.hidden * tokens,
             widest=size * tokens * max((times * max(i, o) for i, o, times in matrices), default=0),
-            casts=size * weights.count if self.ddp and size < 4 else 0,
+            casts=size * dense if self.ddp and size < 4 else 0,
             moved=moved,
             launches=launches,
             products=2.0 * tokens * sum(times * i * o for i, o, times in matrices),
             attention=2.0 * tokens * self.recipe.data.sequence_length * heads * head_size,
             trained=_share_trained(weights),
+            quantized=sum(weights.quantized),
+            dequantized=size * largest + 6 * min(largest, AT_ONCE),
         )
 
     def _root(self) -> Pass:

@@ -123,6 +123,9 @@ class Lora(Section):
     """Dropout on the adapter's input."""
     target_modules: TextList | None = None
     """Linear layers that get an adapter, such as q_proj; null: all those of the blocks."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the frozen linear layers and experts of the blocks in 4 bits (QLoRA: Dettmers et
+    al., 2023). null: in param_dtype."""
 
 
 class Preference(Section):

@@ -74,6 +74,9 @@ class Checkpoint(Section):
     """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
     export_merged: StrictBool = False
     """lora: true: export the model with the adapters merged. false: the adapters, for peft."""
+    export_base: Literal["original", "quantized"] = "original"
+    """lora.quantize: what adapters are merged into. original: the weights of model.path. quantized:
+    the rounded weights that they were trained on."""
 
 
 class Wandb(Section):

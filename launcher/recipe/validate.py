@@ -1,84 +1,23 @@
 """The rules that join several keys of a recipe.
 
-A rule is a generator of problems: (dotted key, what is wrong with it). Most are rows of two tables.
+A rule is a generator of problems: (dotted key, what is wrong with it). `combinations.py` has those
+that are rows of a table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import glob
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.recipe.decode import KeyPath, Problem, subsection
+from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
+from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.hub import is_hub_id, is_model_id
 from launcher.recipe.model_config import config_problems, size_problems
 from launcher.recipe.schema import Recipe
-
-Found = Iterator[tuple[str | KeyPath, str]]
-"""Dotted keys, or paths of keys, and what is wrong with them."""
-
-_OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
-_NEEDS: tuple[tuple[str, str, bool | str], ...] = (
-    ("model.arguments", "model.builder", True),
-    ("model.builder", "data.builder", True),
-    ("model.task model.num_labels model.attention model.init", "model.builder", False),
-    ("model.num_labels", "model.task", "sequence_classification"),
-    ("model.trust_remote_code", "model.path", True),
-    ("model.freeze", "lora", False),
-    ("data.arguments", "data.builder", True),
-    ("data.train data.validation data.streaming data.text_column", "data.builder", False),
-    ("data.text_column", "data.kind", "text classification"),
-    ("data.messages_column", "data.kind", "chat"),
-    ("data.prompt_column", "data.kind", "instruct preference"),
-    ("data.response_column", "data.kind", "instruct"),
-    ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
-    ("preference.label_smoothing", "preference.loss", "robust"),
-    ("preference.margin", "preference.loss", "simpo"),
-    ("lora.dropout", "preference", False),
-    ("preference", "data.builder", False),
-    ("data.label_column data.labels", "data.kind", "classification"),
-    ("data.chat_template data.date", "data.kind", "chat instruct preference"),
-    ("data.shuffle_buffer", "data.streaming", True),
-    ("data.streaming", "data.kind", "text tokens chat instruct"),
-    ("run.epochs", "data.streaming", False),
-    ("run.on_divergence", "checkpoint.every_steps", True),
-    ("batch.micro_batch_tokens", "data.builder data.streaming", False),
-    ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
-    ("strategy.reshard_after_backward strategy.expert_parallel_size", "strategy.kind", "fsdp auto"),
-    ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
-    ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
-    ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
-    ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
-    ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
-    (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
-    (_OFFLOADED_STATE, "optimizer.momentum", True),
-    ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
-    ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
-    ("activation_checkpointing.budget", "model.builder data.builder", False),
-    ("activation_checkpointing.budget", "strategy.expert_parallel_size", "1"),
-    ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
-    ("optimizer.momentum", "optimizer.name", "sgd muon"),
-    ("schedule.decay_steps", "schedule.kind", "wsd"),
-    ("evaluation.at_start evaluation.stop_after", "data.validation data.builder", True),
-    ("checkpoint.keep_best", "data.validation data.builder", True),
-    ("evaluation.generate", "data.validation", True),
-    ("evaluation.generate", "data.builder", False),
-    ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
-    ("checkpoint.export_merged", "lora", True),
-)
-"""Keys that may have another value than their default only if one of other keys is given (True),
-none of them is given (False), or the other key has one of these values."""
-_ONE_OF = (
-    "run.max_steps run.epochs",
-    "model.path model.config model.builder",
-    "batch.micro_batch_size batch.micro_batch_tokens",
-)
-"""Keys of which exactly one must be given."""
 
 
 class _UnsoundError(Exception):
@@ -108,8 +47,7 @@ def check(
     """
     sound = cast(Recipe, _Sound(recipe, (), unsound))
     rules = [
-        *(_needs(sound, key, other, how) for keys, other, how in _NEEDS for key in keys.split()),
-        *(_one_of(sound, keys.split()) for keys in _ONE_OF),
+        *combination_rules(sound),
         *(rule(sound) for rule in (*_RULES, *(_FILE_RULES if files else ()))),
         *(rule(sound, ranks) for rule in _RANK_RULES),
     ]
@@ -127,42 +65,6 @@ def fits_ranks(recipe: Recipe, ranks: int) -> bool:
     return not any(True for rule in _RANK_RULES for _ in rule(recipe, ranks))
 
 
-def _value(section: Any, key: str) -> Any:
-    """The value of a key, or None if it is in a section that is off."""
-    return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
-
-
-def _default(key: str) -> Any:
-    section: Any = Recipe
-    *sections, name = key.split(".")
-    for inner in sections:
-        section = subsection(section, inner)
-    return section.__dataclass_fields__[name].default
-
-
-def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
-    if _value(recipe, key) in (None, _default(key)):
-        return
-    if isinstance(needed, str):
-        values = _kinds(recipe) if other == "data.kind" else {str(_value(recipe, other))}
-        if not values & {*needed.split()}:
-            yield key, f"needs {other}: {' or '.join(needed.split())}"
-        return
-    given = [name for name in other.split() if _value(recipe, name)]
-    if needed and not given:
-        yield key, f"needs {' or '.join(other.split())}"
-    if given and not needed:
-        yield key, f"not available with {' and '.join(given)}"
-
-
-def _one_of(recipe: Recipe, keys: list[str]) -> Found:
-    given = [key for key in keys if _value(recipe, key) is not None]
-    if not given:
-        yield keys[0], f"missing; give {' or '.join(keys)}"
-    for key in given[1:]:
-        yield key, f"{given[0]} is given too; set all but one to null"
-
-
 def _has_checkpoints(recipe: Recipe) -> bool:
     return any(Path(recipe.run.dir, "checkpoints").glob("step_*"))
 
@@ -171,18 +73,13 @@ def open_keys(recipe: Recipe) -> list[str]:
     """Keys that are `auto`, so that the memory plan decides them, and with them when gradients are
     reduced and weights freed."""
     keys = ("strategy.kind", "batch.micro_batch_size")
-    return [key for key in keys if _value(recipe, key) == "auto"]
+    return [key for key in keys if value_of(recipe, key) == "auto"]
 
 
 def _resharding(recipe: Recipe) -> Found:
     # True was the default of earlier versions, whose recipes name it with ddp, too
     if recipe.strategy.kind == "ddp" and recipe.strategy.reshard_after_forward is False:
         yield "strategy.reshard_after_forward", "needs strategy.kind: fsdp or auto"
-
-
-def _kinds(recipe: Recipe) -> set[str]:
-    sources = recipe.data.train.values() if isinstance(recipe.data.train, dict) else ()
-    return {recipe.data.kind, *(source.kind for source in sources if source.kind is not None)}
 
 
 def _mixture(recipe: Recipe) -> Found:
@@ -360,7 +257,7 @@ def _tokenizer(recipe: Recipe) -> Found:
     if template is not None and not os.path.isfile(template):
         what = f"no such file: {template} (looked for in {Path.cwd()})"
         yield "data.chat_template", what
-    if recipe.data.builder is not None or _kinds(recipe) == {"tokens"} or name == "bytes":
+    if recipe.data.builder is not None or kinds_of(recipe) == {"tokens"} or name == "bytes":
         return
     what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
     if name is None and recipe.model.path is None:

@@ -36,7 +36,7 @@ from launcher.reliability.json_files import Json, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile
 from launcher.strategies.base import compute_dtype
-from launcher.training.setup import PreparedModel
+from launcher.training.prepare import PreparedModel
 
 logger = logging.getLogger(__name__)
 

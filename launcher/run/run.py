@@ -34,8 +34,9 @@ from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
+from launcher.training.prepare import PreparedModel, prepare_model
 from launcher.training.reference import reference_file
-from launcher.training.setup import Hooks, PreparedModel, assemble, prepare_model
+from launcher.training.setup import Hooks, assemble
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +123,7 @@ class TrainingRun:
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             reference=reference_file(
-                directory.path,
-                recipe.preference,
-                recipe.model,
-                recipe.strategy,
-                seed=recipe.run.seed,
+                directory.path, recipe.preference, recipe.model, recipe.strategy, recipe.run.seed
             ),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )

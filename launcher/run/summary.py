@@ -16,6 +16,7 @@ from launcher.models.attention import attention_kernels
 from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.initialization import clean_name
+from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.shards import local_rows
 from launcher.reliability.json_files import Json
 from launcher.strategies.activation_checkpointing import (
@@ -78,7 +79,8 @@ def _model(training: Training) -> Iterator[str]:
     module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
-    total, updates = (sum(p.numel() for p in held[key]) for key in ("parameters", "gradients"))
+    sizes_of = ([shape_of(p).numel() for p in held[key]] for key in ("parameters", "gradients"))
+    total, updates = map(sum, sizes_of)
     share = f", {_count(updates)} of them trained ({updates / total:.2%})"
     cpu = f"CPU with {torch.get_num_threads()} thread(s)"
     yield (
@@ -87,6 +89,8 @@ def _model(training: Training) -> Iterator[str]:
         f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
     )
     yield training.wrapped.description()
+    if recipe.lora is not None and recipe.lora.quantize is not None:
+        yield _quantized(blocks.values())
     sequences = recipe.data.builder is None and recipe.data.kind != "classification"
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
@@ -120,6 +124,21 @@ def _model(training: Training) -> Iterator[str]:
     parts = ", ".join(f"{name} {bytes_as_text(size)}" for name, size in sizes.items())
     whole = bytes_as_text(sum(sizes.values()))
     yield f"a rank holds {whole}: {parts}; plus activations and unsharded blocks"
+
+
+def _quantized(blocks: Iterable[torch.nn.Module]) -> str:
+    named = [pair for block in blocks for pair in block.named_parameters()]
+    packed = [p for _, p in named if is_packed(p)]
+    others = [(n, p) for n, p in named if p.ndim > 1 and not p.requires_grad and not is_packed(p)]
+    numbers = sum(shape_of(p).numel() for p in packed)
+    text = f"nf4: {len(packed)} weights with {_count(numbers)} parameters"
+    if others:
+        elements = _count(sum(p.numel() for _, p in others))
+        text += (
+            f"; {len(others)} others of the blocks with {elements} are not quantized, such as "
+            f"{clean_name(others[0][0])} {list(others[0][1].shape)}"
+        )
+    return text
 
 
 def _data(training: Training) -> Iterator[str]:

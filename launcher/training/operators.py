@@ -27,6 +27,7 @@ from launcher.console import bytes_as_text
 from launcher.data.synthetic import SyntheticData
 from launcher.errors import RecipeError, first_line
 from launcher.models.initialization import materialize
+from launcher.models.nf4 import PAIRS
 from launcher.recipe.schema import Strategy
 from launcher.recipe.section import size_in_bytes
 from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
@@ -199,7 +200,7 @@ def saved_of_blocks(
     saved: dict[str, Saved] = {}
     # Storages are kept alive, so that no two have the same address
     seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}
-    weights = set(seen)
+    weights = {*seen, id_of(PAIRS)}
 
     def run(name: str, forward: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         recorder = _Recorder(weights, seen, OPERATIONS_PER_BYTE[device])
@@ -226,7 +227,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """`weights` are ids of the model's parameters, and `seen` storages saved before, by id."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights, self._seen = weights, seen
+        self._weights, self._seen = set(weights), seen
         self._operations_per_byte = operations_per_byte
         self._calls: Counter[OpOverload] = Counter()
         self._made: list[tuple[Operator, list[torch.UntypedStorage]]] = []
@@ -287,10 +288,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
             moved = size + sum(tensor.nbytes for tensor in read)
-            self._moved += 0 if flops or attention else moved
+            # Copies of weights, and dequantized ones, are no activations
+            of_weights = bool(inputs) and inputs <= self._weights
+            if of_weights:
+                self._weights.update(map(id_of, made))
+            self._moved += 0 if flops or attention or of_weights else moved
             cost = flops / self._operations_per_byte + moved
-            # Random numbers must be drawn again; copies of weights are no activations
-            if is_random(func, args, kwargs or {}) or (inputs and inputs <= self._weights):
+            # Random numbers must be drawn again
+            if is_random(func, args, kwargs or {}) or of_weights:
                 size = 0
             operator = Operator(func, call, size, cost, attention)
             self._made.append((operator, [tensor.untyped_storage() for tensor in made]))

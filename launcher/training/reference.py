@@ -80,7 +80,6 @@ def reference_file(
     settings: schema.Preference | None,
     model: schema.Model,
     strategy: schema.Strategy,
-    *,
     seed: int,
 ) -> ReferenceFile | None:
     """The file of a run; None if its loss needs no reference. `seed` is that of random weights."""

@@ -96,7 +96,7 @@ class Run:
         self.group = worker.checkpoint_groups[size]
         model = build_model(recipe.model, sequence_length=32, labels=None)
         blocks = find_blocks(model)
-        init_fn, _ = starting_weights(recipe.model, model, seed=size)
+        init_fn, *_ = starting_weights(recipe.model, model, seed=size)
         if recipe.lora is not None:
             add_adapters(model, recipe.lora, base_dtype=torch.float32)
         self.wrapped = wrap(

@@ -218,12 +218,12 @@ def main(folder):
 
     from launcher.distributed import process_group
     from launcher.distributed.process_group import DataParallel
-    from launcher.training import setup
+    from launcher.training import prepare
     from tests.nullgpu.devices import preloaded
 
     count_attention()
     # The check compares logits, which have no values on null GPUs
-    setup.check_isolation = lambda model, **what: None
+    prepare.check_isolation = lambda model, **what: None
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     environment = read_environment()

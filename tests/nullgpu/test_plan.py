@@ -47,6 +47,7 @@ FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointin
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.5}"
 TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 PADDED, LORA = "data.packing=false", "lora.rank=16"
+NF4 = "lora={rank: 16, quantize: nf4}"
 REDUCE_ONCE, UNSHARDED = (
     "strategy.sync_every_micro_batch=false",
     "strategy.reshard_after_backward=false",
@@ -61,6 +62,7 @@ SAMPLE = [
     (SMALL, 2, [FP16, UNSHARDED, REDUCE_ONCE]),
     (NARROW, 2, [BF16, OFFLOAD, FULL]),
     (SMALL, 1, [BF16, LORA, PADDED, FULL]),
+    (SMALL, 1, [BF16, NF4, FULL]),
     (SMALL, 2, [BF16, TO_HOST]),
     (SMALL, 1, [BF16, BUDGET]),
     (SMALL, 1, [DDP, BF16, BUDGET]),
@@ -91,6 +93,8 @@ GRID = {
         ("1B", 2, [BF16, FULL, UNSHARDED]),
         ("1B", 2, [BF16, UNSHARDED, REDUCE_ONCE]),
         ("1B", 1, [BF16, FULL, LORA]),
+        ("1B", 1, [BF16, FULL, NF4]),
+        ("1B", 1, [DDP, BF16, NF4]),
     ],
     # The plan includes 64 MiB of cuBLAS workspaces, as on GPUs of capability 9.0; 8.0 has 16 MiB
     (2, 90): [

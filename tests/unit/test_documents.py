@@ -134,6 +134,7 @@ CONFIGS = {
     | {"hidden_size": 8192, "intermediate_size": 28672}
     | {"num_hidden_layers": 80, "num_attention_heads": 64},
     "lora_llama_3_1_8b": LLAMA_8B,
+    "qlora_llama_3_1_8b": LLAMA_8B,
 }
 """Model configs, from the model cards."""
 

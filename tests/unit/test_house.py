@@ -128,7 +128,7 @@ WHOLE_RECIPE = {
     "models": "config_keys",
     "planner": "candidates estimate fastest formatting measurement plan plan_as_json profile recipes search speed"
     " trace work",
-    "training": "setup",
+    "training": "prepare setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,
 assemble, decide whether to resume, or read what a checkpoint was written with."""

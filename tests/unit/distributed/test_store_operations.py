@@ -59,7 +59,7 @@ def counts_by_rank(ranks, monkeypatch):
             process_group._agree_on_generation(store, rank=rank, ranks=ranks, seconds=100)
             process_group.choose_device(environments[rank], store, "any")
             for name in ("default", "checkpoint"):
-                options = dist.ProcessGroupGloo._Options()
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._timeout, options._threads = timedelta(seconds=100), 1
                 device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=lazy)
                 options._devices = [device]

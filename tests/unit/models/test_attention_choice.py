@@ -7,7 +7,7 @@ import transformers
 from launcher.errors import RecipeError
 from launcher.models.attention import check_isolation
 from launcher.recipe import schema
-from launcher.training.setup import prepare_model
+from launcher.training.prepare import prepare_model
 
 CPU = torch.device("cpu")
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,7 +17,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights, starting_w
 from launcher.models.safetensors_files import _sampled_blocks, open_folder
 from launcher.recipe import schema
 from launcher.recipe.schema import Model
-from launcher.training.setup import prepare_model
+from launcher.training.prepare import prepare_model
 
 CPU = torch.device("cpu")
 FIELDS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

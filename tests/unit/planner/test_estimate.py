@@ -190,6 +190,20 @@ def test_lora_trains_only_the_adapters(load):
     assert held.optimizer == 8 * profiled.trained
 
 
+def test_weights_in_nf4_are_counted_by_their_bytes(load):
+    layers = ("model.config.num_hidden_layers=6", "model.config.intermediate_size=128")
+    recipe = load(*SMALL, "lora={rank: 4, quantize: nf4}", *layers)
+    profiled = profile_model(recipe, device="cuda")
+    plain = profile_model(load(*SMALL, "lora.rank=4", *layers), device="cuda")
+    assert (profiled.parameters, profiled.trained) == (plain.parameters, plain.trained)
+    widths = {64: 2 * 64 + 2 * 32 + 2 * 128, 128: 64}  # q, o; k, v; gate, up; down
+    packed = 6 * sum(rows * (33 * width // 64 + 4) for width, rows in widths.items())
+    dense = 6 * sum(rows * width for width, rows in widths.items())
+    held, whole = (estimate_memory(p, recipe, ranks=1).held.parameters for p in (profiled, plain))
+    assert held == whole - 2 * dense + packed
+    assert trace_step(recipe, ranks=1, device="cuda", micro_batches=1).held.parameters == held
+
+
 def test_tied_embeddings_are_counted_once(load):
     tied = ("model.config.tie_word_embeddings=true", "strategy.mixed_precision=null")
     profiled = profile_model(load(*SMALL, *tied), device="cpu")
@@ -242,6 +256,8 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
         ["strategy.cpu_offload.pin_memory=false", "optimizer.state_dtype=int8"],
         ["strategy.cpu_offload.pin_memory=false", "optimizer.name=muon"],
         ["lora.rank=4", FULL],
+        ["lora={rank: 4, quantize: nf4}", FULL],
+        [DDP, "lora={rank: 4, quantize: nf4}"],
         ["strategy.cpu_offload.what=optimizer", "batch.micro_batch_size=1"],
         [IN_FILES, FULL],
         ["activation_checkpointing={mode: selective, budget: 0.5}", "optimizer.state_dtype=bfloat16"],

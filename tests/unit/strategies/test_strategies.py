@@ -17,7 +17,7 @@ from launcher.strategies import activation_checkpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.ddp import Ddp
-from launcher.training.setup import prepare_model
+from launcher.training.prepare import prepare_model
 
 
 class Block(nn.Module):

@@ -1,0 +1,254 @@
+"""Frozen weights in 4 bits: NF4 (Dettmers et al., 2023), for linear layers and experts of blocks.
+
+A weight of shape (..., rows, features) is one uint8 parameter of shape (..., rows, bytes). A row
+holds its codes (two of them in a byte), a byte of scale for each block of 64 numbers, and the row's
+own scale in float32: 4.125 bits for each number, and 4 bytes for each row. A row does not depend on
+others, so any shard by rows is complete, and has the same bytes on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+
+BLOCK = 64
+"""Numbers with a common scale."""
+_BLOCK_BYTES = BLOCK // 2 + 1
+LEVELS = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
+"""The values of the codes, as in bitsandbytes."""
+AT_ONCE = 2**24
+"""Numbers that are converted at a time, which bounds the working space."""
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a parameter of a model is in NF4."""
+    return tensor.dtype == torch.uint8 and tensor.ndim >= 2
+
+
+def row_bytes(features: int) -> int:
+    """Bytes of a row of `features` numbers, a multiple of BLOCK."""
+    return features // BLOCK * _BLOCK_BYTES + 4
+
+
+def shape_of(weight: torch.Tensor) -> torch.Size:
+    """The shape of a weight of a model, in NF4 or not, as if it were not."""
+    if not is_packed(weight):
+        return weight.shape
+    return torch.Size((*weight.shape[:-1], (weight.shape[-1] - 4) // _BLOCK_BYTES * BLOCK))
+
+
+@torch.no_grad()
+def quantize(weight: torch.Tensor, packed: torch.Tensor) -> None:
+    """Writes rows of a weight, (..., features) of any float dtype, to `packed`, (..., bytes)."""
+    features, size = weight.shape[-1], packed.shape[-1]
+    rows, out = weight.reshape(-1, features), packed.view(-1, size)
+    codes, blocks = features // 2, features // BLOCK
+    bounds = ((LEVELS[1:] + LEVELS[:-1]) / 2).to(out.device)
+    step = max(1, AT_ONCE // features)
+    for part, made in zip(torch.split(rows, step), torch.split(out, step), strict=True):
+        values = part.to(out.device, torch.float32).view(-1, blocks, BLOCK)
+        largest = values.abs().amax(2)
+        of_row = largest.amax(1, keepdim=True)
+        # A block's scale is the square of its byte, as a share of the row's
+        share = (largest / of_row.clamp(min=_TINY)).sqrt_()
+        made[:, codes:-4] = share.mul_(255).round_().clamp_(1, 255).to(torch.uint8)
+        made[:, -4:] = of_row.contiguous().view(torch.uint8)
+        values = values / _scales(made, codes).clamp(min=_TINY)
+        index = torch.bucketize(values, bounds).to(torch.uint8).view(len(made), codes, 2)
+        made[:, :codes] = index[..., 0] << 4 | index[..., 1]
+
+
+def _scales(packed: torch.Tensor, codes: int) -> torch.Tensor:
+    """The scales of blocks, (rows, blocks, 1), in float32."""
+    of_row = packed[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return ((packed[:, codes:-4].float() / 255).square_() * of_row).unsqueeze(2)
+
+
+@cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two values of each byte of codes, (256, 2)."""
+    byte = torch.arange(256)
+    return torch.stack((LEVELS[byte >> 4], LEVELS[byte & 15]), 1).to(device)
+
+
+PAIRS = _pairs(torch.device("cpu"))
+"""Made at once: under a trace it would have no values."""
+
+
+@torch.no_grad()
+def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight, (..., features), computed in float32."""
+    shape = shape_of(packed)
+    rows = packed.reshape(-1, packed.shape[-1])
+    codes, blocks = shape[-1] // 2, shape[-1] // BLOCK
+    out = torch.empty(len(rows), shape[-1], dtype=dtype, device=packed.device)
+    # Compiled, this is one kernel without working space
+    compiling = torch.compiler.is_compiling()
+    step = len(rows) if compiling else max(1, AT_ONCE // shape[-1])
+    pairs = _pairs(packed.device)
+    for part, made in zip(torch.split(rows, step), torch.split(out, step), strict=True):
+        values = pairs[part[:, :codes].int()].view(-1, blocks, BLOCK)
+        made.copy_(values.mul_(_scales(part, codes)).view(-1, shape[-1]))
+    return out.view(shape)
+
+
+def round_trip(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, (..., features), as training with NF4 sees it; float32."""
+    shape = (*weight.shape[:-1], row_bytes(weight.shape[-1]))
+    packed = torch.empty(shape, dtype=torch.uint8)
+    quantize(weight, packed)
+    return dequantize(packed, torch.float32)
+
+
+class _Product(torch.autograd.Function):
+    """Linear layer of a weight in NF4. Keeps no other form of it for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        return nn.functional.linear(inputs, dequantize(packed, inputs.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (packed,) = ctx.saved_tensors
+        return gradient @ dequantize(packed, gradient.dtype), None, None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The same for experts: (tokens, in) sorted by expert, and the end of each expert's tokens.
+    `transposed`: the weight is (experts, in, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, transposed: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed, ends)
+        ctx.transposed = transposed
+        return _grouped(inputs, packed, ends, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        packed, ends = ctx.saved_tensors
+        return _grouped(gradient, packed, ends, not ctx.transposed), None, None, None
+
+
+def _grouped(
+    inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    from transformers.integrations import moe
+
+    weight = dequantize(packed, inputs.dtype)
+    product: torch.Tensor = moe._grouped_mm(
+        inputs.contiguous(), weight if transposed else weight.transpose(-2, -1), offs=ends
+    )
+    return product
+
+
+def _prepared(inputs: torch.Tensor, name: str) -> torch.Tensor:
+    """Inputs in the dtype of autocast. Raises RecipeError if they are integers."""
+    device = inputs.device.type
+    if not inputs.is_floating_point():
+        raise RecipeError(
+            f"lora.quantize: {name} gets integers: the model's code casts its inputs to the dtype "
+            "of its weight; set lora.quantize: null for this model"
+        )
+    enabled = torch.is_autocast_enabled(device)
+    return inputs.to(torch.get_autocast_dtype(device)) if enabled else inputs
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear layer whose `weight` is in NF4."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = _prepared(inputs, "a linear layer")
+        bias = None if self.bias is None else self.bias.to(inputs.dtype)
+        with torch.autocast(inputs.device.type, enabled=False):
+            function: Any = _Product
+            made: torch.Tensor = function.apply(inputs, self.weight, bias)
+        return made
+
+
+class Nf4Experts(nn.Module):
+    """Mixed into a class of experts of transformers whose weights are in NF4."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
+    ) -> torch.Tensor:
+        """Like `grouped_mm_experts_forward` of transformers: hidden_states are (tokens, hidden),
+        the others (tokens, experts of a token)."""
+        inputs, used = _prepared(hidden_states, "a layer of experts"), top_k_index.shape[-1]
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        numbers = experts.float() if experts.device.type == "cpu" else experts.int()
+        counts = torch.histc(numbers, self.num_experts, min=0, max=self.num_experts - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+
+        def product(inputs: torch.Tensor, name: str) -> torch.Tensor:
+            with torch.autocast(inputs.device.type, enabled=False):
+                arguments = getattr(self, name), ends, self.is_transposed
+                function: Any = _GroupedProduct
+                made: torch.Tensor = function.apply(inputs, *arguments)
+            if self.has_bias:
+                made = made + getattr(self, f"{name}_bias")[experts].to(made.dtype)
+            return made
+
+        up = product(inputs[order // used], "gate_up_proj" if self.has_gate else "up_proj")
+        up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+        made: torch.Tensor = product(up.to(inputs.dtype), "down_proj")
+        made = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        made = made[order.argsort()].view(*top_k_index.shape, -1).sum(1)
+        summed: torch.Tensor = made.to(hidden_states.dtype)
+        return summed
+
+
+def packable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """The weights of blocks that can be in NF4, each as its module and its name there: of linear
+    layers, and of experts that transformers computes in groups. Adapters are not among them."""
+    for block in blocks:
+        for name, module in block.named_modules():
+            names: tuple[str, ...] = ()
+            if type(module) is nn.Linear and ".lora_" not in name:
+                names = ("weight",)
+            elif hasattr(module, "is_transposed") and not getattr(
+                module, "has_post_expert_norm", False
+            ):
+                names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+            if all(module.get_parameter(name).shape[-1] % BLOCK == 0 for name in names):
+                yield from ((module, name) for name in names)
+
+
+def quantize_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Replaces the weights of frozen blocks on the meta device by such in NF4. Raises RecipeError
+    if there are none."""
+    made: dict[int, nn.Parameter] = {}  # by id of the weight, which modules may share
+    for module, name in packable(blocks):
+        weight = module.get_parameter(name)
+        shape = (*weight.shape[:-1], row_bytes(weight.shape[-1]))
+        packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+        parameter = made.setdefault(id(weight), nn.Parameter(packed, requires_grad=False))
+        setattr(module, name, parameter)
+        if isinstance(module, nn.Linear):
+            module.__class__ = Nf4Linear
+        elif not isinstance(module, Nf4Experts):
+            own = type(module)
+            module.__class__ = type(own.__name__, (Nf4Experts, own), {})
+    if not made:
+        raise RecipeError(
+            "lora.quantize: the model's blocks have no linear layers whose inputs are a multiple "
+            f"of {BLOCK} wide; set lora.quantize: null"
+        )

@@ -1,0 +1,127 @@
+"""Keys of a recipe that need, or exclude, other keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from launcher.recipe.decode import KeyPath, subsection
+from launcher.recipe.schema import Recipe
+
+Found = Iterator[tuple[str | KeyPath, str]]
+"""Dotted keys, or paths of keys, and what is wrong with them."""
+
+_OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
+_NEEDS: tuple[tuple[str, str, bool | str], ...] = (
+    ("model.arguments", "model.builder", True),
+    ("model.builder", "data.builder", True),
+    ("model.task model.num_labels model.attention model.init", "model.builder", False),
+    ("model.num_labels", "model.task", "sequence_classification"),
+    ("model.trust_remote_code", "model.path", True),
+    ("model.freeze", "lora", False),
+    ("data.arguments", "data.builder", True),
+    ("data.train data.validation data.streaming data.text_column", "data.builder", False),
+    ("data.text_column", "data.kind", "text classification"),
+    ("data.messages_column", "data.kind", "chat"),
+    ("data.prompt_column", "data.kind", "instruct preference"),
+    ("data.response_column", "data.kind", "instruct"),
+    ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
+    ("preference.label_smoothing", "preference.loss", "robust"),
+    ("preference.margin", "preference.loss", "simpo"),
+    ("lora.dropout", "preference", False),
+    ("preference", "data.builder", False),
+    ("data.label_column data.labels", "data.kind", "classification"),
+    ("data.chat_template data.date", "data.kind", "chat instruct preference"),
+    ("data.shuffle_buffer", "data.streaming", True),
+    ("data.streaming", "data.kind", "text tokens chat instruct"),
+    ("run.epochs", "data.streaming", False),
+    ("run.on_divergence", "checkpoint.every_steps", True),
+    ("batch.micro_batch_tokens", "data.builder data.streaming", False),
+    ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
+    ("strategy.reshard_after_backward strategy.expert_parallel_size", "strategy.kind", "fsdp auto"),
+    ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
+    ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
+    ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
+    ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
+    ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
+    ("strategy.expert_parallel_size", "model.compile lora.quantize", False),
+    (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
+    (_OFFLOADED_STATE, "optimizer.momentum", True),
+    ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
+    ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
+    ("activation_checkpointing.budget", "model.builder data.builder", False),
+    ("activation_checkpointing.budget", "strategy.expert_parallel_size", "1"),
+    ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
+    ("optimizer.momentum", "optimizer.name", "sgd muon"),
+    ("schedule.decay_steps", "schedule.kind", "wsd"),
+    ("evaluation.at_start evaluation.stop_after", "data.validation data.builder", True),
+    ("checkpoint.keep_best", "data.validation data.builder", True),
+    ("evaluation.generate", "data.validation", True),
+    ("evaluation.generate", "data.builder", False),
+    ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
+    ("checkpoint.export_merged", "lora", True),
+    ("checkpoint.export_base", "lora.quantize", True),
+    ("checkpoint.export_base", "checkpoint.export_merged", True),
+    ("lora.quantize", "model.builder model.compile", False),
+    ("strategy.context_parallel_size", "lora.quantize", False),
+)
+"""Keys that may have another value than their default only if one of other keys is given (True),
+none of them is given (False), or the other key has one of these values."""
+_ONE_OF = (
+    "run.max_steps run.epochs",
+    "model.path model.config model.builder",
+    "batch.micro_batch_size batch.micro_batch_tokens",
+)
+"""Keys of which exactly one must be given."""
+
+
+def combination_rules(recipe: Recipe) -> Iterator[Found]:
+    """Yields the problems of each rule, separately: reading a key may fail."""
+    for keys, other, needed in _NEEDS:
+        for key in keys.split():
+            yield _needs(recipe, key, other, needed)
+    for keys in _ONE_OF:
+        yield _one_of(recipe, keys.split())
+
+
+def value_of(section: Any, key: str) -> Any:
+    """The value of a key, or None if it is in a section that is off."""
+    return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
+
+
+def _default(key: str) -> Any:
+    section: Any = Recipe
+    *sections, name = key.split(".")
+    for inner in sections:
+        section = subsection(section, inner)
+    return section.__dataclass_fields__[name].default
+
+
+def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
+    if value_of(recipe, key) in (None, _default(key)):
+        return
+    if isinstance(needed, str):
+        values = kinds_of(recipe) if other == "data.kind" else {str(value_of(recipe, other))}
+        if not values & {*needed.split()}:
+            yield key, f"needs {other}: {' or '.join(needed.split())}"
+        return
+    given = [name for name in other.split() if value_of(recipe, name)]
+    if needed and not given:
+        yield key, f"needs {' or '.join(other.split())}"
+    if given and not needed:
+        yield key, f"not available with {' and '.join(given)}"
+
+
+def _one_of(recipe: Recipe, keys: list[str]) -> Found:
+    given = [key for key in keys if value_of(recipe, key) is not None]
+    if not given:
+        yield keys[0], f"missing; give {' or '.join(keys)}"
+    for key in given[1:]:
+        yield key, f"{given[0]} is given too; set all but one to null"
+
+
+def kinds_of(recipe: Recipe) -> set[str]:
+    """The kinds of the training data: a mixture may have several."""
+    sources = recipe.data.train.values() if isinstance(recipe.data.train, dict) else ()
+    return {recipe.data.kind, *(source.kind for source in sources if source.kind is not None)}

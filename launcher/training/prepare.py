@@ -1,0 +1,222 @@
+"""Builds the model of a recipe on the meta device, and distributes it over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.distributed.process_group import DataParallel
+from launcher.errors import RecipeError
+from launcher.models.attention import check_isolation, drop_causal_mask, isolate_documents
+from launcher.models.build import (
+    build_model,
+    class_count,
+    find_blocks,
+    outer_units,
+    parts_without_text,
+    vocabulary_size,
+)
+from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
+from launcher.models.context_parallel import check_shared_rows, share_rows
+from launcher.models.experts import divide_experts
+from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
+from launcher.models.load import starting_weights
+from launcher.models.lora import Read, add_adapters, peft_config
+from launcher.models.nf4 import quantize_blocks
+from launcher.models.preference import check_model
+from launcher.optimizers.optimizer import make_optimizer
+from launcher.recipe import schema
+from launcher.recipe.schema import Recipe
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
+from launcher.strategies.fsdp import Experts
+from launcher.strategies.wrap import Parts, wrap
+
+
+def row_part(ranks: DataParallel) -> RowPart:
+    """The part of each row that this rank computes."""
+    return RowPart(ranks.context_rank, ranks.context_size)
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model on the meta device, ready to be wrapped."""
+
+    model: nn.Module
+    blocks: dict[str, nn.Module]
+    init_fn: InitFn
+    export_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    packed: bool
+    """Whether several documents share a row."""
+    masking: Masking
+    vocabulary: int | None
+    chunked_loss: bool
+    """Whether the model computes the loss without full logits."""
+    outer_units: tuple[nn.Module, ...]
+    """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
+    depth: int
+    """Number of blocks, also where a trace deletes some."""
+    original: Read | None
+    """Reads a weight of the checkpoint, for an export that adds adapters to it; None: adapters are
+    added to the weights in NF4."""
+
+    def wrap(
+        self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
+    ) -> WrappedModel:
+        """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
+        RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
+        share rows or divide its experts."""
+        checkpointing, kept = recipe.activation_checkpointing, None
+        if ranks.context_group is not None:
+            length = recipe.data.sequence_length
+            share_rows(self.model, ranks.context_group, sequence_length=length)
+        if checkpointing is not None and checkpointing.budget is not None:
+            # A slow import, which only a budget needs
+            from launcher.training.operators import operators_to_keep
+
+            kept = operators_to_keep(
+                self.model,
+                self.blocks,
+                self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
+                budget=checkpointing.budget,
+                strategy=recipe.strategy,
+                device=ranks.device.type,
+                depth=self.depth,
+            )
+        experts, strategy = None, recipe.strategy
+        if (size := strategy.expert_parallel_size) > 1:
+            mesh = ranks.expert_mesh(size, replicate=strategy.replicate)
+            experts = Experts(divide_experts(self.model, mesh["expert"]), mesh)
+        return wrap(
+            self.model,
+            Parts(self.blocks, self.outer_units, kept, experts),
+            strategy=recipe.strategy,
+            checkpointing=checkpointing,
+            compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
+            ranks=ranks,
+            init_fn=init_fn or self.init_fn,
+        )
+
+    def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
+        """The recipe's optimizer for the wrapped model."""
+        return make_optimizer(
+            wrapped.module,
+            recipe.optimizer,
+            seed=recipe.run.seed,
+            optimizer_mesh=wrapped.optimizer_mesh,
+            cpu_offload=recipe.strategy.cpu_offload,
+            blocks=self.blocks.values(),
+        )
+
+    def synthetic_data(
+        self, data: schema.Data, batch: schema.Batch, part: RowPart = WHOLE_ROW
+    ) -> SyntheticData:
+        """Micro-batches as full as the recipe's can be, without the data."""
+        return synthetic_data(
+            data,
+            batch,
+            vocabulary=self.vocabulary,
+            classes=class_count(self.model),
+            packed=self.packed,
+            masking=self.masking,
+            part=part,
+        )
+
+    def check_logits(self, wrapped: WrappedModel, ranks: DataParallel) -> None:
+        """Raises RecipeError if the documents of a packed row are not kept apart, or if ranks that
+        share a row compute other logits than one that has it whole. Every rank must call this."""
+        if self.vocabulary is None:
+            return
+        options: Any = {
+            "name": type(self.model).__name__,
+            "vocabulary": self.vocabulary,
+            "device": ranks.device,
+            "dtype": self.compute_dtype,
+        }
+        with wrapped.forward_context():
+            if self.packed and self.masking == "mask":
+                check_isolation(wrapped.model, **options)
+                wrapped.reshard()
+            if ranks.context_group is not None:
+                check_shared_rows(wrapped.model, ranks.group, row_part(ranks), **options)
+                wrapped.reshard()
+
+
+def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
+    """FSDP shards the first dimension of a parameter."""
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if strategy.kind == "fsdp" and scalars:
+        raise RecipeError(
+            "strategy.kind: fsdp cannot shard parameters without dimensions: "
+            f"{', '.join(scalars)}; "
+            "give each the shape (1,) in the model, or use strategy.kind: ddp"
+        )
+
+
+def _refuse_old_torch(strategy: schema.Strategy) -> None:
+    if strategy.kind == "fsdp" and torch.__version__ < "2.12":
+        raise RecipeError(
+            "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 of "
+            f"{torch.__version__} fails on frozen parameters of uint8; update it, or use "
+            "strategy.kind: ddp"
+        )
+
+
+def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
+    """Builds the recipe's model, with adapters and document masking, for this kind of device."""
+    data, dtype = recipe.data, compute_dtype(recipe.strategy)
+    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
+    blocks = find_blocks(model)
+    _refuse_scalars(model, recipe.strategy)
+    init_fn, export_dtype, stored = starting_weights(recipe.model, model, seed=recipe.run.seed)
+    original = None
+    if stored is not None and recipe.checkpoint.export_base == "original":
+        original = stored.reader()
+    for name in parts_without_text(model):  # DDP would wait for their gradients
+        model.get_parameter(name).requires_grad_(False)
+    if recipe.lora is not None:
+        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
+        if recipe.lora.quantize is not None:
+            _refuse_old_torch(recipe.strategy)
+            if getattr(peft_config(model), "target_parameters", None):
+                raise RecipeError(
+                    "lora.quantize: peft gives this model's experts adapters, because layers of "
+                    "lora.target_modules have the names of their weights: name other layers"
+                )
+            quantize_blocks(blocks.values())
+        export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
+    if recipe.checkpoint.export_dtype is not None:
+        export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
+    sequences = data.builder is None and data.kind != "classification"
+    # A pair is two documents in a row, also without packing
+    packed = (data.packing or data.kind == "preference") and sequences
+    if recipe.preference is not None:
+        check_model(model, data.sequence_length)
+    if sequences and not packed:
+        drop_causal_mask(model)
+    masking: Masking = "mask"
+    if packed:
+        masking = isolate_documents(
+            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
+        )
+    transform = logits_transform(model) if sequences else None
+    if transform is not None and recipe.model.chunked_loss:
+        ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
+    return PreparedModel(
+        model,
+        blocks,
+        init_fn,
+        export_dtype=export_dtype,
+        compute_dtype=dtype,
+        packed=packed,
+        masking=masking,
+        vocabulary=vocabulary_size(model),
+        chunked_loss=computes_loss(model),
+        outer_units=() if transform is None else outer_units(model, blocks),
+        depth=len(blocks),
+        original=original,
+    )

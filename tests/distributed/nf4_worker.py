@@ -1,0 +1,86 @@
+"""Trains adapters on weights in NF4 on one and two ranks, and on the same rounded weights in float32.
+
+    torchrun --nproc-per-node 2 nf4_worker.py FOLDER
+
+Reads train.jsonl from FOLDER and writes losses, gradient norms and deviations to results.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launcher.models import chunked_loss, nf4
+from launcher.models.build import find_blocks
+from tests.distributed.equivalence_worker import OFFLOAD, Worker
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+MODELS = {
+    "llama": SIZES | {"intermediate_size": 128},
+    "mixtral": SIZES | {"intermediate_size": 64, "num_local_experts": 3},
+}
+FSDP, DDP = ["strategy.kind=fsdp"], ["strategy.kind=ddp"]
+FULL = "activation_checkpointing={mode: full}"
+CASES = {
+    "llama": {
+        "ddp": (DDP, 2, 2),
+        "fsdp": (FSDP, 2, 4),
+        "held back": ([*FSDP, "strategy.sync_every_micro_batch=false"], 2, 4),
+        "offload": ([*FSDP, *OFFLOAD], 2, 2),
+        "budget": ([*FSDP, "activation_checkpointing={mode: selective, budget: 0.5}"], 2, 1),
+    },
+    "mixtral": {"fsdp": ([*FSDP, FULL], 2, 2), "ddp": (DDP, 2, 1)},
+}
+"""Overrides, number of ranks and of micro-batches."""
+
+
+def save_models(folder):
+    """Writes each model with its own weights, and with those that NF4 rounds them to."""
+    for name, config in MODELS.items():
+        torch.manual_seed(3)
+        made = transformers.AutoConfig.for_model(name, **config)
+        model = transformers.AutoModelForCausalLM.from_config(made)
+        model.save_pretrained(folder / name)
+        for module, weight in nf4.packable(find_blocks(model).values()):
+            parameter = module.get_parameter(weight)
+            parameter.data = nf4.round_trip(parameter.data)
+        model.save_pretrained(folder / f"{name} rounded")
+
+
+def main(folder):
+    # Chunks of 16 vocabulary entries
+    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
+    worker = Worker(folder)
+    worker.run_plain_loop = lambda training: None  # the reference is one rank without NF4
+    if worker.rank == 0:
+        save_models(folder)
+    dist.barrier()
+
+    def train(name, model, overrides, *, lora, ranks, accumulation):
+        overrides = [*overrides, "model.config=null", f"model.path={folder}/{model}", lora]
+        options = {"ranks": ranks, "accumulation": accumulation, "compare": False}
+        worker.train(name, overrides, **options)
+
+    for model, cases in CASES.items():
+        rounded, plain = f"{model} rounded", "lora={rank: 4}"
+        train(model, rounded, DDP, lora=plain, ranks=1, accumulation=1)
+        for case, (overrides, ranks, accumulation) in cases.items():
+            quantized = "lora={rank: 4, quantize: nf4}"
+            options = {"lora": quantized, "ranks": ranks, "accumulation": accumulation}
+            train(f"{model} {case}", model, overrides, **options)
+    if worker.rank == 0:
+        (folder / "results.json").write_text(json.dumps(worker.results))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

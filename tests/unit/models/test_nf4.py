@@ -1,0 +1,262 @@
+"""Weights in NF4: rounding error, shards, layers, gradients, and exports."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from launcher.errors import RecipeError
+from launcher.models import nf4
+from launcher.models.build import build_model, find_blocks
+from launcher.models.initialization import clean_name, random_weights
+from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.lora import add_adapters
+from launcher.recipe import schema
+from launcher.recipe.schema import Lora, Model
+from launcher.training import setup
+from tests.unit.models.test_export import export_model
+from tests.unit.models.test_load import CPU, logits, reference, save
+
+WIDE = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 3},
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+def packed(weight):
+    made = torch.empty(*weight.shape[:-1], nf4.row_bytes(weight.shape[-1]), dtype=torch.uint8)
+    nf4.quantize(weight, made)
+    return made
+
+
+def weights(kind):
+    torch.manual_seed(0)
+    gauss = torch.randn(512, 2048) * 0.02
+    tails = torch.distributions.StudentT(3.0).sample((512, 2048)) * 0.02
+    outliers = torch.randn(512, 2048) * 0.02 * torch.logspace(-1.5, 1.0, 2048)
+    return {"gauss": gauss, "tails": tails, "outliers": outliers}[kind]
+
+
+BITSANDBYTES, TORCHAO = (
+    {"gauss": 0.09201, "tails": 0.11139, "outliers": 0.09274},
+    {"gauss": 0.09199, "tails": 0.11891, "outliers": 0.09228},
+)
+"""Relative errors of bitsandbytes 0.50.2 (blocks of 64, double quantization) and of NF4Tensor of
+torchao 0.18.0, on the CPU."""
+
+
+@pytest.mark.parametrize("kind", ["gauss", "tails", "outliers"])
+def test_error_is_that_of_bitsandbytes_with_double_quantization(kind):
+    weight = weights(kind)
+    error = (nf4.round_trip(weight) - weight).norm() / weight.norm()
+    assert error <= 1.0005 * min(BITSANDBYTES[kind], TORCHAO[kind])
+    assert 8 * packed(weight).numel() / weight.numel() < 4.15
+
+
+def test_codes_and_values_are_those_of_bitsandbytes():
+    """Codes of a block whose largest number is its scale; bitsandbytes 0.50.2's
+    `dequantize_4bit` gives the same bits from these codes and scales, in float32 and bfloat16."""
+    row = torch.linspace(-1, 1, 64)[None]
+    found = packed(row)[0]
+    codes = [code for byte in found[:32].tolist() for code in (byte >> 4, byte & 15)]
+    assert codes == [int((level - nf4.LEVELS).abs().argmin()) for level in row[0]]
+    assert found[32] == 255
+    assert found[33:].clone().view(torch.float32) == 1.0
+    torch.testing.assert_close(nf4.round_trip(row)[0], nf4.LEVELS[codes], rtol=0, atol=0)
+
+
+def test_rows_do_not_depend_on_each_other(monkeypatch):
+    weight = weights("tails")
+    whole = packed(weight)
+    assert torch.equal(whole, torch.cat([packed(weight[:300]), packed(weight[300:])]))
+    monkeypatch.setattr(nf4, "AT_ONCE", 5000)
+    assert torch.equal(whole, packed(weight))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(nf4.dequantize(whole, dtype), nf4.round_trip(weight).to(dtype))
+    assert torch.equal(packed(weight.view(4, 128, 2048)).view(512, -1), whole)
+    assert packed(weight[:0]).shape == (0, whole.shape[1])
+
+
+@pytest.mark.parametrize("row", [torch.zeros(128), torch.cat([torch.zeros(64), torch.ones(64)])])
+def test_blocks_of_zeros_stay_zeros(row):
+    assert torch.equal(nf4.round_trip(row[None])[0], row)
+
+
+def build(config, *, quantize, **lora):
+    model = build_model(Model(config=config), sequence_length=16)
+    add_adapters(model, Lora(rank=4, **lora), base_dtype=torch.float32)
+    if quantize:
+        nf4.quantize_blocks(find_blocks(model).values())
+    random_weights(model, CPU, CPU, seed=1)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+def round_weights(model):
+    for module, name in nf4.packable(find_blocks(model).values()):
+        parameter = module.get_parameter(name)
+        parameter.data = nf4.round_trip(parameter.data)
+
+
+@pytest.mark.parametrize("kind", ["llama", *EXPERTS])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_model_computes_with_the_rounded_weights(kind, checkpointing):
+    """Random weights, forward and backward pass, of linear layers and of experts."""
+    config = {"model_type": kind, "num_hidden_layers": 2, "num_attention_heads": 4} | WIDE
+    config |= {"num_key_value_heads": 2} | EXPERTS.get(kind, {})
+    found = []
+    for quantize in (True, False):
+        model = build(config, quantize=quantize)
+        if not quantize:
+            round_weights(model)
+            model.config._experts_implementation = "eager"
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        ids = (torch.arange(32).view(2, 16) * 7) % 96
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append((out.logits.detach(), torch.cat(gradients)))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_backward_pass_keeps_packed_weights_only():
+    layer = torch.nn.Linear(256, 256, bias=False, device="meta").requires_grad_(False)
+    block = torch.nn.Sequential(layer)
+    nf4.quantize_blocks([block])
+    layer.weight = torch.nn.Parameter(packed(torch.randn(256, 256)), requires_grad=False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        block(torch.randn(8, 256, requires_grad=True))
+    assert [tensor.data_ptr() for tensor in kept] == [layer.weight.data_ptr()]
+
+
+def test_autocast_computes_in_its_dtype():
+    model = build({"model_type": "llama", "num_hidden_layers": 1} | WIDE, quantize=True)
+    layer = model.model.layers[0].mlp.up_proj.base_layer
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = layer(torch.randn(3, 64))
+    assert made.dtype == torch.bfloat16
+
+
+def test_integers_as_inputs_are_refused():
+    """Some models cast the inputs of a layer to the dtype of its weight."""
+    model = build({"model_type": "llama", "num_hidden_layers": 1} | WIDE, quantize=True)
+    layer = model.model.layers[0].mlp.up_proj.base_layer
+    with pytest.raises(RecipeError, match=r"lora.quantize: a linear layer gets integers"):
+        layer(torch.randn(3, 64).to(layer.weight.dtype))
+
+
+def test_model_without_wide_layers_is_refused():
+    narrow = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
+    narrow |= {"num_attention_heads": 2}
+    with pytest.raises(RecipeError, match=r"lora.quantize: .* multiple of 64"):
+        build({"model_type": "llama", "num_hidden_layers": 1} | narrow, quantize=True)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def base(request, tmp_path_factory):
+    kind = request.param
+    more = WIDE | EXPERTS.get(kind, {})
+    return save(tmp_path_factory.mktemp(kind), model_type=kind, **more)
+
+
+def load(folder, *, trained=True):
+    """A model with adapters on weights in NF4."""
+    model = build_model(Model(path=str(folder)), sequence_length=16)
+    found = open_checkpoint(folder, model)
+    add_adapters(model, Lora(rank=4, alpha=6.0), base_dtype=torch.float32, base=str(folder))
+    nf4.quantize_blocks(find_blocks(model).values())
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=3)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if trained and ".lora_B." in name:
+            parameter.data.normal_(std=0.1)
+    return model.eval(), found
+
+
+def test_stored_weights_are_quantized_while_they_are_read(base):
+    model, _ = load(base)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    count = 0
+    for name, parameter in model.named_parameters():
+        if nf4.is_packed(parameter):
+            wanted = packed(plain.get_parameter(clean_name(name)).detach())
+            assert torch.equal(parameter, wanted), name
+            assert nf4.shape_of(parameter) == plain.get_parameter(clean_name(name)).shape
+            count += 1
+    assert count == {"llama": 14, "mixtral": 12}[plain.config.model_type]
+
+
+def test_merged_export_adds_adapters_to_original_or_to_quantized_weights(base, tmp_path):
+    model, found = load(base)
+    wanted = logits(model)
+    out = export_model(model, tmp_path / "quantized", merged=True)
+    torch.testing.assert_close(reference(out), wanted, rtol=1e-4, atol=1e-4)
+    out = export_model(model, tmp_path / "original", merged=True, original=found.reader())
+    changes = {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        changes[name] = (load_file(out / "model.safetensors")[name] - tensor).norm()
+    assert {name for name, change in changes.items() if not change} == {
+        name
+        for name in changes
+        if not any(f"self_attn.{x}_proj" in name for x in "qkvo")
+        and not ("mlp." in name and "_proj" in name)
+    }
+
+
+def test_adapter_is_that_of_peft(base, tmp_path):
+    from peft import PeftModel
+
+    model, _ = load(base)
+    out = export_model(model, tmp_path / "hf")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    adapted = PeftModel.from_pretrained(plain, out).eval()
+    round_weights(plain)
+    torch.testing.assert_close(logits(adapted.base_model.model), logits(model), rtol=0, atol=1e-5)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 6)
+
+
+def prepare(lora=None, strategy="fsdp", **config):
+    sizes = {"model_type": "llama", "num_hidden_layers": 1} | WIDE | config
+    recipe = schema.Recipe(
+        run=schema.Run(name="nf4", max_steps=1),
+        model=Model(config=sizes),
+        data=schema.Data(train=("x",), sequence_length=16),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+        strategy=schema.Strategy(kind=strategy),
+        lora=lora or Lora(rank=4, quantize="nf4"),
+    )
+    return setup.prepare_model(recipe, device=CPU)
+
+
+def test_fsdp_needs_a_torch_that_gathers_bytes(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    with pytest.raises(RecipeError, match=r"strategy.kind: fsdp needs torch 2.12 or newer"):
+        prepare()
+    prepare(strategy="ddp")
+
+
+def test_flops_do_not_depend_on_quantization():
+    counts = []
+    for quantize in ("nf4", None):
+        prepared = prepare(Lora(rank=4, quantize=quantize))
+        counts.append(setup.flops_per_token(prepared.model, sequence_length=16))
+    assert counts[0] == counts[1]
+
+
+def test_experts_that_peft_adapts_are_refused():
+    """Layers of the dense block have the names of experts' weights, and peft converts them."""
+    config = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(RecipeError, match=r"lora.quantize: peft gives this model's experts"):
+        prepare(model_type="qwen3_moe", mlp_only_layers=[0], num_hidden_layers=2, **config)
