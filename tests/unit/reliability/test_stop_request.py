@@ -1,7 +1,7 @@
 """Requests to stop by signals."""
 
-import os
 import signal
+import threading
 import types
 
 from launcher.distributed.environment import Environment
@@ -15,7 +15,8 @@ def test_stop_requests(monkeypatch):
     monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 
     def send(number):
-        os.kill(os.getpid(), number)
+        # To this thread: one that another test has left may take what is sent to the process
+        signal.pthread_kill(threading.get_ident(), number)
         stop.look()
 
     before = signal.getsignal(signal.SIGTERM)
@@ -40,7 +41,7 @@ def test_a_closed_terminal_is_a_request_but_not_under_nohup():
         for disposition, request in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
             signal.signal(signal.SIGHUP, disposition)
             with signals.StopRequest() as stop:
-                os.kill(os.getpid(), signal.SIGHUP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
                 assert stop.requested() == (request is not None)
                 assert stop.signal == request
     finally:
