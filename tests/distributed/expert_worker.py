@@ -8,11 +8,13 @@ DeviceMesh is collective over all processes, so each variant runs on all four ra
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,9 +24,10 @@ from launcher.checkpoint.state import model_and_optimizer, rank_state
 from launcher.checkpoint.writer import Checkpointer
 from launcher.distributed.process_group import DataParallel
 from launcher.models import chunked_loss, experts
+from launcher.models.safetensors_files import StoredTensors
 from launcher.recipe import schema
 from launcher.training.setup import assemble
-from tests.distributed.equivalence_worker import EXPERTS, LLAMA, Worker, unsharded
+from tests.distributed.equivalence_worker import EXPERTS, LLAMA, Worker, unsharded, weights
 
 QWEN3 = (
     LLAMA.replace("llama", "qwen3_moe")[:-1]
@@ -39,8 +42,11 @@ GPT_OSS = (
     LLAMA.replace("llama", "gpt_oss")[:-1]
     + ", head_dim: 8, num_local_experts: 4, num_experts_per_tok: 2}"
 )
+AUXILIARY = "mixtral, auxiliary loss"
+"""Its loss depends on which rows a rank has, so that it is compared with four ranks without a division."""
 MODELS = {
     "qwen3_moe": QWEN3,
+    AUXILIARY: EXPERTS,
     "mixtral": EXPERTS.replace("logits: true", "logits: false"),
     "mixtral, 6 experts": EXPERTS.replace("logits: true", "logits: false").replace(
         "experts: 4", "experts: 6"
@@ -70,6 +76,7 @@ OF_REFERENCE = ("lora", "optimizer")
 CASES = [
     *(("qwen3_moe", variant) for variant in VARIANTS),
     ("mixtral", "4 of 4"),
+    (AUXILIARY, "2 of 4"),
     ("mixtral, 6 experts", "2 of 4"),
     ("deepseek_v3", "2 of 4"),
     ("gpt_oss", "2 of 4"),
@@ -100,7 +107,8 @@ def train_cases(worker, cases):
     for model, variant in cases:
         name, own = reference_of(model, variant)
         if name not in references:
-            train(name, model, ["strategy.kind=ddp", *own], ranks=1, rows=4)
+            ranks, rows = (4, 2) if model == AUXILIARY else (1, 4)
+            train(name, model, ["strategy.kind=ddp", *own], ranks=ranks, rows=rows)
             references[name] = worker.last if worker.rank == 0 else None
         train(f"{model} {variant}", model, VARIANTS[variant], ranks=4, rows=2)
         if worker.rank == 0:
@@ -158,6 +166,48 @@ def checkpoint_pairs(worker):
         dist.barrier()
 
 
+def pretrained(worker):
+    """Loads a pretrained folder straight into divided experts, trains a step, and exports it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, read = worker.folder / "pretrained", set()
+    if worker.rank == 0:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**yaml.safe_load(MODELS["mixtral"]))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+    original = StoredTensors.read
+
+    def recorded(self, name):
+        read.update(re.findall(r"layers.0.*experts\.(\d+)", name))
+        return original(self, name)
+
+    StoredTensors.read = recorded
+    expected = None
+    for name, ranks, overrides in (("1", 1, []), ("4 of 4", 4, [EP + "4"]), ("2", 4, [EP + "2"])):
+        read.clear()
+        own = ["model.config=null", f"model.path={folder}", "run.max_steps=1", *overrides]
+        training = worker.train_one([*own, "strategy.kind=fsdp"], ranks=ranks)
+        if training is None:
+            continue
+        experts_read = [None] * ranks
+        dist.all_gather_object(experts_read, sorted(read), group=worker.groups[ranks])
+        trained, out = weights(training), worker.folder / f"exported {name}"
+        training.export(out)
+        if worker.rank == 0:
+            expected = expected or trained
+            exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
+            worker.results[f"pretrained {name}"] = {
+                "experts": experts_read,
+                "from_one_rank": max(
+                    (trained[k] - expected[k]).abs().max().item() for k in trained
+                ),
+                "exported": all(torch.equal(exported[k], trained[k]) for k in trained),
+            }
+    StoredTensors.read = original
+    dist.barrier()
+
+
 def local_part(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -192,6 +242,7 @@ def main(folder, cases):
     train_cases(worker, QUICK_CASES if cases == "quick" else CASES)
     if cases != "quick":
         checkpoint_pairs(worker)
+        pretrained(worker)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.barrier()

@@ -49,3 +49,9 @@ def test_all_variants_train_as_one_and_checkpoints_load_between_layouts(tmp_path
     pairs = {name: note for name, note in results.items() if name.startswith("checkpoint")}
     assert len(pairs) == 20
     assert all(note["equal"] for note in pairs.values()), pairs
+    assert results["pretrained 4 of 4"]["experts"] == [["0"], ["1"], ["2"], ["3"]]
+    assert results["pretrained 2"]["experts"] == [["0"], ["2"], ["1"], ["3"]]  # FSDP divides pairs
+    for name in ("1", "4 of 4", "2"):
+        note = results[f"pretrained {name}"]
+        assert note["from_one_rank"] <= 1e-5
+        assert note["exported"]

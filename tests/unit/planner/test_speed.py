@@ -79,3 +79,22 @@ def test_copies_of_fsdp_and_casts_of_ddp_take_bandwidth(load):
     assert fsdp == pytest.approx((2 * 4 + 6) * weights / 1e9, rel=0.01)
     ddp = step_time(load("strategy.kind=ddp"), **slow).communication
     assert ddp == pytest.approx(2 * 6 * weights / 1e9, rel=0.01)
+
+
+def test_ranks_with_different_experts_exchange_tokens_in_place_of_weights(load):
+    """The network is so slow that neither latency nor compute matters."""
+    config = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 4}
+    config |= {"moe_intermediate_size": 128}
+    written = load(*(f"model.config.{key}={value}" for key, value in config.items()))
+    slow = {"memory_bandwidth": 1e30, "intra_node_bandwidth": 1e3, "half_flops": 1e30}
+    profile = profile_model(written, device="cuda")
+    experts = 8 * 64 * 3 * 512 * 128
+    for size in (1, 4, 8):
+        strategy = dataclasses.replace(written.strategy, expert_parallel_size=size)
+        recipe = dataclasses.replace(written, strategy=strategy)
+        # Two all-gathers in bfloat16, and a reduction in float32
+        moved = (2 + 2 + 4) * (profile.parameters - experts) * 7 / 8
+        moved += (2 + 2 + 4) * experts / size * (1 - size / 8)
+        # Four exchanges of each layer, of the rows for four experts
+        moved += 4 * 8 * 1024 * 4 * 512 * 2 * (1 - 1 / size)
+        assert step_time(recipe, **slow).communication == pytest.approx(moved / 1e3, rel=0.01)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.planner import trace
+from launcher.planner.estimate import estimate_memory
+from launcher.planner.profile import profile_model
 from launcher.planner.trace import UntraceableError, trace_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -161,3 +163,34 @@ def test_hybrid_sharding_keeps_averages_between_micro_batches():
         for count in (2, 3)
     )
     near(three.communication - two.communication, PARAMETERS * 4 / 2)
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 16,
+    "num_experts_per_tok": 2, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def with_experts(size):
+    mixed = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+    written = recipe(reshard_after_forward=False, mixed_precision=mixed, expert_parallel_size=size)
+    return dataclasses.replace(written, model=Model(config=EXPERTS))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_different_experts_gather_their_own(size):
+    """Routing takes values, in whose place a trace sends as many tokens to each expert."""
+    whole, divided = (
+        trace_step(with_experts(n), ranks=4, device="cuda", micro_batches=1) for n in (1, size)
+    )
+    assert divided.held == whole.held
+    experts = 2 * 2 * 16 * 3 * 64 * 32  # bytes in bfloat16, of two layers
+    gathered = whole.after_forward.gathered - divided.after_forward.gathered
+    assert gathered == pytest.approx(experts - experts // size, rel=0.01)
+    estimate = estimate_memory(
+        profile_model(with_experts(size), device="cuda"), with_experts(size), ranks=4
+    )
+    assert estimate.after_forward.gathered == pytest.approx(
+        divided.after_forward.gathered, rel=0.05
+    )
