@@ -33,6 +33,12 @@ LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
 COMPANIONS = ("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of a checkpoint that an export copies: what a model of images needs, and the license."""
+_WRITTEN = (
+    *("*.safetensors", "*.safetensors.index.json", "*config.json", "adapter_*", "*.model"),
+    *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("chat_template*", LABELS),
+)
+"""Files that exports write. One that the next export does not write would change the model."""
 
 
 def export_hugging_face(
@@ -129,8 +135,9 @@ def exported_tensors(
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """Yields a scratch folder that replaces `folder` at the end. A process that is killed meanwhile
-    leaves the new folder, or the old one, perhaps as FOLDER.old-NUMBER. Removes nothing else."""
+    """Yields a scratch folder that replaces `folder` at the end, with those files of it that no
+    export writes, such as a model card. A process that is killed meanwhile leaves the new folder,
+    or the old one, perhaps as FOLDER.old-NUMBER. Removes nothing else."""
     folder, number = folder.resolve(), os.urandom(4).hex()  # of a link: what it points to
     old = folder.with_name(f"{folder.name}.old-{number}")
     scratch = folder.with_name(f"{folder.name}.writing-{number}")
@@ -138,11 +145,31 @@ def appearing(folder: Path) -> Iterator[Path]:
     try:
         yield scratch
         if folder.exists():
+            _keep_other_files(folder, scratch)
             folder.rename(old)
         scratch.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _keep_other_files(folder: Path, scratch: Path) -> None:
+    for path in folder.iterdir():
+        kept = scratch / path.name
+        if kept.exists() or any(path.match(pattern) for pattern in _WRITTEN):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, kept, symlinks=True, copy_function=_link)
+        else:
+            _link(path, kept)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """A second name of a file, or a copy where the file system has no such links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:

@@ -238,6 +238,19 @@ def test_export_removes_no_folder_of_the_user(tmp_path, llama):
     assert there == {"out", "link", "elsewhere"}
 
 
+def test_export_keeps_files_that_no_export_writes(tmp_path, llama):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("README.md", "model-00001-of-00002.safetensors", "quantized/model.gguf"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    (out / "latest").symlink_to("nowhere")
+    export_model(load(llama), out)
+    assert (out / "README.md").read_text() == (out / "quantized/model.gguf").read_text() == "mine"
+    assert (out / "latest").is_symlink()
+    assert [file.name for file in out.glob("*.safetensors")] == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
 def test_exported_files_have_the_mode_of_the_umask(tmp_path, llama, umask):
     before = os.umask(umask)
