@@ -92,6 +92,19 @@ MODES = {
         flags=("--keep-gathered",),
         accumulation=4,
     ),
+    "fsdp-fp32-auto": Mode(
+        "raw_fsdp.py",
+        {"strategy": {"kind": "fsdp", "mixed_precision": None}},
+        flags=("--reduce-once",),
+        accumulation=4,
+    ),
+    "fsdp-bf16-auto": Mode(
+        "raw_fsdp.py",
+        {"strategy": {"kind": "fsdp", "mixed_precision": _BF16}},
+        bf16=True,
+        flags=("--reduce-once",),
+        accumulation=4,
+    ),
     "ddp-fp32-packed": Mode(
         "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True
     ),

@@ -2,8 +2,8 @@
 
 It all-gathers and reshards the weights in every micro-batch. With --keep-gathered they stay
 unsharded from the first to the last micro-batch of a step. Gradients are reduced in every
-micro-batch in both cases. --offload adds CPU offload and full activation checkpointing, like the
-recipe `fsdp_offload`.
+micro-batch, with --reduce-once only in the last. --offload adds CPU offload and full activation
+checkpointing, like the recipe `fsdp_offload`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from transformers import LlamaForCausalLM
 
 
 def main() -> None:
-    arguments = parse_arguments("A hand-written FSDP2 loop.", "--keep-gathered", "--offload")
+    arguments = parse_arguments(
+        "A hand-written FSDP2 loop.", "--keep-gathered", "--offload", "--reduce-once"
+    )
     rank, ranks, device = start(offload=arguments.offload)
     micro, accumulation, steps = arguments.micro_batch_size, arguments.accumulation, arguments.steps
     inputs, targets, targets_a_row = load_rows(arguments.data, device, arguments.positions)
@@ -82,6 +84,8 @@ def main() -> None:
         for index in range(accumulation):
             last = index == accumulation - 1
             model.set_is_last_backward(last)
+            if arguments.reduce_once:
+                model.set_requires_gradient_sync(last)
             if arguments.keep_gathered:
                 model.set_reshard_after_backward(last)
             first = (((step - 1) * accumulation + index) * ranks + rank) * micro % len(targets)
