@@ -28,7 +28,7 @@ def install(phase):
     from launcher.training import evaluation, setup
 
     owner, name = {
-        "tokenize": (encoder, "_encodable"),
+        "tokenize": (encoder, "encodable"),
         "evaluate": (evaluation.Evaluator, "evaluate"),
         "save": (writer, "write_chunks"),
         "export": (setup, "export_hugging_face"),

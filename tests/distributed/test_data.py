@@ -25,8 +25,8 @@ from launcher.recipe import schema
 
 configure_logging()
 file, cache, processes, seconds = sys.argv[1:]
-fast = encoder._encodable
-encoder._encodable = lambda *arguments: (time.sleep(float(seconds)), fast(*arguments))[1]
+fast = encoder.encodable
+encoder.encodable = lambda *arguments: (time.sleep(float(seconds)), fast(*arguments))[1]
 data = schema.Data(kind="instruct", cache=cache, processes=int(processes))
 found = open_store((file,), data, tokenizer="bytes", build=True)
 print("documents:", found.documents)
