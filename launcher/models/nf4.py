@@ -101,7 +101,8 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     step = len(rows) if compiling else max(1, AT_ONCE // shape[-1])
     pairs = _pairs(packed.device)
     for part, made in zip(torch.split(rows, step), torch.split(out, step), strict=True):
-        values = pairs[part[:, :codes].int()].view(-1, blocks, BLOCK)
+        # Not by indexing, which converts 32-bit indices to 64 bits on GPUs
+        values = pairs.index_select(0, part[:, :codes].int().flatten()).view(-1, blocks, BLOCK)
         made.copy_(values.mul_(_scales(part, codes)).view(-1, shape[-1]))
     return out.view(shape)
 

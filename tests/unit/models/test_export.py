@@ -185,7 +185,7 @@ def test_ends_that_training_teaches_are_added(tmp_path, caplog, known, expected)
 
 def test_export_replaces_an_older_export_completely(llama, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("")
+    (tmp_path / "out" / "old.safetensors").write_text("")
     out = export_model(load_with_adapters(llama), tmp_path / "out")
     names = ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
     assert sorted(file.name for file in out.iterdir()) == names
