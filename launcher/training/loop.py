@@ -107,7 +107,8 @@ def train_steps(
                 heartbeat("backward")
                 differentiated = summed if summed.ndim == 0 else summed[0]
                 (differentiated * factor).backward()  # type: ignore[no-untyped-call]
-                total = total + summed.detach()
+                found = summed.detach()
+                total = total.add_(found) if found.ndim == 0 else total + found
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm(), targets)
         mean, metrics = total / targets, None

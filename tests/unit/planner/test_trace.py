@@ -101,9 +101,14 @@ def test_checkpointing_keeps_block_inputs():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"checkpointing": "full", "sync_every_micro_batch": False},
+        pytest.param(
+            {"checkpointing": "full", "sync_every_micro_batch": False}, marks=pytest.mark.long
+        ),
         {"kind": "ddp", "mixed_precision": MixedPrecision()},
-        {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
+        pytest.param(
+            {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["full, unsynced", "ddp bf16", "packed, kept unsharded"],
 )
