@@ -125,6 +125,7 @@ def test_model_too_large_for_gpu_is_reported(folder, null_gpus):
     assert "Traceback" not in outcome["error"]
 
 
+@pytest.mark.long
 def test_auto_reduces_micro_batch_after_out_of_memory(folder, null_gpus):
     auto = ["strategy.kind=auto", "batch.micro_batch_size=auto"]
     result = train(
