@@ -51,8 +51,8 @@ def export_checkpoint(
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
     Without a dtype it is the one that the run would export. merged: merges an adapter into its base
-    model. base, trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are missing,
-    DamagedCheckpointError if they cannot be read.
+    model. base, trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are
+    missing, DamagedCheckpointError if they cannot be read.
     """
     recipe = recipe_of(checkpoint)
     if recipe.model.builder is not None:

@@ -339,7 +339,7 @@ def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
         f"{many} without loss, dropped": _some(sequences.dropped_documents),
-        "pairs longer than a sequence, left out": _some(sequences.long_pairs),
+        "pairs longer than a sequence, dropped": _some(sequences.long_pairs),
         "rows skipped": _some(len(dataset.skipped)),
     }
 

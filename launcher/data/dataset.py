@@ -89,9 +89,9 @@ class _Stored:
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
             )
-        if left_out := sequences.long_pairs:
+        if dropped := sequences.long_pairs:
             lines.append(
-                f"warning: {left_out:,} of {store.documents:,} pairs are left out: their two "
+                f"warning: {dropped:,} of {store.documents:,} pairs are dropped: their two "
                 f"answers, each with the prompt, are {longer} (data.sequence_length)"
             )
         if dropped := sequences.dropped_documents:

@@ -36,7 +36,7 @@ class Sequences:
     dropped_documents: int = 0
     """Documents without a target, or whose targets are all cut off."""
     long_pairs: int = 0
-    """Pairs that are longer than a sequence, which are left out."""
+    """Pairs that are longer than a sequence, which are dropped."""
     targets: int = 0
     """Tokens with loss in all pieces; 0 for classification."""
 
@@ -77,7 +77,7 @@ def pack_pairs(
     sequence_length: int,
 ) -> Sequences:
     """Packs pairs of answers, each pair as one piece. Pairs that are longer than a sequence, or
-    with an answer without a target, are left out. `first` are the tokens of the first answers."""
+    with an answer without a target, are dropped. `first` are the tokens of the first answers."""
     ends, middles, lengths = offsets[1:], offsets[:-1] + first, np.diff(offsets)
     begins = np.stack([offsets[:-1], middles], axis=1).flatten()
     targets = _count_labels(labels, begins + 1, np.stack([middles, ends], axis=1).flatten())

@@ -160,8 +160,8 @@ def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
 def _refuse_old_torch(strategy: schema.Strategy) -> None:
     if strategy.kind == "fsdp" and torch.__version__ < "2.12":
         raise RecipeError(
-            "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 of "
-            f"{torch.__version__} fails on frozen parameters of uint8; update it, or use "
+            "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 "
+            f"of {torch.__version__} fails on frozen parameters of uint8; update it, or use "
             "strategy.kind: ddp"
         )
 

@@ -146,7 +146,7 @@ def with_references(
 
 
 def _key(dataset: PreferenceDataset) -> str:
-    """Names the pairs of a set. Which of them are left out depends on the sequence length."""
+    """Names the pairs of a set. Which of them are dropped depends on the sequence length."""
     return f"{dataset.fingerprint['content']}-{dataset.length}"
 
 

@@ -26,7 +26,6 @@ from launcher.models.build import (
 )
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.optimizers.optimizer import LossScale, learning_rate
-from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import is_checkpointed
 from launcher.strategies.base import WrappedModel
@@ -139,11 +138,7 @@ def assemble(
         data = with_references(
             data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
         )
-    # Dropout and the user's own code draw different random numbers on each rank
-    seed = recipe.run.seed + ranks.rank
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _seed_generators(recipe.run.seed + ranks.rank)
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
         teach_ends(model, recipe.data, model_path=recipe.model.path)
     return Training(
@@ -153,18 +148,19 @@ def assemble(
         prepared.blocks,
         data,
         _make_evaluator(recipe, data, ranks),
-        _count_flops(
-            prepared,
-            wrapped,
-            recipe.activation_checkpointing,
-            recipe.data.sequence_length,
-            ranks.device,
-        ),
+        _count_flops(prepared, wrapped, recipe, ranks.device),
         prepared.make_optimizer(wrapped, recipe),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
         _make_export(prepared, wrapped, recipe, ranks),
     )
+
+
+def _seed_generators(seed: int) -> None:
+    """Dropout and the user's own code draw different random numbers on each rank."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _make_export(
@@ -189,12 +185,12 @@ def _make_export(
 def _count_flops(
     prepared: PreparedModel,
     wrapped: WrappedModel,
-    checkpointing: schema.ActivationCheckpointing | None,
-    tokens: int,
+    recipe: Recipe,
     device: torch.device,
 ) -> Flops:
     """Checkpointed blocks are recomputed, and with a chunked loss the logits, too."""
     model, recomputed = prepared.model, 0.0
+    checkpointing, tokens = recipe.activation_checkpointing, recipe.data.sequence_length
     flops = flops_per_token(model, sequence_length=tokens)
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
     if checkpointing is None or checkpointing.mode == "full":

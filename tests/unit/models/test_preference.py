@@ -174,7 +174,7 @@ def test_a_pair_twice_in_a_micro_batch_counts_twice():
     torch.testing.assert_close(dataset.loss(model, collated["tensors"]), 2 * once)
 
 
-def test_long_pairs_and_answers_without_targets_are_left_out():
+def test_long_pairs_and_answers_without_targets_are_dropped():
     long, empty = (ids(1, 20), ids(2, 10), ids(3, 5)), (ids(1, 3), [], ids(3, 4))
     dataset = dataset_of([*PAIRS[:2], long, *PAIRS[2:4], empty, *PAIRS[4:]])
     documents = np.concatenate([batch_of(dataset)["documents"]])
@@ -184,7 +184,7 @@ def test_long_pairs_and_answers_without_targets_are_left_out():
     first, warning, dropped = dataset.describe()
     assert first.startswith("6 pairs, ")
     assert warning == (
-        "warning: 1 of 8 pairs are left out: their two answers, each with the prompt, are longer "
+        "warning: 1 of 8 pairs are dropped: their two answers, each with the prompt, are longer "
         "than 40 tokens (data.sequence_length)"
     )
     assert dropped == "warning: 1 of 8 pairs have no token with loss and are dropped"
