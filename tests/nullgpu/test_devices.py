@@ -5,6 +5,7 @@ import sys
 from tests.distributed.launching import run, torchrun
 
 ONE_PROCESS = """
+import os
 import torch
 import torch.nn.functional as F
 from tests.nullgpu.devices import preloaded
@@ -43,8 +44,9 @@ library.nullgpu_lose_device()
 try:
     torch.cuda.synchronize()
 except torch.AcceleratorError:
-    print("lost")
+    print("lost", flush=True)
 library.nullgpu_mark(b"end")
+os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
 """
 
 TWO_RANKS = """
