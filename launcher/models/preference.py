@@ -90,7 +90,9 @@ def pair_losses(
             return 1 - chosen.sigmoid() + rejected.sigmoid(), rewards
         case "simpo":
             return -logsigmoid(margins - settings.margin), rewards
-    odds = ratios - torch.log1p(-ratios.exp())  # orpo
+    # orpo. An answer of probability 1 has infinite odds, whose gradient is not a number
+    finite = ratios.clamp(max=-torch.finfo(ratios.dtype).eps)
+    odds = finite - torch.log(-torch.expm1(finite))
     return -ratios[:, 0] - beta * logsigmoid(odds[:, 0] - odds[:, 1]), rewards
 
 

@@ -23,7 +23,12 @@ from launcher.models import chunked_loss
 from launcher.models.attention import isolate_documents
 from launcher.models.chunked_loss import ChunkedHead, Transform
 from launcher.models.inputs import IGNORED
-from launcher.models.preference import METRICS, answer_log_probabilities, check_model
+from launcher.models.preference import (
+    METRICS,
+    answer_log_probabilities,
+    check_model,
+    pair_losses,
+)
 from launcher.recipe.schema import Preference
 
 VOCABULARY, LENGTH = 48, 40
@@ -150,6 +155,15 @@ def test_losses_gradients_and_metrics_are_those_of_trl(loss, packing, chunked, m
         assert metrics["logps/rejected"] == pytest.approx(-11.216651916503906, rel=1e-6)
         assert metrics["rewards/accuracies"] == pytest.approx(4 / 6)
         assert metrics["rewards/margins"] == pytest.approx(0.02861208, rel=2e-4)
+
+
+@pytest.mark.parametrize("loss", [*TRL])
+def test_answers_of_probability_one_have_finite_gradients(loss):
+    sums = torch.tensor([[0.0, -3.0], [-1e-9, -2.0], [-2.0, 0.0]], requires_grad=True)
+    losses, _ = pair_losses(sums, torch.ones(3, 2), torch.zeros(3, 2), Preference(loss=loss))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert sums.grad.isfinite().all()
 
 
 def test_micro_batches_add_up_and_an_empty_one_is_zero():
