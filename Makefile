@@ -18,8 +18,8 @@ CUDA_TORCH ?= 2.13.0
 CUDA_VENV ?= .venv-cuda
 CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Installs into the environment of its argument; uv if there is one, which is faster than pip
-pip_install = $(if $(shell command -v uv),uv pip install --quiet --python $(1)/bin/python,\
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
+pip_install = $(if $(shell command -v uv),uv pip install --python $(1)/bin/python,\
+	$(1)/bin/python -m pip install --disable-pip-version-check)
 # `make test-gpu`: all parts, PART="doctor tests", or CALL=1, 2 or 3, each less than 600 s;
 # QUICK=1: small models and few steps
 GPU_RESULTS ?= build/gpu
@@ -37,8 +37,9 @@ GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
 # torch from PyPI is built for CUDA. Without a GPU, training then needs run.device=cpu
 DEVICE ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null || amd-smi list 2>/dev/null),auto,cpu)
-# The first folder without a run, so that no run is overwritten
-unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ]; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
+# The first folder without a run, or with one that can be resumed: it has a checkpoint, and is not finished
+unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ] && { ! ls -d "$$dir"/checkpoints/step_* || \
+	grep '"state": "finished"' "$$dir/status.json"; } >/dev/null 2>&1; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
 # The newest export of `make train`; `make finetune` needs its tokenizer.json
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
@@ -63,7 +64,7 @@ train: install
 finetune: install
 	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
-	@model=$(pretrained); dir=$(call unused,finetune); \
+	@model=$(pretrained); dir=$(call unused,make_finetune); \
 	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir) && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
@@ -71,9 +72,9 @@ finetune: install
 prefer: install
 	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/preferences.py generate runs/preferences
-	@model=$(pretrained); both=$(call unused,both_styles); dir=$(call unused,prefer); \
+	@model=$(pretrained); dir=$(call unused,make_prefer); both=$$dir/both_styles; \
 	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$both \
-		run.epochs=50 'data.train=[runs/preferences/chats.jsonl]' data.validation=null && \
+		run.epochs=50 data.train=runs/preferences/chats.jsonl data.validation=null && \
 	$(BIN)/launcher train recipe=prefer gpus=$(RANKS) run.device=$(DEVICE) model.path=$$both/hf run.dir=$$dir) && \
 	echo "before:" && $(BIN)/python recipes/preferences.py share $$both/hf runs/preferences && \
 	echo "after:" && $(BIN)/python recipes/preferences.py share $$dir/hf runs/preferences

@@ -113,7 +113,9 @@ def _progress(terminal: TextIO, total: float) -> Progress:
 
     console = Console(file=terminal, highlight=False)
     progress = Progress(
-        BarColumn(_LONGEST_BAR),  # shorter where the text needs the room
+        BarColumn(
+            _LONGEST_BAR, complete_style="green"
+        ),  # not red; shorter where the text needs the room
         TextColumn("{task.description}", markup=False),
         console=console,
         auto_refresh=False,

@@ -32,6 +32,7 @@ from launcher.distributed.environment import (
 )
 from launcher.distributed.spawn import end_process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
+from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StartGuard, StopRequest
@@ -59,6 +60,9 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             guard.run = run
             restarted = run.was_begun_by(environment)
             resume = choose_resume(loaded.recipe, run, arguments=arguments, restarted=restarted)
+            if resume != "never" and (dropped := run.dropped_overrides(arguments)):
+                listed = " ".join(map(shown, dropped))
+                print(f"note: the last start had {listed}, this one has not", flush=True)
             run.note_start(environment, arguments, from_scratch=resume == "never")
             run.create(to_yaml(loaded.recipe), from_scratch=resume == "never")
     except RecipeError as error:

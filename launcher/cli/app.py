@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from launcher.errors import suggestion
-from launcher.recipe.decode import dotted, json_schema, keys
+from launcher.recipe.decode import answer, dotted, json_schema, keys
 from launcher.recipe.find import recipe_names
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.recipe.section import size_in_bytes
@@ -44,10 +44,16 @@ def read_size(text: str) -> int:
 
 
 def option(
-    help: str, metavar: str, *, min: int = 1, parser: Callable[[str], Any] | None = None
+    help: str,
+    metavar: str,
+    *names: str,
+    min: int = 1,
+    parser: Callable[[str], Any] | None = None,
 ) -> Any:
-    """An option `--name value`. Its help names a default that the signature cannot hold."""
+    """An option `--name value`. Its help names a default that the signature cannot hold. names: if
+    it is not named as the parameter, or has an older name, too."""
     return typer.Option(
+        *names,
         metavar=metavar,
         min=min if metavar == "N" else None,
         help=help,
@@ -74,15 +80,26 @@ class Command(TyperCommand):
             if isinstance(param, TyperOption)
             for name in param.opts
         }
-        words = [word for argument in args for word in self._with_dashes(argument, options)]
+        words, problems = [], []
+        for argument in args:
+            try:
+                words += self._with_dashes(argument, options)
+            except typer.TyperException as error:
+                problems.append(error.format_message())
+        if problems:
+            raise typer.TyperException("\ncommand line: ".join(problems))
         return super().parse_args(ctx, words)
 
     def _with_dashes(self, argument: str, options: dict[str, TyperOption]) -> list[str]:
         name, equals, value = argument.partition("=")
+        overrides = any(param.name == "overrides" for param in self.params)
+        word = name.removeprefix("--").replace("-", "_") if name.startswith("--") or equals else ""
+        if overrides and word not in options and (meant := answer(word)) is not None:
+            if word not in self.sections:
+                raise typer.TyperException(f"{argument}: {meant}")
         if not equals or not name.isidentifier():
             return [argument]
         if name not in options:
-            overrides = any(param.name == "overrides" for param in self.params)
             sections = self.sections if overrides else ()
             if name in sections or os.path.exists(argument):  # the folder lr=0.1 of a sweep
                 return [argument]
@@ -110,7 +127,7 @@ class Command(TyperCommand):
 class SubmitCommand(Command):
     """Describes the keys of the recipe's section slurm, too, which are arguments of `submit`."""
 
-    sections = (*Command.sections, "sweep", *Slurm.__dataclass_fields__)
+    sections = (*Command.sections, "sweep", "gpus", *Slurm.__dataclass_fields__)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         super().format_epilog(ctx, formatter)

@@ -27,7 +27,7 @@ def inspect(
       launcher inspect recipe=quickstart samples=2
     """
     configure_logging(stream="stderr")
-    loaded = load_recipe(overrides, ranks=None)
+    loaded = load_recipe(overrides, ranks=None, hub=True)
     recipe = loaded.recipe
     if recipe.data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"
@@ -47,6 +47,9 @@ def _sets_of(data: Data, name: str) -> dict[str, DataFiles]:
     """The sets of a name: `train`, `validation`, or that of a set in them, where training sets come
     first."""
     sets = {tuple(files.key.split(".", 2)[1:]): files for files in data_sets(data)}
+    if data.validation_split is not None:
+        held_out = {("validation", *path[1:]): files for path, files in sets.items()}
+        sets |= {path: files._replace(held_out=True) for path, files in held_out.items()}
     first = next((path[0] for path in sets if name in path), "")
     named = {path[-1]: files for path, files in sets.items() if name in path and path[0] == first}
     if not named:

@@ -54,7 +54,7 @@ def print_page(
     """Prints samples, totals and histograms of sets, which are given by their names."""
     data, seed = recipe.data, recipe.run.seed
     opened = {part: _open(recipe, files) for part, files in sets.items()}
-    validates = any(files.validation for files in sets.values())
+    validates = any(files.validation or files.held_out for files in sets.values())
     shuffle, several = data.shuffle and not validates, len(opened) > 1
     weights: tuple[float, ...] = ()
     if name == "train" and isinstance(data.train, dict):
@@ -85,9 +85,14 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
     data, model = dataclasses.replace(recipe.data, kind=files.kind), model_inputs(recipe.model)
     tokenizer, patterns = data.tokenizer or recipe.model.path, files.patterns
     if files.validation or not data.streaming:
-        validation = files.validation
         opened = open_dataset(
-            data, patterns, tokenizer=tokenizer, model=model, build=True, validation=validation
+            data,
+            patterns,
+            tokenizer=tokenizer,
+            model=model,
+            build=True,
+            validation=files.validation,
+            held_out=files.held_out,
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
         return opened

@@ -70,7 +70,9 @@ for function in _COMMANDS:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs `launcher ARGUMENTS`; returns the exit status. Raises RecipeError."""
+    """Runs `launcher ARGUMENTS`; returns the exit status. Without arguments it prints the help.
+    Raises RecipeError."""
+    arguments = arguments or ["--help"]
     group = typer.main.get_command(app)
     try:
         with group.make_context("launcher", list(arguments)) as context:

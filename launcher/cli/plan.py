@@ -30,7 +30,12 @@ from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
-_Gpus = Annotated[int | None, option("GPUs per node. Default: those of this machine, or 8.", "N")]
+_Gpus = Annotated[
+    int | None,
+    option(
+        "GPUs per node. Default: those of this machine, or 8.", "N", "--gpus", "--gpus-per-node"
+    ),
+]
 _Gpu = Annotated[
     str | None, option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME")
 ]
@@ -81,8 +86,8 @@ def plan(
 
     \b
     Example:
-      launcher plan recipe=qwen3_8b gpu=a100-40gb gpus_per_node=8
-      launcher plan recipe=quickstart gpu=cpu gpus_per_node=2 --measure
+      launcher plan recipe=qwen3_8b gpu=a100-40gb gpus=8
+      launcher plan recipe=quickstart gpu=cpu gpus=2 --measure
     """
     notes = []
     if gpu is None and gpu_memory is None and (present := detect_gpus()) is not None:

@@ -23,11 +23,11 @@ def prepare(overrides: Overrides) -> int:
 
     \b
     Example:
-      launcher prepare recipe=lora_llama_3_1_8b data.train=[my/data/*.jsonl]
+      launcher prepare recipe=lora_llama_3_1_8b data.train='my/data/*.jsonl'
     """
     from launcher.models.config_keys import check_config_keys
 
-    loaded = load_recipe(overrides, ranks=None)
+    loaded = load_recipe(overrides, ranks=None, hub=True)
     check_config_keys(loaded)
     recipe = loaded.recipe
     configure_logging()
@@ -90,6 +90,8 @@ class DataFiles(NamedTuple):
     kind: DataKind
     patterns: tuple[str, ...]
     validation: bool
+    held_out: bool = False
+    """The documents of training data that are held out (data.validation_split)."""
 
 
 def data_sets(data: Data) -> Iterator[DataFiles]:

@@ -12,7 +12,7 @@ from launcher.recipe.load import load_recipe
 
 def selftest(
     overrides: Overrides,
-    ranks: Annotated[int, option("Ranks, on this machine.", "N")] = 2,
+    ranks: Annotated[int, option("GPUs, or processes on the CPU.", "N", "--gpus", "--ranks")] = 2,
     steps: Annotated[int, option("Optimizer steps of each variant.", "N")] = 5,
     shrink: Annotated[bool, flag("--shrink", "Make the model small.")] = False,
 ) -> int:
@@ -22,7 +22,7 @@ def selftest(
 
     \b
     Example:
-      launcher selftest recipe=fsdp shrink=true ranks=2
+      launcher selftest recipe=fsdp shrink=true gpus=2
     """
     recipe = load_recipe(overrides, ranks=None).recipe  # reports mistakes before any process starts
     setting = {

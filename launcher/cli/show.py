@@ -15,9 +15,11 @@ from launcher.recipe.yaml_text import parse_yaml, to_yaml
 
 def show(
     overrides: Overrides,
-    ranks: Annotated[
-        int | None, option("Also check the batch sizes for this number of ranks.", "N")
+    gpus: Annotated[
+        int | None,
+        option("Also check the batch sizes for these GPUs per node.", "N", "--gpus", "--ranks"),
     ] = None,
+    nodes: Annotated[int, option("Nodes.", "N")] = 1,
 ) -> int:
     """Print the resolved recipe, each value with the line or argument that it comes from.
 
@@ -28,7 +30,7 @@ def show(
     Example:
       launcher show recipe=fsdp optimizer.learning_rate=1e-4
     """
-    loaded = load_recipe(overrides, ranks=ranks)
+    loaded = load_recipe(overrides, ranks=None if gpus is None else nodes * gpus)
     text = to_yaml(loaded.recipe)
     _, lines = parse_yaml(text)
     keys = {line: path for path, line in lines.items() if not isinstance(path[-1], int)}

@@ -16,6 +16,7 @@ from launcher.checkpoint.files import list_checkpoints, read_marker, verify
 from launcher.cli.tables import make_table, plain, print_parts
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
+from launcher.recipe.decode import shown
 from launcher.reliability.json_files import Json, last_line, read_jsonl
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
@@ -309,7 +310,7 @@ def _print_runs(summaries: list[Summary], now: float) -> None:
         step, when, _ = summary.checkpoints[-1] if summary.checkpoints else (0, 0.0, 0)
         rows.append(
             (
-                plain(summary.path.name, "bold"),
+                plain(shown(summary.path.name), "bold"),
                 plain(state, _STYLES.get(state, "bold red")),
                 summary.steps,
                 _number(last["loss"]) if last else "",

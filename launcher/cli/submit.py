@@ -80,13 +80,13 @@ def submit(
 ) -> int:
     """Submit a Slurm job that is requeued until the run is finished.
 
-    Arguments for Slurm replace keys of the recipe's section slurm; sbatch_extra, srun_extra and
-    setup may be repeated. sweep.KEY=A,B,C makes a job array with a run folder for each value;
-    several sweeps make all combinations.
+    Arguments for Slurm replace keys of the recipe's section slurm, and gpus is gpus_per_node;
+    sbatch_extra, srun_extra and setup may be repeated. sweep.KEY=A,B,C makes a job array with a run
+    folder for each value; several sweeps make all combinations.
 
     \b
     Example:
-      launcher submit recipe=fsdp nodes=2 gpus_per_node=8 time=12:00:00 partition=gpu gpu=h100
+      launcher submit recipe=fsdp batch.global_batch_size=128 nodes=2 gpus=8 time=12:00:00 gpu=h100
       launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
     """
     overrides, sweep = sort_arguments(overrides)
@@ -139,7 +139,7 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
     keys = {field.name for field in dataclasses.fields(Slurm)} - {"environment", *_LISTS}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        name = key.removeprefix("slurm.")
+        name = "gpus_per_node" if key == "gpus" else key.removeprefix("slurm.")
         if equals and key.startswith("sweep."):
             sweep.append((key.removeprefix("sweep."), _VALUE.findall(value) or [value]))
         elif equals and key in _LISTS:
@@ -155,7 +155,7 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
 
 def _load(arguments: Sequence[str]) -> Recipe:
     """The recipe, checked for every number of ranks that the job may get."""
-    loaded = load_recipe(arguments, ranks=None)
+    loaded = load_recipe(arguments, ranks=None, hub=True)
     recipe = loaded.recipe
     if (
         recipe.model.config is not None

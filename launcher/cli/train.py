@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from launcher.recipe.decode import dotted
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import SAME_REQUEST_SECONDS, STOP_SIGNALS, requests_to_stop
@@ -33,14 +35,18 @@ def train(
 
     \b
     Example:
-      launcher train recipe=fsdp data.train=[my/data/*.jsonl] optimizer.learning_rate=1e-4
+      launcher train recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl'
       launcher train recipe=quickstart run.device=cpu --gpus 2
     """
     if finished := finished_run(overrides):
         print(finished)
         return EXIT_DONE
-    recipe = load_recipe(overrides, ranks=gpus).recipe
-    requests = _Requests()
+    loaded = load_recipe(overrides, ranks=gpus, hub=True)
+    recipe, derived = loaded.recipe, loaded.origins.derived
+    for path, why in derived.items():  # the ranks do not look for it again
+        print(f"{dotted(path)}: {why}")
+        overrides = [*overrides, f"{dotted(path)}={why.partition(',')[0]}"]
+    requests = _Requests(saves=recipe.checkpoint.every_steps is not None)
     if gpus is None:
         gpus = _visible_gpus(recipe.run.device)
         load_recipe(overrides, ranks=gpus)
@@ -65,7 +71,8 @@ class _Requests:
     handlers is not lost. torchrun would also end the ranks on SIGHUP under nohup.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
+        self._saves = saves
         self.first: signal.Signals | None = None
         """The first request."""
         self._requests = requests_to_stop()
@@ -78,7 +85,9 @@ class _Requests:
             arrived = signal.sigtimedwait(self._requests, 0.2)
             if arrived is not None and self.first is None:
                 self.first, since = signal.Signals(arrived.si_signo), time.monotonic()
-                _say(f"{self.first.name}: the ranks save and stop")
+                saving = ", saving" if self._saves else ""
+                again = "; press again to stop now" if arrived.si_signo == signal.SIGINT else ""
+                _say(f"stopping after this step{saving}{again}")
             elif arrived is not None and arrived.si_signo == signal.SIGINT:
                 if time.monotonic() - since > SAME_REQUEST_SECONDS:
                     self._kill()
@@ -115,16 +124,23 @@ def _send(ranks: Iterable[int], number: signal.Signals) -> None:
 
 
 def _run_agent(arguments: list[str]) -> int:
-    """Runs torchrun's agent in this process. Unlike torchrun it prints no traceback at the end."""
+    """Runs torchrun's agent in this process. Unlike torchrun it does not print that a rank failed,
+    which the rank has reported; unless a signal has ended it, or LOGLEVEL is set."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     run: Any = torchrun  # without types
+    if "LOGLEVEL" not in os.environ:
+        logging.disable()
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            killed = "; the kernel does that when the host runs out of memory"
+            number = signal.Signals(-failure.exitcode)
+            _say(f"rank {rank} was ended by {number.name}{killed * (number == signal.SIGKILL)}")
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
     except SignalException as error:
         return 128 + int(error.sigval)

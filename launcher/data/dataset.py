@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from launcher.data import split
 from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
 from launcher.data.collation import (
     EMPTY,
@@ -27,7 +28,7 @@ from launcher.data.collation import (
     padded,
 )
 from launcher.data.custom import CustomDataset
-from launcher.data.packing import Sequences, pack, pack_pairs
+from launcher.data.packing import Integers, Sequences, pack, pack_pairs
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
@@ -85,19 +86,19 @@ class _Stored:
         if cut := sequences.cut_documents:
             share = sequences.cut_tokens / (int(store.offsets[-1]) + store.cut_tokens)
             lines.append(
-                f"warning: {cut:,} of {store.documents:,} documents are {longer} "
+                f"warning: {cut:,} of {sequences.documents:,} documents are {longer} "
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
             )
         if dropped := sequences.long_pairs:
             lines.append(
-                f"warning: {dropped:,} of {store.documents:,} pairs are dropped: their two "
+                f"warning: {dropped:,} of {sequences.documents:,} pairs are dropped: their two "
                 f"answers, each with the prompt, are {longer} (data.sequence_length)"
             )
         if dropped := sequences.dropped_documents:
             within = f" in their first {self.length} tokens (data.sequence_length)"
             lines.append(
-                f"warning: {dropped:,} of {store.documents:,} {self.unit} have no token with loss"
+                f"warning: {dropped:,} of {sequences.documents:,} {self.unit} have no token with loss"
                 f"{within if sequences.cut_documents else ''} and are dropped"
             )
         if store.skipped:
@@ -146,7 +147,7 @@ class SequenceDataset(_Stored):
         """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
         sequences = self.sequences
-        documents = self.store.documents - sequences.dropped_documents - sequences.long_pairs
+        documents = sequences.documents - sequences.dropped_documents - sequences.long_pairs
         text = f"{documents:,} {self.unit}, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
         if self.packed:
@@ -217,10 +218,10 @@ class ClassificationDataset(_Stored):
         if index == NO_SAMPLE:
             return {"input_ids": EMPTY["input_ids"], "targets": np.full(1, IGNORED)}
         assert self.store.classes is not None
-        _, start, end = next(self.pieces(index))
+        document, start, end = next(self.pieces(index))
         return {
             "input_ids": self.store.ids[start:end].astype(np.int64),
-            "targets": self.store.classes[index : index + 1].astype(np.int64),
+            "targets": self.store.classes[document : document + 1].astype(np.int64),
         }
 
     def collate(self, rows: list[Sample]) -> Collated:
@@ -238,7 +239,8 @@ class ClassificationDataset(_Stored):
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
         assert self.store.classes is not None
-        counts = enumerate(np.bincount(self.store.classes).tolist())
+        of = np.searchsorted(self.store.offsets, self.sequences.starts, side="right") - 1
+        counts = enumerate(np.bincount(self.store.classes[of]).tolist())
         shares = ", ".join(f"{index}: {count:,}" for index, count in counts)
         text = f"{len(self):,} documents, {self.tokens:,} tokens, of the classes {shares}"
         return [text, *self._problems()]
@@ -308,8 +310,13 @@ def open_dataset(
     model: ModelInputs,
     build: bool,
     validation: bool = False,
+    held_out: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Opens (see `open_store`) and packs the files of a source, or of each source of a mixture."""
+    """Opens (see `open_store`) and packs the files of a source, or of each source of a mixture.
+
+    With data.validation_split, training data is without the held-out documents, or with `held_out`
+    only these.
+    """
 
     def opened(
         data: schema.Data, files: tuple[str, ...]
@@ -317,7 +324,12 @@ def open_dataset(
         store = open_store(
             files, data, tokenizer=tokenizer, model=model, build=build, validation=validation
         )
-        return pack_store(store, data, model)
+        if validation or data.validation_split is None:
+            return pack_store(store, data, model)
+        mask = split.held_out(store.documents, data.validation_split)
+        if held_out:
+            return pack_store(split.copy_documents(store, np.flatnonzero(mask)), data, model)
+        return pack_store(store, data, model, documents=np.flatnonzero(~mask))
 
     if not isinstance(source, dict):
         return opened(data, source)
@@ -346,23 +358,21 @@ def no_targets(files: str, data: schema.Data) -> str:
 
 
 def pack_store(
-    store: TokenStore, data: schema.Data, model: ModelInputs
+    store: TokenStore,
+    data: schema.Data,
+    model: ModelInputs,
+    *,
+    documents: Integers | None = None,
 ) -> SequenceDataset | ClassificationDataset:
-    """Raises RecipeError if no token has loss."""
+    """Packs all documents, or those with the numbers `documents`. Raises RecipeError if no token
+    has loss."""
     length, kind, pairs = data.sequence_length, data.kind, data.kind == "preference"
+    options: Any = {"sequence_length": length, "packing": data.packing, "documents": documents}
     if pairs:
         assert store.classes is not None
-        sequences = pack_pairs(
-            store.offsets,
-            store.classes,
-            store.targets,
-            sequence_length=length,
-            packing=data.packing,
-        )
+        sequences = pack_pairs(store.offsets, store.classes, store.targets, **options)
     else:
-        sequences = pack(
-            store.offsets, kind, sequence_length=length, packing=data.packing, labels=store.labels
-        )
+        sequences = pack(store.offsets, kind, labels=store.labels, **options)
     if kind == "classification":  # the tokenizer has cut its documents
         sequences = dataclasses.replace(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens

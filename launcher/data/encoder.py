@@ -40,6 +40,7 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.columns import kind_of
 
 _Tokens = tuple[Any, ...]
 """Ids, labels, category and perhaps cut_tokens of a row, as in Encoded."""
@@ -349,6 +350,8 @@ def _column(
         return column, value
     got = f"got {type(value).__name__}" if column in row else "no such column"
     hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
+    if (kind := kind_of(row, encoder.columns)) not in (None, encoder.kind):
+        hint = f"those of data.kind={kind}; or {hint}"
     columns = ", ".join(row)
     raise RowError(f"column {column!r} must hold {what}; {got}; columns: {columns} ({hint})")
 

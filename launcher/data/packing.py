@@ -30,6 +30,8 @@ class Sequences:
     """Tokens of each piece, (pieces,)."""
     bounds: Integers
     """First piece of each sequence, and the end: (sequences + 1,)."""
+    documents: int
+    """Documents that were packed, with those that are dropped."""
     split_documents: int = 0
     cut_documents: int = 0
     cut_tokens: int = 0
@@ -51,21 +53,29 @@ def pack(
     packing: bool,
     sequence_length: int,
     labels: npt.NDArray[np.int32] | None = None,
+    documents: Integers | None = None,
 ) -> Sequences:
-    """Packs documents of a data.kind.
+    """Packs documents of a data.kind: those with the numbers `documents`, in order; None: all.
 
     Documents that are too long are split for kinds text and tokens, and cut for other kinds: the
     end of an answer is no useful target without its beginning.
 
     labels: of the tokens; None: the ids. Parts without a target are dropped.
     """
+    packed = offsets
+    if documents is not None:  # as if they followed each other
+        packed = np.cumsum(np.append(0, np.diff(offsets)[documents]))
+    streamed, cut = kind == "text" and packing, kind in ("chat", "instruct", "classification")
+    pieces = (
+        stream(packed, sequence_length) if streamed else separate(packed, sequence_length, cut=cut)
+    )
+    if documents is not None:
+        of = np.searchsorted(packed, pieces.starts, side="right") - 1
+        pieces = replace(pieces, starts=pieces.starts + (offsets[documents] - packed[:-1])[of])
     if kind == "classification":
-        return separate(offsets, sequence_length, cut=True)
-    if kind == "text" and packing:
-        return with_targets(stream(offsets, sequence_length), offsets, labels)
-    cut = kind in ("chat", "instruct")
-    pieces = with_targets(separate(offsets, sequence_length, cut=cut), offsets, labels)
-    return best_fit(pieces, sequence_length) if packing else pieces
+        return pieces
+    pieces = with_targets(pieces, offsets, labels)
+    return best_fit(pieces, sequence_length) if packing and not streamed else pieces
 
 
 def pack_pairs(
@@ -75,20 +85,27 @@ def pack_pairs(
     *,
     packing: bool,
     sequence_length: int,
+    documents: Integers | None = None,
 ) -> Sequences:
     """Packs pairs of answers, each pair as one piece. Pairs that are longer than a sequence, or
-    with an answer without a target, are dropped. `first` are the tokens of the first answers."""
+    with an answer without a target, are dropped. `first` are the tokens of the first answers, and
+    `documents` the numbers of the pairs to pack; None: all."""
     ends, middles, lengths = offsets[1:], offsets[:-1] + first, np.diff(offsets)
     begins = np.stack([offsets[:-1], middles], axis=1).flatten()
     targets = _count_labels(labels, begins + 1, np.stack([middles, ends], axis=1).flatten())
     fits, trained = lengths <= sequence_length, targets.reshape(-1, 2).min(1) > 0
-    kept = fits & trained
+    wanted = np.ones(len(lengths), dtype=bool)
+    if documents is not None:
+        wanted[:] = False
+        wanted[documents] = True
+    kept = fits & trained & wanted
     pieces = Sequences(
         offsets[:-1][kept],
         lengths[kept],
         np.arange(np.count_nonzero(kept) + 1),
-        dropped_documents=int(np.count_nonzero(fits & ~trained)),
-        long_pairs=int(np.count_nonzero(~fits)),
+        int(np.count_nonzero(wanted)),
+        dropped_documents=int(np.count_nonzero(fits & ~trained & wanted)),
+        long_pairs=int(np.count_nonzero(~fits & wanted)),
         targets=int(targets.reshape(-1, 2)[kept].sum()),
     )
     return best_fit(pieces, sequence_length) if packing else pieces
@@ -99,8 +116,8 @@ def with_targets(
 ) -> Sequences:
     """The sequences that have a target: the label of a token after the first one of a document,
     at the token before it."""
-    documents = np.searchsorted(offsets, sequences.starts, side="right")
-    ends = np.minimum(sequences.starts + sequences.lengths + 1, offsets[documents])
+    number = np.searchsorted(offsets, sequences.starts, side="right")
+    ends = np.minimum(sequences.starts + sequences.lengths + 1, offsets[number])
     counts = ends - sequences.starts - 1
     if labels is not None:
         counts = _count_labels(labels, sequences.starts + 1, ends)
@@ -108,7 +125,7 @@ def with_targets(
     kept = np.add.reduceat(counts, bounds[:-1]) > 0
     pieces = np.diff(bounds)
     chosen = np.repeat(kept, pieces)
-    dropped = len(offsets) - 1 - np.count_nonzero(np.diff(documents[chosen], prepend=0))
+    dropped = sequences.documents - np.count_nonzero(np.diff(number[chosen], prepend=0))
     return replace(
         sequences,
         starts=sequences.starts[chosen],
@@ -141,7 +158,7 @@ def stream(offsets: Integers, length: int) -> Sequences:
     bounds = np.append(np.searchsorted(starts, cuts), len(starts))
     first = np.searchsorted(cuts, offsets[:-1], side="right")
     last = np.searchsorted(cuts, offsets[1:] - 1, side="right")
-    return Sequences(starts, lengths, bounds, int((last > first).sum()))
+    return Sequences(starts, lengths, bounds, len(offsets) - 1, int((last > first).sum()))
 
 
 def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
@@ -158,7 +175,8 @@ def separate(offsets: Integers, length: int, *, cut: bool = False) -> Sequences:
         starts = np.repeat(offsets[:-1], pieces) + number * length
         lengths = np.minimum(np.repeat(offsets[1:], pieces) - starts, length)
         counts = {"split_documents": int(longer.sum())}
-    return Sequences(starts, lengths, np.arange(len(starts) + 1, dtype=np.int64), **counts)
+    bounds = np.arange(len(starts) + 1, dtype=np.int64)
+    return Sequences(starts, lengths, bounds, len(sizes), **counts)
 
 
 def best_fit(pieces: Sequences, length: int) -> Sequences:

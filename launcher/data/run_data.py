@@ -22,7 +22,7 @@ from launcher.data.batching import (
 )
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import MapData, make_order, open_dataset
+from launcher.data.dataset import MapData, MixtureDataset, make_order, open_dataset
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.loader import (
@@ -185,6 +185,11 @@ def open_run_data(
         if not data.streaming:
             assert data.train is not None
             stored = open_files(data.train)
+            if data.validation_split is not None:
+                held_out = open_files(data.train, held_out=True)
+                validation = {"validation": held_out}
+                if isinstance(held_out, MixtureDataset):
+                    validation = dict(held_out.parts)
     order: Order = StreamOrder()
     if stored is not None:
         order = make_order(stored, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)

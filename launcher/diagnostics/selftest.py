@@ -198,7 +198,13 @@ def selftest_recipe(setting: Json) -> Recipe:
         recipe,
         run=replace(recipe.run, max_steps=setting["steps"], epochs=None),
         model=shrunk(model) if setting["shrink"] and not built else model,
-        data=replace(data, validation=None, workers=0, tokenizer=data.tokenizer or model.path),
+        data=replace(
+            data,
+            validation=None,
+            validation_split=None,
+            workers=0,
+            tokenizer=data.tokenizer or model.path,
+        ),
         schedule=replace(schedule, kind="constant", warmup_steps=1, decay_steps=None),
     )
 

@@ -134,6 +134,19 @@ def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
 
+def user_sets_threads(environment: Environment) -> bool:
+    """Whether the user has set OMP_NUM_THREADS. torchrun sets it to 1 for several ranks of a node
+    if it is not in its own environment, which the kernel shows as it was at its start."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads in (None, "1") and environment.torchrun:
+        try:
+            started_with = Path(f"/proc/{environment.parent}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return b"OMP_NUM_THREADS=1" in started_with
+    return threads is not None
+
+
 def prepare_cuda(variables: MutableMapping[str, str] = os.environ, *, deterministic: bool) -> None:
     """Settings that CUDA reads once at its start. Must be called before torch is imported.
 

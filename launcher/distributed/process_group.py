@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from launcher.distributed.environment import REPORT_SECONDS, Environment
+from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
 from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
 
@@ -114,12 +114,9 @@ def from_rank_0(value: _T, group: dist.ProcessGroup) -> _T:
 
 
 def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
-    """Gives a rank that computes on the CPU its share of the cores.
-
-    torchrun sets OMP_NUM_THREADS=1 if it starts several processes per node. Any other value was set
-    by the user and stays.
-    """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and (cpu_offload or device.type == "cpu"):
+    """Gives a rank that computes on the CPU its share of the cores, unless the user has set
+    OMP_NUM_THREADS."""
+    if not user_sets_threads(environment) and (cpu_offload or device.type == "cpu"):
         cores = len(os.sched_getaffinity(0)) // environment.local_world_size
         torch.set_num_threads(max(1, cores))
 

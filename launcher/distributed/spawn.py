@@ -51,7 +51,7 @@ def run_ranks(
     """Runs `python -m MODULE SETTING` in `ranks` processes of this machine, under torchrun, for at
     most `seconds`. The module calls `rank_main`; the setting is passed as JSON. With `console` the
     ranks print to the console."""
-    environment = {"OMP_NUM_THREADS": "1", **variables}  # torchrun's default, without its warning
+    environment = {"LOGLEVEL": "ERROR", **variables}  # without torchrun's warnings
     with tempfile.TemporaryDirectory(prefix="launcher-ranks-") as folder:
         file, log = Path(folder, "result"), Path(folder, "log")
         argument = json.dumps({**setting, "result": str(file)})

@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from launcher.checkpoint.files import ALIGNMENT, DirectFile
 from launcher.checkpoint.writer import aligned_buffer
 from launcher.console import bytes_as_text
-from launcher.errors import TrainingError
+from launcher.errors import RecipeError, TrainingError
 from launcher.models.shards import local_rows
 from launcher.optimizers.low_precision import State
 from launcher.recipe import schema
@@ -101,7 +101,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, inner: Any, cpu_offload: schema.CpuOffload) -> None:
         """The inner optimizer has `initial_state(group, parameter)`, which returns scalars, and
-        tensors of zeros. Raises TrainingError if the file cannot be made."""
+        tensors of zeros. Raises as `StateFile` if the file cannot be made."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
         self._buckets = self._lay_out()
@@ -253,7 +253,7 @@ class StateFile:
     """A file of zeros without a name, which the kernel deletes however this process ends."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Raises TrainingError, for example if the disk is full."""
+        """Raises TrainingError if the disk is full, and RecipeError if the folder cannot be used."""
         self.size = size
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -263,12 +263,14 @@ class StateFile:
                 raise OSError(errno.ENOSPC, f"only {bytes_as_text(free)} are free")
             os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError as problem:
-            raise TrainingError(
+            text = (
                 f"strategy.cpu_offload.optimizer_path: {folder}: {problem.strerror}; a rank needs "
                 f"{bytes_as_text(size)} there. Name a folder on another disk, or shard over more "
-                "ranks",
-                reason="optimizer_path",
-            ) from None
+                "ranks"
+            )
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise RecipeError(text) from None
+            raise TrainingError(text, reason="optimizer_path") from None
         path = f"/proc/self/fd/{self._file.fileno()}"
         self.tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         """The file's bytes, for checkpoints: not to be used while `read` or `write` run."""

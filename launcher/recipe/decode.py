@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import closest, suggestion
 from launcher.recipe import schema
+from launcher.recipe.other_names import answer_to
 from launcher.recipe.schema import Batch, Data, Model, Recipe, Run, Source
 from launcher.recipe.section import Section
 
@@ -157,11 +158,10 @@ def _path(plain: dict[str, Any], error: Any) -> KeyPath:
     return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path)
 
 
-_ELSEWHERE = {
-    "cp_size": "strategy.context_parallel_size",
-    "ep_size": "strategy.expert_parallel_size",
-}
-"""Names of other tools for keys of a recipe."""
+def answer(key: str) -> str | None:
+    """What to answer to a key that is elsewhere, or that has this name in another tool; or None."""
+    place = next((dotted(other) for other in keys() if other[-1] == key), None)
+    return answer_to(key) or (f"did you mean {place}?" if place else None)
 
 
 def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
@@ -176,13 +176,8 @@ def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
     known = list(section.__dataclass_fields__)
     near = closest(str(key), known)
     meant = set() if near is None or values.get(near) else {(*parents, near)}
-    near = (
-        near
-        or _ELSEWHERE.get(str(key))
-        or next((dotted(other) for other in keys() if other[-1] == key), None)
-    )
-    hint = f"did you mean {near}?" if near else f"known here: {', '.join(known)}"
-    return f"unknown key; {hint}", meant
+    hint = answer_to(str(key)) or (f"did you mean {near}?" if near else answer(str(key)))
+    return f"unknown key; {hint or 'known here: ' + ', '.join(known)}", meant
 
 
 def _message(errors: list[Any]) -> str:

@@ -17,6 +17,10 @@ _FILE_ENDINGS = (
     *(".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml"),
     *(".gz", ".zst", ".jinja"),
 )
+_WITHOUT_OWNER = (
+    "albert|bert|camembert|ctrl|distilbert|distilgpt2|distilroberta|gpt2|openai-gpt|roberta|t5|"
+    "transfo-xl|xlm|xlnet"
+)
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 """Without files that hold the same weights in another format."""
@@ -38,7 +42,10 @@ def is_hub_id(name: str) -> bool:
 
 
 def is_model_id(name: str) -> bool:
-    """Whether this is `owner/name`, without the config and split that a data set may have."""
+    """Whether this is `owner/name`, without the config and split that a data set may have; or one
+    of the hub's first models, which have no owner. The hub accepts no more of these."""
+    if not os.path.exists(name) and re.fullmatch(rf"({_WITHOUT_OWNER})([-_][\w.-]+)?", name):
+        return True
     return is_hub_id(name) and re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
 
 
@@ -114,7 +121,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """
     if os.path.isdir(name):
         return Path(name)
-    if not is_hub_id(name):
+    if not is_model_id(name):
         raise RecipeError(f"{key}: no such folder: {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -1,7 +1,7 @@
 """From `recipe=NAME key=value ...` to a checked Recipe.
 
-`yaml_text.py` reads the YAML, OmegaConf interpolates, `decode.py` makes a Recipe of the plain
-values, and `validate.py` has the rules that join several keys.
+`yaml_text.py` reads the YAML, OmegaConf interpolates, `columns.py` looks at the data, `decode.py`
+makes a Recipe of the plain values, and `validate.py` has the rules that join several keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
+from launcher.recipe.columns import first_columns, kind_of
 from launcher.recipe.decode import (
     DEFAULT,
     KeyPath,
@@ -54,13 +55,16 @@ class Origins:
 
     file: str
     places: Places
+    derived: dict[KeyPath, str] = field(default_factory=dict)
+    """Where the values of keys that were not given come from, if not from the defaults."""
 
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
         place = self.places.get(path)
         if isinstance(place, str):
             return "command line"
-        return "default" if place is None else f"{self.file}:{place}"
+        unset = self.derived.get(path, "default")
+        return unset if place is None or path in self.derived else f"{self.file}:{place}"
 
     def locate(self, path: KeyPath) -> str | int:
         """The place of a key, or else of the section around it; 0: neither."""
@@ -74,6 +78,8 @@ class Origins:
             place, key = "command line", where if where.partition("=")[0] == key else key
         else:
             place = f"{self.file}:{where}" if where else self.file
+        if problem.path in self.derived:
+            key += f" ({self.derived[problem.path]})"
         return f"{place}: {shown(key)}: {shown(problem.message, 3000)}"
 
 
@@ -89,12 +95,15 @@ class LoadedRecipe:
         return RecipeError(self.origins.cite(Problem(path, message)))
 
 
-def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = True) -> LoadedRecipe:
+def load_recipe(
+    arguments: Sequence[str], *, ranks: int | None, files: bool = True, hub: bool = False
+) -> LoadedRecipe:
     """Loads, overrides, interpolates, decodes and checks a recipe.
 
     arguments: `recipe=NAME` or `recipe=FILE`, and overrides `key=value`, in any order.
     ranks: data-parallel ranks of the run; None: the rules that need them are not checked.
     files: whether the data must exist; a plan does not need it.
+    hub: fetch a data set of the hub where data.kind is not given, to see its columns.
     Raises RecipeError with all problems: those of the file first, by line, then those of the
     arguments.
     """
@@ -103,6 +112,7 @@ def load_recipe(arguments: Sequence[str], *, ranks: int | None, files: bool = Tr
     refused = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in refused if problem is not None]
     problems += _interpolate(plain, origins)
+    _complete(plain, origins, hub=hub)
     problems += _characters(plain, {problem.path for problem in problems})
     reported = {problem.path for problem in problems}
     recipe, wrong, unsound = decode(plain)
@@ -229,6 +239,35 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             problems.append(Problem(path, f"cannot be interpolated: {what}"))
         _get(plain, path[:-1])[path[-1]] = value
     return problems
+
+
+def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> None:
+    """Sets the keys of section data that follow from others, unless these are not sound."""
+    data, model = plain.get("data"), plain.get("model")
+    if not isinstance(data, dict):
+        return
+    if data.get("validation") is not None:
+        data.pop("validation_split", None)
+        origins.places.pop(("data", "validation_split"), None)
+    if data.get("kind") is not None:
+        return
+    train, task = data.get("train"), model.get("task") if isinstance(model, dict) else None
+    mixture = train if isinstance(train, dict) else {"": {"files": train}}
+    for name, source in mixture.items():
+        files = source.get("files") if isinstance(source, dict) else None
+        files = [files] if isinstance(files, str) else files
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            continue
+        found = None if source.get("kind") is not None else first_columns(files, hub=hub)
+        pairs = plain.get("preference") is not None
+        kind = found and kind_of(found[1], data, task=task, pairs=pairs)
+        path: KeyPath = (
+            ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
+        )
+        if (kind or "text") != data.get("kind") and source.get("kind") is None:
+            (data if len(path) == 2 else source)["kind"] = kind or "text"
+            if found is not None and kind is not None:
+                origins.derived[path] = f"{kind}, by the columns of {shown(found[0])}"
 
 
 class _Counter:

@@ -34,13 +34,19 @@ def config_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields each size that no model can have, and what is wrong with it."""
+    """Yields each size and token id that no model can have, and what is wrong with it."""
     for key in _SIZES & config.keys():
         value, most = config[key], 10_000 if "layer" in key else LARGEST_INT
         if isinstance(value, int) and value < 1:
             yield key, f"must be at least 1; got {value}"
         if isinstance(value, int) and value > most:
             yield key, f"must be at most {most}; got {value}"
+    size = config.get("vocab_size")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        ids = [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)]
+        if isinstance(size, int) and max(ids, default=0) >= size > 0:
+            yield key, f"{max(ids)} is beyond the vocabulary of {size} (model.config.vocab_size)"
 
 
 def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:

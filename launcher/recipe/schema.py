@@ -6,7 +6,7 @@ pydantic checks values against these classes (`decode.py`) and makes the JSON Sc
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from launcher.recipe.schema_outputs import Checkpoint as Checkpoint
 from launcher.recipe.schema_outputs import Evaluation as Evaluation
@@ -39,6 +39,9 @@ from launcher.recipe.section import Dtype as Dtype
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
 DataKind = Literal["text", "tokens", "chat", "instruct", "classification", "preference"]
+_NullIsText = BeforeValidator(
+    lambda kind: "text" if kind is None else kind, json_schema_input_type=DataKind | None
+)
 
 
 class Run(Section):
@@ -158,8 +161,9 @@ class Source(Section):
 class Data(Section):
     """Training and validation data."""
 
-    kind: DataKind = "text"
-    """text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
+    kind: Annotated[DataKind, _NullIsText] = "text"
+    """If it is null or not given, it follows from the columns of the first row of data.train; text
+    if no kind has these columns. text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
     messages, loss on the assistant's turns. instruct: prompt and response, loss on the response.
     classification: text and label. preference: prompt, chosen and rejected."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
@@ -167,6 +171,9 @@ class Data(Section):
     `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: {NAME: [...], ...}."""
+    validation_split: Annotated[PositiveFloat, Field(lt=1)] | None = None
+    """Without validation: the share of the training documents that is held out for it, the same on
+    any number of ranks and after a resume. Not used if validation is given."""
     builder: Function | None = None
     """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None

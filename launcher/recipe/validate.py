@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from launcher.recipe.columns import is_of_system
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.hub import is_hub_id, is_model_id
@@ -281,7 +282,7 @@ def _data_files(recipe: Recipe) -> Found:
         lists["data.validation"] = validation or ()
     for key, patterns in lists.items():
         for index, pattern in enumerate(patterns):
-            if os.path.abspath(pattern).split("/")[1] in ("proc", "sys"):
+            if is_of_system(pattern):
                 yield (*key.split("."), index), f"{pattern} holds files of the system, not data"
                 continue
             exists = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))

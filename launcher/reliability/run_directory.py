@@ -121,6 +121,13 @@ class RunFolder:
             for argument in arguments
         ]
 
+    def dropped_overrides(self, arguments: Sequence[str]) -> list[str]:
+        """Overrides of the last start whose keys are not among the arguments of this one."""
+        given = {argument.partition("=")[0] for argument in arguments}
+        last: list[str] = (self._starts() or [{}])[-1].get("overrides") or []
+        given |= {"recipe", "checkpoint.resume", "checkpoint.allow_changes"}
+        return [override for override in last if override.partition("=")[0] not in given]
+
     def first_day(self) -> str:
         """The day (YYYY-MM-DD, UTC) of the run's first start; today if it was not started."""
         started = self._starts()

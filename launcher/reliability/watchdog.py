@@ -149,8 +149,8 @@ class Watch:
 
     def _look_for_files(self) -> None:
         with contextlib.suppress(OSError):
-            self._save = self._save or self._save_file.exists()
-            if not self._stopped_by_file and self._stop_file.exists():
+            self._save = self._save or self._save_file.is_file()
+            if not self._stopped_by_file and self._stop_file.is_file():
                 self._stopped_by_file = True
                 self._stop.ask(f"the file {self._stop_file}")
 

@@ -148,7 +148,7 @@ class TrainingRun:
         self._reporter = Reporter(self._training, directory, recorder, first_step=first_step)
         rank.failures.on_end.callback(self._reporter.abort)
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
-        for line in summarize(self._training):
+        for line in summarize(self._training, loaded.origins.derived):
             logger.info(line)
         if environment.main:
             directory.note("built", **describe_start(training, environment.local_world_size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from launcher.models.chunked_loss import computes_loss
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.shards import local_rows
+from launcher.recipe.decode import KeyPath, dotted
 from launcher.reliability.json_files import Json
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
@@ -27,10 +28,10 @@ from launcher.strategies.base import compute_dtype
 from launcher.training.setup import Training
 
 
-def summarize(training: Training) -> Iterator[str]:
-    """Paragraphs on model, data and batch, for the console."""
+def summarize(training: Training, derived: Mapping[KeyPath, str]) -> Iterator[str]:
+    """Paragraphs on model, data and batch, for the console. `derived` are `Origins.derived`."""
     yield "\n".join(_model(training))
-    yield "\n".join(_data(training))
+    yield "\n".join([*_data(training), *(f"      {dotted(k)}: {v}" for k, v in derived.items())])
     yield "\n".join(_batch(training))
 
 
@@ -148,6 +149,12 @@ def _data(training: Training) -> Iterator[str]:
     if not data.training.packed and padding is not None:
         first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
     yield f"data: {first}, {'shuffled' if shuffled else 'in the order of the files'}"
+    if (share := training.recipe.data.validation_split) is not None:
+        sets: Iterable[Any] = data.validation.values()
+        documents = sum(each.sequences.documents for each in sets)
+        rest.append(
+            f"validation: {documents:,} held-out documents (data.validation_split: {share})"
+        )
     for line in rest:
         yield line if line.startswith(("warning", "note")) else f"      {line}"
 

@@ -146,8 +146,11 @@ def with_references(
 
 
 def _key(dataset: PreferenceDataset) -> str:
-    """Names the pairs of a set. Which of them are dropped depends on the sequence length."""
-    return f"{dataset.fingerprint['content']}-{dataset.length}"
+    """Names the pairs of a set. Which of them are dropped depends on the sequence length, and which
+    are held out on their number."""
+    held_out = dataset.store.documents - dataset.sequences.documents
+    without = f" without {held_out}" if held_out else ""
+    return f"{dataset.fingerprint['content']}-{dataset.length}{without}"
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def test_make_finetune_learns_to_add(tmp_path):
     )
     assert before < 5
     assert after > 80
-    assert (copy / "runs/finetune/hf/tokenizer.json").exists()
+    assert (copy / "runs/make_finetune/hf/tokenizer.json").exists()
 
 
 RECIPE = """

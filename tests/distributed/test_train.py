@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,7 @@ def ddp(tmp_path_factory):
         "logging.tensorboard=true",
         "logging.wandb={project: test, mode: offline}",
         "evaluation={every_steps: 2, at_start: true}",
+        'data.validation=["${stdlib:}/[u-z]*.py"]',
     ]
     overrides = [
         *SHRUNK,
@@ -558,6 +560,9 @@ def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
     for result in (stopped, refused):
         assert "Traceback" not in result.output
         assert "message format" not in result.output
+        assert "exitcode" not in result.output
+    assert "\nstopping after this step, saving; press again to stop now\n" in stopped.output
+    assert re.fullmatch(r"run.dir: [^\n]*\n", refused.output)
 
 
 def test_too_many_skipped_steps_end_the_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -20,12 +21,15 @@ from shapes import LLAMA_1B, LLAMA_8B
 from typer.core import TyperGroup
 
 from launcher.cli.main import app, main
+from launcher.cli.submit import sort_arguments
 from launcher.errors import RecipeError
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.decode import keys
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe, Slurm
+from launcher.reliability.run_directory import RunFolder
+from launcher.slurm.render import node_counts, ranks_per_node
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
 from tests.run_files import read_lines
@@ -66,7 +70,8 @@ def commands(text):
 
 def arguments(command):
     """Returns the recipe arguments of a torchrun command and its number of ranks."""
-    command = command.replace("my/data/*.jsonl", str(REPOSITORY / "README.md"))
+    for name in ("my/data/*.jsonl", "chat.jsonl"):
+        command = command.replace(name, str(REPOSITORY / "README.md"))
     words = shlex.split(command, comments=True)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else None
     if ranks is not None and "--nnodes" in words:
@@ -182,6 +187,9 @@ def document_commands():
         for _, block in code_blocks(document):
             for command in commands(block):
                 yield pytest.param(command, id=f"{document.stem}: {command[:60]}")
+    for name, command in COMMANDS.items():
+        for line in commands(command.callback.__doc__.partition("Example:")[2]):
+            yield pytest.param(line, id=f"{name} --help: {line[:60]}")
 
 
 COMMANDS_OF_DOCUMENTS = list(document_commands())
@@ -191,6 +199,8 @@ assert len(COMMANDS_OF_DOCUMENTS) >= 30
 @pytest.mark.parametrize("command", COMMANDS_OF_DOCUMENTS)
 def test_commands_in_documents_are_valid(command, tmp_path, monkeypatch, capsys):
     words = shlex.split(command, comments=True)
+    plain = re.sub(r"'[^']*'|\"[^\"]*\"", "", command)
+    assert not re.search(r"[*?\[]", plain), "zsh refuses a pattern that is not in quotes"
     words = words[: words.index(">")] if ">" in words else words
     if re.match(RUN_HERE, command):
         monkeypatch.chdir(tmp_path)
@@ -218,11 +228,42 @@ def check_arguments(words):
     context = subcommand.make_context(subcommand.name, words[1:])
     overrides = context.params.get("overrides")
     if overrides and "optimizer.learning_rate=fast" not in overrides:
-        own = (*Slurm.__dataclass_fields__, "sweep.")
-        recipe = [word for word in overrides if not word.startswith(own)]
-        data_overrides = FINETUNE_DATA if recipe[0] == "recipe=finetune" else []
+        recipe, sweep = sort_arguments(overrides)
+        recipe += FINETUNE_DATA if recipe[0] == "recipe=finetune" else []
+        options = {"nodes": 1, "gpus": None, "gpus_per_node": None} | context.params
+        gpus = options["gpus"] or options["gpus_per_node"]
         if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it
-            load_recipe(recipe + data_overrides, ranks=None, files=False)
+            for values in itertools.product(*([f"{k}={v}" for v in vs] for k, vs in sweep)):
+                given = [*recipe, *values]
+                loaded = load_recipe(given, ranks=gpus and options["nodes"] * gpus, files=False)
+                if words[0] == "submit":
+                    slurm = loaded.recipe.slurm or Slurm()
+                    for nodes in node_counts(slurm):
+                        ranks = nodes * ranks_per_node(slurm)
+                        load_recipe(given, ranks=ranks, files=False)
+
+
+def test_make_resumes_an_interrupted_run(tmp_path):
+    """The folder that `make train` trains into. A run without a checkpoint cannot be resumed."""
+    show = "show: ; @echo $(call unused,quickstart)"
+    command = ["make", "--silent", f"--file={REPOSITORY}/Makefile", f"--eval={show}", "show"]
+
+    def chosen():
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, timeout=60, **options).stdout.strip()
+
+    assert chosen() == "runs/quickstart"
+    run = tmp_path / "runs/quickstart"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert chosen() == "runs/quickstart-2"
+    (run / "checkpoints/step_00000200").mkdir()
+    folder = RunFolder(run)
+    for state in ("running", "stopped", "failed"):
+        folder.write_status(state, step=200)
+        assert chosen() == "runs/quickstart"
+    folder.write_status("finished", step=600)
+    assert chosen() == "runs/quickstart-2"
 
 
 def document_recipes():

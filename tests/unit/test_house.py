@@ -23,6 +23,7 @@ LEVELS = (
     "planner",
     "run slurm",
     "cli train",
+    "__main__",
 )
 """The packages from bottom to top. A module imports its own package and packages of lower levels."""
 

@@ -384,6 +384,16 @@ def finished(folder):
     return run, arguments
 
 
+def test_overrides_that_no_longer_hold(finished):
+    run, arguments = finished
+    assert run.dropped_overrides(arguments) == []
+    changed = ["recipe=y.yaml", arguments[2], "run.max_steps=9"]
+    assert run.dropped_overrides(changed) == []
+    assert run.dropped_overrides(["recipe=x.yaml"]) == arguments[1:]
+    run.note_start(environment(), ["recipe=x.yaml", "checkpoint.resume=a", "run.seed=3"])
+    assert run.dropped_overrides(["recipe=x.yaml"]) == ["run.seed=3"]
+
+
 def test_finished_run_is_continued_only_with_more_steps(finished):
     run, (recipe, steps, folder) = finished
     for same in ([steps], [], ["run.max_steps=5"], [steps, "batch.micro_batch_size=4"]):

@@ -13,7 +13,10 @@ from typer.core import TyperOption
 
 from launcher.cli import train
 from launcher.cli.main import app, main, run
+from launcher.cli.submit import sort_arguments
 from launcher.errors import RecipeError
+from launcher.recipe.decode import dotted, keys
+from launcher.recipe.other_names import _KEYS, _NAMES
 from launcher.reliability.run_directory import RunFolder
 
 GROUP: Any = typer.main.get_command(app)
@@ -44,11 +47,13 @@ def test_help_version_and_unknown_command(capsys):
     assert "max_failures=... Consecutive failures without a new checkpoint" in printed
     assert "[default: 3]" in printed
     assert main(["--version"]) == 0
+    capsys.readouterr()
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {name} " in printed for name in COMMANDS)
     assert "Shipped recipes: ddp, finetune, fsdp, " in printed
-    assert main([]) == 2
+    assert main([]) == 0
+    assert capsys.readouterr().out == printed
     assert main(["plam"]) == 2
     assert "No such command 'plam'. Did you mean 'plan'?" in capsys.readouterr().err
 
@@ -81,16 +86,69 @@ def test_options_in_both_styles_are_parsed(monkeypatch):
 
 
 def test_wrong_options_are_refused():
-    known = "did you mean gpu_memory?; there are --nodes, --gpus-per-node, --gpu, "
+    known = "did you mean gpu_memory?; there are --nodes, --gpus, --gpu, "
     for word, problem in {
         "gpu_memry=80GiB": f"gpu_memry=80GiB: not an option of launcher plan; {known}",
         "--jsn": "No such option: --jsn",
         "json=yes": "json=yes: must be true or false",
         "nodes=0": "Invalid value for '--nodes': ",
+        "lr=0.1": "lr=0.1: did you mean optimizer.learning_rate?",
+        "max_steps=3": "max_steps=3: did you mean run.max_steps?",
+        "--learning-rate": "--learning-rate: did you mean optimizer.learning_rate?",
+        "nproc_per_node=8": "nproc_per_node=8: the command has the options gpus and nodes",
     }.items():
         with pytest.raises(RecipeError) as raised:
             run(["plan", "recipe=fsdp", word])
         assert str(raised.value).startswith(f"command line: {problem}")
+
+
+def test_names_of_other_tools_are_names_of_keys():
+    known = {dotted(path) for path in keys()}
+    assert set(_NAMES) <= known
+    assert not set(_NAMES) & set(_KEYS)
+    assert len(_KEYS) == sum(len(names.split()) for names in _NAMES.values())
+    assert not {path[-1] for path in keys()} & (set(_KEYS) - {"dtype"}), "it has a key already"
+
+
+def test_all_wrong_arguments_are_named(capsys):
+    assert main(["train", "recipe=fsdp", "epochs=3", "per_device_train_batch_size=2"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "command line: epochs=3: did you mean run.epochs?",
+        "command line: per_device_train_batch_size=2: did you mean batch.micro_batch_size?",
+    ]
+
+
+def test_number_of_gpus_has_one_name(capsys):
+    """The older names are gpus_per_node for plan and submit, and ranks for selftest and show."""
+    for words in (["gpus=3", "nodes=2"], ["ranks=6"], ["--ranks", "6"]):
+        assert main(["show", "recipe=fsdp", *words]) == 2
+        assert "64 is not a multiple of 8 (micro-batch) x 6 (ranks)" in capsys.readouterr().err
+    for name, older in (("plan", "--gpus-per-node"), ("selftest", "--ranks")):
+        assert any(["--gpus", older] == option.opts for option in COMMANDS[name].params)
+    words, _ = sort_arguments(["gpus=8", "nodes=2"])
+    assert words == ["slurm.gpus_per_node=8", "slurm.nodes=2"]
+
+
+@pytest.mark.parametrize(
+    ("module", "status"),
+    [("typer", -signal.SIGINT), ("rich.console", 130)],
+    ids=["imports", "command"],
+)
+def test_interrupt_prints_no_traceback(module, status):
+    """Ctrl-C when a module is imported: at the start, or by the command."""
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "from launcher.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "plan", "recipe=fsdp", "gpu=h100"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (status, "")
 
 
 def test_shell_completes_commands_options_and_keys():
@@ -113,7 +171,7 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
     run.path.mkdir(parents=True)
     run.write_status("stopped", step=5)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(train, "_Requests", lambda: types.SimpleNamespace(first=None))
+    monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
     for ended in (lambda arguments: 1, lambda arguments: 0):
         monkeypatch.setattr(train, "_run_agent", ended)
         command = ["train", "recipe=x.yaml", "--gpus", "2", f"run.dir={run.path}"]
@@ -123,7 +181,7 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
     )
     assert main(command) == 75
     # A rank that is asked to stop at the start may end while another thread writes `running`
-    monkeypatch.setattr(train, "_Requests", lambda: types.SimpleNamespace(first=signal.SIGINT))
+    monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=signal.SIGINT))
     monkeypatch.setattr(
         train, "_run_agent", lambda arguments: run.write_status("running", step=0) or 0
     )
@@ -156,7 +214,7 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
     monkeypatch.setattr(train, "_run_agent", lambda arguments: started.append(arguments) or 0)
     monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
     # It would block the signals of this process
-    monkeypatch.setattr(train, "_Requests", lambda: types.SimpleNamespace(first=None))
+    monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     main(["train", "recipe=x.yaml", "--gpus", "2", "run.seed=3", "max_restarts=1"])
     ranks = ["--nproc-per-node=2", "--max-restarts=1", "-m", "launcher.train"]

@@ -135,6 +135,9 @@ def test_status_of_a_folder_of_runs(run, capsys):
         ["two", "starting"],
     ]
     assert lines[1][2:8] == ["100", "of", "200", "2.0000", "2.7500", "50,000"]
+    done.path.rename(run.path.parent / "th\nree")
+    assert main.main(["status", str(run.path.parent)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(lines)
 
 
 @pytest.mark.parametrize("command", ["status", "report"])

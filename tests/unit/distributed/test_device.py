@@ -3,7 +3,9 @@
 import json
 import os
 import socket
+import subprocess
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +40,15 @@ def test_local_ranks_share_the_cpu_threads(monkeypatch):
     assert threads == [2, 4, 1], (
         "unchanged without work on the CPU, or if the user sets OMP_NUM_THREADS"
     )
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with subprocess.Popen(["sleep", "120"], env={**os.environ, "OMP_NUM_THREADS": "1"}) as agent:
+        mine = environment(parent=agent.pid)
+        process_group.set_threads(mine, device=cpu, cpu_offload=False)
+        agent.kill()
+    assert threads == [2, 4, 1], "torchrun was started with it"
+    alone = replace(environment(), torchrun=False)
+    process_group.set_threads(alone, device=cpu, cpu_offload=False)
+    assert threads == [2, 4, 1], "without torchrun only the user can set it"
 
 
 def test_unsupported_bfloat16_error_suggests_float16(monkeypatch):

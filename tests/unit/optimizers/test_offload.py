@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from launcher.errors import TrainingError
+from launcher.errors import RecipeError, TrainingError
 from launcher.optimizers.offload import StateFile
 
 
@@ -42,5 +42,5 @@ def test_full_disk_error_names_folder_and_size(tmp_path):
 
 def test_folder_creation_failure_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"optimizer_path.*file/state.*Not a directory"):
+    with pytest.raises(RecipeError, match=r"optimizer_path.*file/state.*Not a directory"):
         StateFile(tmp_path / "file" / "state", 4096)

@@ -120,6 +120,20 @@ def test_failure_before_the_checkpoint_is_loaded_keeps_the_last_step(start):
     assert "failed in step 11: ValueError: oops" in status["error"]
 
 
+def test_a_folder_is_no_request(start):
+    """RUN_DIR/stop as a folder would stop every start."""
+    rank = start()
+    for name in ("stop", "save"):
+        (rank.run.path / name).mkdir()
+    rank.watch._look_for_files()
+    assert (rank.watch._stop.requested(), rank.watch.save_requested()) == (False, False)
+    for name in ("stop", "save"):
+        (rank.run.path / name).rmdir()
+        (rank.run.path / name).touch()
+    rank.watch._look_for_files()
+    assert (rank.watch._stop.requested(), rank.watch.save_requested()) == (True, True)
+
+
 def test_killed_neighbour_is_reported_despite_store_errors(start, neighbour):
     rank = start(failing=(1, 3, 4, 12, 13))
     rank.register_neighbour(neighbour)

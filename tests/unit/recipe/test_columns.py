@@ -1,0 +1,143 @@
+"""data.kind by the columns of the data, and data.validation_split beside data.validation."""
+
+import csv
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from launcher.data.token_store import open_store
+from launcher.errors import RecipeError
+from launcher.recipe.load import load_recipe
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CHAT = {"messages": [USER, ANSWER]}
+INSTRUCT = {"instruction": "a", "input": "", "output": "b"}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+def load(*overrides, **options):
+    return load_recipe(["recipe=x.yaml", *overrides], ranks=None, **options)
+
+
+def write(name, row):
+    with open(name, "w", encoding="utf-8-sig") as file:  # editors on Windows write the mark
+        file.write(json.dumps(row) + "\n\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "more"),
+    [
+        ("chat", CHAT, []),
+        ("chat", {"conversations": []}, []),
+        ("chat", {"talk": []}, ["data.messages_column=talk"]),
+        ("chat", {**PAIR, **CHAT}, []),  # UltraFeedback
+        ("preference", {**PAIR, **CHAT}, ["preference.loss=dpo"]),
+        ("preference", PAIR, ["preference.loss=dpo"]),
+        ("instruct", INSTRUCT, []),
+        ("instruct", {"prompt": "a", "completion": "b"}, []),
+        ("tokens", {"input_ids": [1]}, []),
+        ("text", {"text": "a", "label": 0}, []),
+        ("classification", {"text": "a", "label": 0}, ["model.task=sequence_classification"]),
+        ("text", {"other": "a"}, []),
+    ],
+)
+def test_kind_follows_from_the_columns(folder, kind, row, more):
+    write("rows.jsonl", row)
+    loaded = load("data.train=[rows.jsonl]", *more)
+    assert loaded.recipe.data.kind == kind
+    known = "other" not in row
+    assert loaded.origins.of(("data", "kind")) == (
+        f"{kind}, by the columns of rows.jsonl" if known else "default"
+    )
+    given = load("data.train=[rows.jsonl]", "data.kind=text", "model.task=causal_lm")
+    assert (given.recipe.data.kind, given.origins.derived) == ("text", {})
+
+
+def test_columns_of_all_files_of_rows(folder):
+    rows = [INSTRUCT, INSTRUCT]
+    (folder / "a.json").write_text(json.dumps(rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet")
+    with open("a.csv", "w", newline="") as file:
+        csv.DictWriter(file, INSTRUCT).writeheader()
+    with (
+        gzip.open("a.jsonl.gz", "wb") as one,
+        pyarrow.output_stream("a.jsonl.zst", compression="zstd") as other,
+    ):
+        one.write(json.dumps(INSTRUCT).encode())
+        other.write(json.dumps(INSTRUCT).encode())
+    inner = folder / "inner"
+    inner.mkdir()
+    (inner / ".hidden.jsonl").write_text("{}")
+    (inner / "notes.txt").write_text("")
+    (inner / "rows.json").write_text(json.dumps(rows))
+    names = ["a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.jsonl.zst", "inner", "a.js*"]
+    for name in names:
+        assert (name, load(f"data.train=[{name}]").recipe.data.kind) == (name, "instruct")
+    for damaged in (b"", b"{", b"[1]", b"\xff", b'"text"'):
+        for name in ("b.json", "b.jsonl", "b.parquet", "b.jsonl.gz", "b.csv"):
+            (folder / name).write_bytes(damaged)
+            assert load(f"data.train=[{name}]").recipe.data.kind == "text"
+            (folder / name).unlink()
+    assert load("data.train=[gone.jsonl]", files=False).recipe.data.kind == "text"
+
+
+def test_each_source_of_a_mixture_has_its_kind(folder):
+    write("chat.jsonl", CHAT)
+    write("instruct.jsonl", INSTRUCT)
+    a, b, c = "a: {files: data.txt}", "b: {files: chat.jsonl}", "c: {files: [instruct.jsonl]}"
+    data = load(f"data.train={{{a}, {b}, {c}}}").recipe.data
+    assert (data.kind, [source.kind for source in data.train.values()]) == (
+        "text",
+        [None, "chat", "instruct"],
+    )
+    data = load(f"data.train={{{b}, {c}, d: {{files: chat.jsonl, kind: text}}}}").recipe.data
+    assert (data.kind, [source.kind for source in data.train.values()]) == (
+        "chat",
+        [None, "instruct", "text"],
+    )
+
+
+def test_problems_name_the_columns(folder):
+    write("rows.jsonl", PAIR)
+    with pytest.raises(RecipeError) as error:
+        load("data.train=[rows.jsonl]")
+    what = "needs the section preference; give preference.loss, such as dpo"
+    why = "data.kind (preference, by the columns of rows.jsonl)"
+    assert error.value.problems == [f"x.yaml:8: {why}: {what}"]
+
+
+def test_rows_of_another_kind_are_named(folder):
+    write("rows.jsonl", CHAT)
+    data = load("data.kind=text", "data.train=[rows.jsonl]", "data.cache=cache").recipe.data
+    with pytest.raises(RecipeError) as error:
+        open_store(data.train, data, tokenizer="bytes", build=True)
+    what = (
+        "column 'text' must hold text; no such column; columns: messages (those of data.kind=chat; "
+    )
+    assert what in str(error.value)
+
+
+def test_data_sets_of_the_hub_are_fetched_only_for_commands_that_train(folder, monkeypatch):
+    fetched = []
+
+    class Rows:
+        column_names = ("messages",)
+
+    monkeypatch.setattr(
+        "launcher.recipe.columns.load_data_set", lambda name: fetched.append(name) or Rows
+    )
+    assert load("data.train=[owner/chats:train]").recipe.data.kind == "text"
+    assert fetched == []
+    assert load("data.train=[owner/chats:train]", hub=True).recipe.data.kind == "chat"
+    assert load("data.train=[owner/x]", "data.kind=text", hub=True).recipe.data.kind == "text"
+    assert fetched == ["owner/chats:train"]
+
+
+def test_a_split_is_for_recipes_without_validation(folder):
+    assert load("data.validation_split=0.1").recipe.data.validation_split == 0.1
+    both = load("data.validation_split=0.1", "data.validation=[data.txt]")
+    assert both.recipe.data.validation_split is None
+    assert both.origins.of(("data", "validation_split")) == "default"
