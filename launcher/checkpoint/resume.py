@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.recipe.schema import Recipe
+from launcher.recipe.schema import Lora, Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
@@ -85,6 +86,8 @@ def recipe_changes(
 ) -> list[str]:
     """The changes between two recipes, one line each. altering: only those that alter what the
     model learns."""
+    if isinstance(lora := before.get("lora"), Mapping):  # an earlier version knew fewer keys
+        before = {**before, "lora": dataclasses.asdict(Lora()) | {**lora}}
     return [
         _line(key, old, new)
         for key, old, new in _differences(before, now)
@@ -133,14 +136,15 @@ def check_content(
     state: Json,
     *,
     data: Json,
-    weights: str | None,
+    weights: Mapping[str, str | None],
     stream: str | None,
     allow: bool,
 ) -> list[str]:
     """Returns the changes of the data and of frozen weights since a checkpoint, one line each.
 
-    data: the fingerprint of the training data. weights: the digest of the weights in model.path;
-    None if nothing is frozen, so that the checkpoint holds all parameters. stream: the digest of
+    data: the fingerprint of the training data. weights: the digests of the weights in model.path
+    and of the adapter in lora.path; None if nothing is frozen, so that the checkpoint holds all
+    parameters, and if there is no such adapter. stream: the digest of
     the order of a stream's samples; None without a stream. Raises RecipeError unless changes are
     allowed.
     """
@@ -148,12 +152,15 @@ def check_content(
     if changes and not allow:
         what = f"{path} is of other data; these changes alter the order of samples:"
         raise _refusal(what, changes, "restore the data")
-    before = state.get("weights")  # checkpoints of earlier versions have none
-    if None not in (before, weights) and before != weights:
-        changes.append(_line("model.path, digest of the weights", before, weights))
-        if not allow:
-            what = f"{path} was trained with other frozen weights, which it does not hold:"
-            raise _refusal(what, changes, "restore the weights")
+    for key, now in weights.items():
+        before = state.get("weights" if key == "model.path" else "adapter")
+        if None not in (before, now) and before != now:  # earlier versions wrote none
+            changes.append(_line(f"{key}, digest of the weights", before, now))
+            if not allow:
+                what = f"{path} was trained with other frozen weights, which it does not hold:"
+                if key == "lora.path":
+                    what = f"{path} was trained from another adapter:"
+                raise _refusal(what, changes, "restore the weights")
     saved = state["stream"]
     if stream is not None and not allow and (saved is None or saved["order"] != stream):
         raise RecipeError(

@@ -99,7 +99,7 @@ def write_weights(
         return
     adapter.save_pretrained(folder)
     _write_generation_config(model, folder)
-    if adapter.modules_to_save:  # a classifier
+    if adapter.task_type == "SEQ_CLS":
         (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
 
 

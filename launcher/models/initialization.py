@@ -120,6 +120,8 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
 def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
     if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
         nn.init.zeros_(module.get_parameter("weight"))
+    elif ".lora_magnitude_vector." in name:  # set to norms of the weights once they are loaded
+        nn.init.ones_(module.get_parameter("weight"))
     elif owner is not None and ".lora_" not in name:
         owner._init_weights(module)
     elif callable(reset := getattr(module, "reset_parameters", None)):

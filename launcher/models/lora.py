@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.build import find_blocks, is_classifier, parts_without_text
+from launcher.models.build import embeddings, find_blocks, is_classifier, parts_without_text
+from launcher.models.dora import Dora
 from launcher.models.initialization import clean_name
+from launcher.models.ties import tied_names
 from launcher.recipe.schema import Lora
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 _PREFIX = "base_model.model."
 """peft's prefix of each name."""
 
+ALL_LINEAR = "all-linear"
+"""Entry of target_modules, as in peft."""
 Read = Callable[[str], torch.Tensor]
 """Returns a whole tensor by name."""
 
@@ -30,50 +35,66 @@ Read = Callable[[str], torch.Tensor]
 def add_adapters(
     model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
 ) -> None:
-    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but a
-    classifier's head, which has no pretrained weights, and stores it in `base_dtype`.
+    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but
+    modules_to_save and a classifier's head, which has no pretrained weights, and stores it in
+    `base_dtype`.
 
     `base` is the checkpoint that the adapters belong to, for peft. Raises RecipeError if
-    target_modules names something other than a linear layer of the model.
+    target_modules names something other than a linear layer of the model, or modules_to_save
+    something that cannot be trained whole.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets, head = _targets(model, lora), _head(model)
+    saved = _saved_modules(model, lora)
+    targets, skipped = _targets(model, lora, saved)
+    layers = _linear_layers(model, targets)
+    if lora.dora:
+        _refuse_dora(model, layers)
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rank_stabilized,
+        use_dora=lora.dora,
         target_modules=targets,
         bias="none",
-        task_type="SEQ_CLS" if head else "CAUSAL_LM",
+        task_type="SEQ_CLS" if is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
-        fan_in_fan_out=any(map(_is_transposed, _linear_layers(model, targets).values())),
+        fan_in_fan_out=any(map(_is_transposed, layers.values())),
     )
     try:
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
-    config.modules_to_save = head or None  # not before injection: peft would copy the head
+    config.modules_to_save = saved or None  # not before injection: peft would copy them
+    layer: Any
+    for layer in model.modules():
+        if getattr(layer, "lora_variant", None):
+            layer.lora_variant = dict.fromkeys(layer.lora_variant, Dora)
     experts = []
     for name, parameter in model.named_parameters():
-        trained = _is_saved(name, head)
+        trained = _is_saved(name, saved)
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
         if ".experts." in name and parameter.ndim == 3:
             experts.append(name)
     if experts:
+        others = ""
+        if skipped:
+            others = f"; nor do {len(skipped)} linear layers, to whose names peft gives another "
+            others += f"meaning in this model, such as {skipped[0]}"
         logger.info(
             f"note: experts are not linear layers and get no adapters: {len(experts)} tensors such "
-            f"as {experts[0]}"
+            f"as {experts[0]}{others}"
         )
 
 
-def _is_saved(name: str, head: list[str]) -> bool:
+def _is_saved(name: str, modules: Collection[str]) -> bool:
     """Whether a parameter is trained and in an adapter's file."""
-    return ".lora_A." in name or ".lora_B." in name or name.split(".")[0] in head
+    return ".lora_" in name or name.startswith(tuple(f"{module}." for module in modules))
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -90,51 +111,134 @@ def _last_parts(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
+def _matches(name: str, target: str) -> bool:
+    """Whether the name of a module is a target: it ends in it, or matches it as a pattern."""
+    if any(character in target for character in "*?["):
+        return fnmatch.fnmatchcase(name, target)
+    return f".{name}".endswith(f".{target}")
+
+
 def _linear_layers(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Module]:
-    """The linear layers whose names end in a target, by name."""
-    ends = tuple(f".{target}" for target in targets)
+    """The linear layers that are targets, by name."""
+    targets = list(targets)
     return {
         name: module
         for name, module in model.named_modules()
-        if _is_linear(module) and f".{name}".endswith(ends)
+        if _is_linear(module) and any(_matches(name, target) for target in targets)
     }
 
 
-def _targets(model: nn.Module, lora: Lora) -> list[str]:
+def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str], list[str]]:
+    """peft's target_modules; and layers that get no adapter because peft gives their names to
+    experts. Neither has layers in the `saved` modules."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
     available = ", ".join(_last_parts(layers))
-    if lora.target_modules is not None:
-        if problems := [
-            f"lora.target_modules: {target} is not a linear layer of the model; available: "
-            f"{available}"
-            for target in lora.target_modules
-            if not _linear_layers(model, [target])
-        ]:
-            raise RecipeError(problems)
-        return list(lora.target_modules)
-    blocks = tuple(f"{block}." for block in find_blocks(model))
+    within = tuple(f"{module}." for module in saved)
+    free = [name for name in layers if not f"{name}.".startswith(within)]
+    if lora.target_modules is None:
+        blocks = tuple(f"{block}." for block in find_blocks(model))
+        inside = [name for name in free if name.startswith(blocks)]
+    elif lora.target_modules == (ALL_LINEAR,):
+        head = embeddings(model)[1]
+        inside = [name for name in free if model.get_submodule(name) is not head]
+    else:
+        return _named_targets(model, lora.target_modules, free), []
     unused = tuple(parts_without_text(model))
-    inside = [
-        name
-        for name in layers
-        if name.startswith(blocks) and not any(other.startswith(f"{name}.") for other in unused)
-    ]
+    inside = [name for name in inside if not any(other.startswith(f"{name}.") for other in unused)]
+    taken = _taken_by_experts(model, inside)
+    skipped = [name for name in inside if name.rpartition(".")[2] in taken]
+    inside = [name for name in inside if name not in skipped]
     if not inside:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
             f"blocks to choose: name some of {available}"
         )
-    short = _last_parts(inside)
-    exist_outside = len(_linear_layers(model, short)) > len(inside)
-    return inside if exist_outside else short
+    return _shortened(model, inside), skipped
 
 
-def _head(model: nn.Module) -> list[str]:
-    """A classifier's modules outside its base model."""
-    if not is_classifier(model):
-        return []
-    children = [(name, module) for name, module in model.named_children() if [*module.parameters()]]
-    return [name for name, _ in children if name != model.base_model_prefix]
+def _named_targets(model: nn.Module, targets: Sequence[str], free: list[str]) -> list[str]:
+    """peft's target_modules for those of a recipe. Raises RecipeError if one of them is not a
+    `free` linear layer."""
+    available, problems = ", ".join(_last_parts(free)), []
+    taken = _taken_by_experts(model, free)
+    for target in targets:
+        matched = _linear_layers(model, [target])
+        if target == ALL_LINEAR:
+            problems.append(f"{ALL_LINEAR} stands alone: leave out the others")
+        elif not matched:
+            what = "matches no" if set("*?[") & set(target) else "is not a"
+            problems.append(f"{target} {what} linear layer of the model; available: {available}")
+        elif whole := [name for name in matched if name not in free]:
+            problems.append(f"{target}: {whole[0]} is trained whole, by lora.modules_to_save")
+        elif others := taken & {*_last_parts(matched)}:
+            problems.append(
+                f"{target}: peft takes {', '.join(sorted(others))} for names of this model's "
+                "experts, which get no adapters; name other layers, such as those of attention"
+            )
+    if problems:
+        raise RecipeError([f"lora.target_modules: {problem}" for problem in problems])
+    if any(set("*?[") & set(target) for target in targets):
+        return _shortened(model, list(_linear_layers(model, targets)))
+    return list(targets)
+
+
+def _shortened(model: nn.Module, layers: list[str]) -> list[str]:
+    """The last parts of the names of layers if other layers do not have them, else the names."""
+    short = _last_parts(layers)
+    return layers if len(_linear_layers(model, short)) > len(layers) else short
+
+
+def _taken_by_experts(model: nn.Module, layers: Iterable[str]) -> set[str]:
+    """Last parts of names that peft (0.19 and newer) takes for the names that experts had in
+    transformers 4, of mixtures that also have such layers without experts (DeepSeek-V3).
+    It gives adapters to the experts, and none to the layers."""
+    from peft import LoraConfig
+
+    names = _last_parts(layers)
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return set()
+    config = LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(config, model, None)
+    return {*names}.difference(config.target_modules or ())
+
+
+def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
+    """Names of modules that are trained whole: a classifier's modules outside its base model, and
+    those of modules_to_save with what shares their weights. Raises RecipeError if there is no such
+    module, or if one shares a weight with a target of an adapter."""
+    modules = {name: module for name, module in model.named_modules() if [*module.parameters()]}
+    saved, problems = [], []
+    if is_classifier(model):
+        outside = (name for name, _ in model.named_children() if name != model.base_model_prefix)
+        saved = [name for name in outside if name in modules]
+    blocks = tuple(f"{block}." for block in find_blocks(model))
+    for entry in lora.modules_to_save or ():
+        found = [name for name in modules if name and _matches(name, entry)]
+        saved += [name for name in found if name not in saved]
+        if not found:
+            outer = (n for n, m in modules.items() if [*m.parameters(recurse=False)])
+            names = ", ".join(_last_parts(n for n in outer if not n.startswith(blocks)))
+            what = f"{entry} is not a module of the model; those outside of its blocks: {names}"
+            problems.append(f"lora.modules_to_save: {what}")
+    if problems:
+        raise RecipeError(problems)
+    for tied in tied_names(model):
+        if any(_is_saved(name, saved) for name in tied):
+            saved += [n.rpartition(".")[0] for n in tied if not _is_saved(n, saved)]
+    return saved
+
+
+def _refuse_dora(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    head = embeddings(model)[1]
+    for name, module in layers.items():
+        if _is_transposed(module) or module is head:
+            kind = "the output layer" if module is head else f"a {type(module).__name__}"
+            raise RecipeError(
+                f"lora.dora: not available for {name}, which is {kind}; name other layers in "
+                "lora.target_modules, or set lora.dora: false"
+            )
 
 
 def peft_config(model: nn.Module) -> LoraConfig | None:
@@ -144,21 +248,27 @@ def peft_config(model: nn.Module) -> LoraConfig | None:
 
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
-    """For each tensor in an adapter's file: peft's name and the model's own clean name."""
+    """For each tensor in an adapter's file: peft's name and the model's own clean name. A tied
+    parameter is there under each of its names, because peft would untie them."""
     config = peft_config(model)
-    head = (config and config.modules_to_save) or []
-    names = [clean_name(name) for name, _ in model.named_parameters()]
-    return {
-        _PREFIX + name.replace(".default.", "."): name for name in names if _is_saved(name, head)
-    }
+    saved = (config and config.modules_to_save) or []
+    names = {name: name for name in (clean_name(name) for name, _ in model.named_parameters())}
+    for tied in tied_names(model):
+        names |= {name: tied[0] for name in tied if ".lora_" not in name}
+    return {_stored_name(name): own for name, own in names.items() if _is_saved(name, saved)}
+
+
+def _stored_name(name: str) -> str:
+    return _PREFIX + name.replace(".default.", ".").replace(
+        "magnitude_vector.weight", "magnitude_vector"
+    )
 
 
 def adapted_weights(names: Iterable[str]) -> set[str]:
-    """Clean names of the weights that an adapter changes or replaces, from the names of its tensors
-    (peft's, or the model's own)."""
+    """Clean names of the weights that an adapter changes, from the names of its tensors (peft's, or
+    the model's own)."""
     return {
-        name.removeprefix(_PREFIX).replace(".lora_A.", ".").replace(".lora_B.", ".")
-        for name in names
+        name.removeprefix(_PREFIX).replace(".lora_A.", ".") for name in names if ".lora_A." in name
     }
 
 
@@ -171,20 +281,22 @@ def merged_reader(
     read_adapter: Read,
 ) -> Read:
     """Returns a function that reads the model's tensors by clean name, with the adapter merged in:
-    W + alpha / rank * B A, in float32.
+    W + scale * B A, in float32. With DoRA, each of its rows is scaled to its magnitude.
 
     `config` is peft's adapter_config.json, and `names` are peft's names of the adapter's tensors.
     Raises RecipeError if the adapter changes a tensor that the model does not have.
     """
     adapters = {name.removeprefix(_PREFIX): name for name in names}
-    scale = config["lora_alpha"] / config["r"]
+    scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
     transposed = {
         f"{clean_name(name)}.weight"
         for name, module in model.named_modules()
         if _is_transposed(module)
     }
     changed = adapted_weights(names)
-    if unknown := changed - {clean_name(name) for name in model.state_dict()}:
+    replaced = {name for name in adapters if ".lora_" not in name}
+    known = {clean_name(name) for name in model.state_dict()}
+    if unknown := (changed | replaced) - known:
         raise RecipeError(
             f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "
             "which the adapter changes"
@@ -201,7 +313,12 @@ def merged_reader(
             read_adapter(adapters[f"{layer}.{factor}.weight"]).float()
             for factor in ("lora_A", "lora_B")
         )
-        change: torch.Tensor = (up @ down) * scale
-        return weight.float() + (change.T if name in transposed else change)
+        change = (up @ down) * scale
+        merged: torch.Tensor = weight.float() + (change.T if name in transposed else change)
+        magnitude = adapters.get(f"{layer}.lora_magnitude_vector")
+        if magnitude is None:
+            return merged
+        merged *= (read_adapter(magnitude).float() / merged.norm(dim=1))[:, None]
+        return merged
 
     return read

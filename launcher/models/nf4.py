@@ -239,6 +239,11 @@ def quantize_blocks(blocks: Iterable[nn.Module]) -> None:
     made: dict[int, nn.Parameter] = {}  # by id of the weight, which modules may share
     for module, name in packable(blocks):
         weight = module.get_parameter(name)
+        if weight.requires_grad:
+            raise RecipeError(
+                "lora.modules_to_save: not available with lora.quantize for layers in blocks, whose "
+                "weights are in 4 bits; name modules outside of the blocks"
+            )
         shape = (*weight.shape[:-1], row_bytes(weight.shape[-1]))
         packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
         parameter = made.setdefault(id(weight), nn.Parameter(packed, requires_grad=False))

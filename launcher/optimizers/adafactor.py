@@ -63,7 +63,8 @@ class Adafactor(torch.optim.Optimizer):
         for parameter, group in groups:
             state, local = self.state[parameter], local_rows(parameter.detach())[0]
             rms = (squares[parameter][0] / parameter.numel()).sqrt()
-            rate = rms.clamp(min=EPS2) * state["step"].rsqrt().clamp(max=group["lr"])
+            relative = state["step"].rsqrt() * group.get("ratio", 1.0)
+            rate = rms.clamp(min=EPS2) * relative.clamp(max=group["lr"])
             rate = rate / (updates[parameter][0] / parameter.numel()).sqrt().clamp(min=1.0)
             update = gradients[parameter] * rate + local * (group["lr"] * group["weight_decay"])
             local.sub_(torch.where(self.found_inf > 0, torch.zeros_like(rate), update))

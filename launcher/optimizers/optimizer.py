@@ -32,6 +32,7 @@ def make_optimizer(
     optimizer_mesh: DeviceMesh | None = None,
     cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
+    b_ratio: float = 1.0,
 ) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters, with its state. Weight decay applies to parameters
     of two or more dimensions (matrices).
@@ -41,7 +42,8 @@ def make_optimizer(
     without another pass over the gradients.
 
     `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
-    RecipeError if they have none.
+    RecipeError if they have none. The learning rate of the B of adapters is `b_ratio` times that of
+    the others: `ratio` of their parameter groups.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     inner: set[str] = set()
@@ -58,14 +60,18 @@ def make_optimizer(
         shards = {id(p): shard for p, shard in pairs}
         trained = {name: shards.get(id(p), p) for name, p in trained.items()}
 
-    def sort(name: str, parameter: torch.Tensor) -> int:
-        return 3 if name in inner else min(parameter.ndim, 2)
+    def sort(name: str, parameter: torch.Tensor) -> tuple[int, float]:
+        number = 3 if name in inner else min(parameter.ndim, 2)
+        return number, b_ratio if ".lora_B." in name else 1.0
 
-    groups = []
+    groups: list[Group] = []
     for number in (3, 2, 1, 0):  # orthogonalized, other matrices, vectors, scalars
-        if named := [(name, p) for name, p in trained.items() if sort(name, p) == number]:
-            decay = optimizer.weight_decay if number > 1 else 0.0
-            groups.append({"params": named, "weight_decay": decay, "orthogonalize": number == 3})
+        decay = optimizer.weight_decay if number > 1 else 0.0
+        options = {"weight_decay": decay, "orthogonalize": number == 3}
+        for ratio in dict.fromkeys((1.0, b_ratio)):
+            named = [(name, p) for name, p in trained.items() if sort(name, p) == (number, ratio)]
+            if named:
+                groups.append({"params": named, "ratio": ratio, **options})
     made = _make(groups, optimizer, seed)
     if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
         return OffloadedOptimizer(made, cpu_offload)

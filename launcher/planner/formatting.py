@@ -72,7 +72,8 @@ def strategy_text(recipe: Recipe) -> str:
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
         quantized = "" if recipe.lora.quantize is None else f" on {recipe.lora.quantize}"
-        parts.append(f"LoRA {recipe.lora.rank}{quantized}")
+        kind = "DoRA" if recipe.lora.dora else "LoRA"
+        parts.append(f"{kind} {recipe.lora.rank}{quantized}")
     if checkpointing is not None:
         text = f"{checkpointing.mode} checkpointing"
         if checkpointing.budget is not None:

@@ -13,6 +13,7 @@ Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
+_DIVIDED = "strategy.context_parallel_size strategy.expert_parallel_size"
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
     ("model.builder", "data.builder", True),
@@ -31,6 +32,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("preference.label_smoothing", "preference.loss", "robust"),
     ("preference.margin", "preference.loss", "simpo"),
     ("lora.dropout", "preference", False),
+    ("lora.path", "model.path", True),
     ("preference", "data.builder", False),
     ("data.label_column data.labels", "data.kind", "classification"),
     ("data.chat_template data.date", "data.kind", "chat instruct preference"),
@@ -47,6 +49,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
     ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
     ("strategy.expert_parallel_size", "model.compile lora.quantize", False),
+    (_DIVIDED, "lora.dora lora.modules_to_save", False),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
     (_OFFLOADED_STATE, "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import operator
 import re
 import sysconfig
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
+from launcher.recipe.adapter import adapter_keys
 from launcher.recipe.columns import first_columns, kind_of
 from launcher.recipe.decode import (
     DEFAULT,
@@ -114,6 +116,7 @@ def load_recipe(
     problems += _interpolate(plain, origins)
     _complete(plain, origins, hub=hub)
     problems += _characters(plain, {problem.path for problem in problems})
+    problems += _continued_adapter(plain, origins)
     reported = {problem.path for problem in problems}
     recipe, wrong, unsound = decode(plain)
     problems += [problem for problem in wrong if problem.path not in reported]
@@ -300,6 +303,31 @@ def _characters(plain: dict[str, Any], reported: set[KeyPath]) -> Iterator[Probl
         wrong = _NOT_TEXT.search(text) if isinstance(text, str) else None
         if wrong is not None and path not in reported:
             yield Problem(path, f"holds {wrong[0]!r}, which is no character of a text")
+
+
+def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Problem]:
+    """Sets the keys of `lora` to those of the adapter in lora.path; where the recipe has another
+    value, that is a problem."""
+    lora = plain.get("lora")
+    path = lora.get("path") if isinstance(lora, dict) else None
+    if not isinstance(lora, dict) or not isinstance(path, str):
+        return
+    try:
+        keys = adapter_keys(Path(path))
+    except ValueError as error:
+        yield Problem(("lora", "path"), str(error))
+        return
+    for key, value in keys.items():
+        given = lora.get(key)
+        names = [given] if isinstance(given, str) else given
+        if isinstance(names, list):
+            names = sorted(map(str, names))
+        if given is not None and names != value:
+            there, here = (json.dumps(each, default=str) for each in (value, given))
+            what = f"{here}, but the adapter in {path} has {there}; leave the key out"
+            yield Problem(("lora", key), what)
+        lora[key] = value
+        origins.places.setdefault(("lora", key), origins.locate(("lora", "path")))
 
 
 def _get(values: Any, path: KeyPath) -> Any:

@@ -122,10 +122,23 @@ class Lora(Section):
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
     """The adapter's output is scaled by alpha / rank."""
+    rank_stabilized: StrictBool = False
+    """true: scaled by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
+    dora: StrictBool = False
+    """true: also train the norm of each row of the adapted weights (DoRA: Liu et al., 2024)."""
+    b_ratio: PositiveFloat = 1.0
+    """Learning rate of an adapter's B over that of all else (LoRA+: Hayou et al., 2024)."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
     target_modules: TextList | None = None
-    """Linear layers that get an adapter, such as q_proj; null: all those of the blocks."""
+    """Linear layers that get an adapter: ends of names, such as q_proj, or patterns of whole names,
+    such as `model.layers.1?.*`. all-linear: all but the output layer. null: all those of the
+    blocks."""
+    modules_to_save: TextList | None = None
+    """Modules that are trained whole, such as embed_tokens and lm_head: names as above."""
+    path: Folder | None = None
+    """Folder of a trained adapter (of peft) to continue from. rank, alpha, rank_stabilized, dora,
+    target_modules and modules_to_save are its own. null: new adapters."""
     quantize: Literal["nf4"] | None = None
     """nf4: hold the frozen linear layers and experts of the blocks in 4 bits (QLoRA: Dettmers et
     al., 2023). null: in param_dtype."""

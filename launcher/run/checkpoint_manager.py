@@ -33,6 +33,7 @@ from launcher.console import bytes_as_text
 from launcher.data.batching import Position
 from launcher.distributed.process_group import from_rank_0
 from launcher.errors import RecipeError, TrainingError
+from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.philox import derived_seed
 from launcher.models.safetensors_files import open_folder
@@ -55,7 +56,7 @@ class CheckpointManager:
         self._module, self._ranks = training.wrapped.module, training.ranks
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
-        self._weights = self._frozen_weights()
+        self._weights, self._adapter = self._frozen_weights(), self._first_adapter()
         self._best: Json = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
         self._candidate = self._best
@@ -87,6 +88,15 @@ class CheckpointManager:
             digest = open_folder(folder).digest()
         return from_rank_0(digest, self._group)
 
+    def _first_adapter(self) -> str | None:
+        """Digest of the adapter that the run continues from."""
+        lora, digest = self._training.recipe.lora, None
+        if lora is None or lora.path is None:
+            return None
+        if self._ranks.rank == 0:
+            digest = open_adapter(Path(lora.path)).digest()
+        return from_rank_0(digest, self._group)
+
     def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
         """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
         one in this path. Returns None if `resume` is `never` or there is none.
@@ -107,7 +117,7 @@ class CheckpointManager:
             path,
             state,
             data=self._data.fingerprint,
-            weights=self._weights,
+            weights={"model.path": self._weights, "lora.path": self._adapter},
             stream=self._data.stream_order,
             allow=allow,
         )
@@ -186,6 +196,7 @@ class CheckpointManager:
             "recipe": self._recipe_yaml,
             "data": self._data.fingerprint,
             "weights": self._weights,
+            "adapter": self._adapter,
             "loss_scale": self._training.loss_scale.state(),
             "observed": dict(observed),
             "stream": position.stream,

@@ -63,7 +63,7 @@ class Update:
             divisor = clip if divisor is None else clip * divisor
         rate = self.learning_rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("ratio", 1.0)
         nothing = (targets == 0).to(skipped)
         # The fused step divides by grad_scale and does nothing if found_inf is 1
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import nn
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
+from launcher.models.adapter_files import adapter_loader
 from launcher.models.attention import check_isolation, drop_causal_mask, isolate_documents
 from launcher.models.build import (
     build_model,
     class_count,
     find_blocks,
+    is_pretrained,
     outer_units,
     parts_without_text,
     vocabulary_size,
@@ -25,7 +28,7 @@ from launcher.models.context_parallel import check_shared_rows, share_rows
 from launcher.models.experts import divide_experts
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
-from launcher.models.lora import Read, add_adapters, peft_config
+from launcher.models.lora import Read, add_adapters
 from launcher.models.nf4 import quantize_blocks
 from launcher.models.preference import check_model
 from launcher.optimizers.optimizer import make_optimizer
@@ -110,6 +113,7 @@ class PreparedModel:
             optimizer_mesh=wrapped.optimizer_mesh,
             cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.blocks.values(),
+            b_ratio=1.0 if recipe.lora is None else recipe.lora.b_ratio,
         )
 
     def synthetic_data(
@@ -182,12 +186,9 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
         if recipe.lora.quantize is not None:
             _refuse_old_torch(recipe.strategy)
-            if getattr(peft_config(model), "target_parameters", None):
-                raise RecipeError(
-                    "lora.quantize: peft gives this model's experts adapters, because layers of "
-                    "lora.target_modules have the names of their weights: name other layers"
-                )
             quantize_blocks(blocks.values())
+        path = recipe.lora.path if is_pretrained(recipe.model) else None
+        init_fn = adapter_loader(init_fn, model, None if path is None else Path(path))
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)

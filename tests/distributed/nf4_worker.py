@@ -37,8 +37,16 @@ CASES = {
         "budget": ([*FSDP, "activation_checkpointing={mode: selective, budget: 0.5}"], 2, 1),
     },
     "mixtral": {"fsdp": ([*FSDP, FULL], 2, 2), "ddp": (DDP, 2, 1)},
+    "llama with options": {
+        "ddp": (DDP, 2, 2),
+        "ZeRO-1": ([*DDP, "strategy.shard_optimizer=true"], 2, 1),
+        "fsdp": ([*FSDP, FULL], 2, 4),
+        "offload": ([*FSDP, *OFFLOAD], 2, 2),
+        "selective": ([*FSDP, "activation_checkpointing={mode: selective}"], 2, 1),
+    },
 }
 """Overrides, number of ranks and of micro-batches."""
+OPTIONS = "dora: true, rank_stabilized: true, b_ratio: 4, modules_to_save: [embed_tokens, lm_head]"
 
 
 def save_models(folder):
@@ -68,13 +76,14 @@ def main(folder):
         options = {"ranks": ranks, "accumulation": accumulation, "compare": False}
         worker.train(name, overrides, **options)
 
-    for model, cases in CASES.items():
-        rounded, plain = f"{model} rounded", "lora={rank: 4}"
-        train(model, rounded, DDP, lora=plain, ranks=1, accumulation=1)
+    for name, cases in CASES.items():
+        model, _, more = name.partition(" ")
+        rounded, section = f"{model} rounded", "rank: 4" + (f", {OPTIONS}" if more else "")
+        train(name, rounded, DDP, lora=f"lora={{{section}}}", ranks=1, accumulation=1)
         for case, (overrides, ranks, accumulation) in cases.items():
-            quantized = "lora={rank: 4, quantize: nf4}"
+            quantized = f"lora={{{section}, quantize: nf4}}"
             options = {"lora": quantized, "ranks": ranks, "accumulation": accumulation}
-            train(f"{model} {case}", model, overrides, **options)
+            train(f"{name} {case}", model, overrides, **options)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))
     dist.barrier()

@@ -48,6 +48,7 @@ BUDGET = "activation_checkpointing={mode: selective, budget: 0.5}"
 TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 PADDED, LORA = "data.packing=false", "lora.rank=16"
 NF4 = "lora={rank: 16, quantize: nf4}"
+DORA = "lora={rank: 16, dora: true, modules_to_save: [embed_tokens, lm_head]}"
 REDUCE_ONCE, UNSHARDED = (
     "strategy.sync_every_micro_batch=false",
     "strategy.reshard_after_backward=false",
@@ -95,6 +96,7 @@ GRID = {
         ("1B", 1, [BF16, FULL, LORA]),
         ("1B", 1, [BF16, FULL, NF4]),
         ("1B", 1, [DDP, BF16, NF4]),
+        ("1B", 1, [BF16, FULL, DORA]),
     ],
     # The plan includes 64 MiB of cuBLAS workspaces, as on GPUs of capability 9.0; 8.0 has 16 MiB
     (2, 90): [

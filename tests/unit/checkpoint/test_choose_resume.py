@@ -81,6 +81,14 @@ def test_changes_that_alter_the_training_are_refused(tmp_path, change, line):
     assert any(line in shown for shown in changes(change))
 
 
+def test_keys_of_lora_that_an_earlier_version_did_not_know_are_no_changes():
+    now = recipe("lora={rank: 4, alpha: 8}")
+    before = {**now, "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": None}}
+    assert recipe_changes(before, now) == []
+    changed = recipe_changes(before, recipe("lora={rank: 4, alpha: 8, dora: true}"), altering=True)
+    assert changed == ["lora.dora: false -> true"]
+
+
 def test_an_older_checkpoint_of_another_recipe_is_refused(tmp_path, monkeypatch):
     """`decide` compares the newest checkpoint. If that is damaged, an older one is loaded."""
     path = checkpoint(tmp_path, 5)
@@ -137,7 +145,7 @@ def fingerprint(tmp_path):
 def check(before, now, *, allow=False):
     """before: of the data. now: the fingerprint."""
     state = {"data": before, "stream": None}
-    return check_content(CHECKPOINT_PATH, state, data=now, weights=None, stream=None, allow=allow)
+    return check_content(CHECKPOINT_PATH, state, data=now, weights={}, stream=None, allow=allow)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -174,11 +182,15 @@ def test_added_removed_and_edited_files_are_named(fingerprint):
 
 
 def test_changed_frozen_weights_are_refused_like_changed_data():
-    def check(before, now, *, allow):
-        state = {"data": {}, "stream": None, "weights": before}
-        return check_content(CHECKPOINT_PATH, state, data={}, weights=now, stream=None, allow=allow)
+    def check(before, now, *, allow, key="model.path"):
+        state = {"data": {}, "stream": None}
+        state["weights" if key == "model.path" else "adapter"] = before
+        content = {"data": {}, "weights": {key: now}, "stream": None}
+        return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
 
     assert check("a", "a", allow=False) == check(None, "b", allow=False) == []
+    with pytest.raises(RecipeError, match=r"was trained from another adapter:"):
+        check("a", "b", allow=False, key="lora.path")
     with pytest.raises(RecipeError) as raised:
         check("a", "b", allow=False)
     first, line, last = raised.value.problems
@@ -208,7 +220,7 @@ def test_changes_of_streamed_data_are_detected():
 
     def check(saved, order, *, allow=False):
         state = {"data": {}, "stream": saved}
-        content = {"data": {}, "weights": None, "stream": order}
+        content = {"data": {}, "weights": {}, "stream": order}
         return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
 
     assert check(saved, "a") == check(None, None) == []

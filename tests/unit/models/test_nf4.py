@@ -255,8 +255,10 @@ def test_flops_do_not_depend_on_quantization():
     assert counts[0] == counts[1]
 
 
-def test_experts_that_peft_adapts_are_refused():
-    """Layers of the dense block have the names of experts' weights, and peft converts them."""
+def test_experts_beside_layers_of_their_names_are_quantized_without_adapters():
+    """peft would adapt them because of the names in the dense block."""
     config = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    with pytest.raises(RecipeError, match=r"lora.quantize: peft gives this model's experts"):
-        prepare(model_type="qwen3_moe", mlp_only_layers=[0], num_hidden_layers=2, **config)
+    made = prepare(model_type="qwen3_moe", mlp_only_layers=[0], num_hidden_layers=2, **config)
+    named = dict(made.model.named_parameters())
+    assert nf4.is_packed(named["model.layers.1.mlp.experts.down_proj"])
+    assert not any(".mlp." in name for name, p in named.items() if p.requires_grad)

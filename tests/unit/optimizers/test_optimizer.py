@@ -179,6 +179,23 @@ def test_muon_makes_matrices_nearly_orthogonal(shape):
         torch.testing.assert_close(one, other)
 
 
+def test_ratio_of_learning_rates_holds_when_that_of_adafactor_has_fallen():
+    """Its rate is at most 1 / sqrt(steps)."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("lora_A", "lora_B")})
+    model.load_state_dict(dict.fromkeys(model.state_dict(), torch.eye(4)))
+    wrapped = nn.ModuleDict({"layer": model})
+    section = schema.Optimizer(name="adafactor", learning_rate=0.1, weight_decay=0.0)
+    optimizer = make_optimizer(wrapped, section, b_ratio=8.0)
+    for parameter in wrapped.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.state[parameter]["step"].fill_(1e6)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * group["ratio"]
+    optimizer.step()
+    changes = [(part.weight.detach() - torch.eye(4)).abs().max() for part in model.values()]
+    assert changes[1] / changes[0] == pytest.approx(8.0, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
 def test_skipped_step_changes_nothing(name):
     """This includes the first step, which creates the optimizer state."""

@@ -1,0 +1,61 @@
+"""Reads the settings of a trained adapter, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_KEYS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rank_stabilized",
+    "use_dora": "dora",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+}
+"""Of peft's adapter_config.json, by keys of `lora`."""
+_UNSUPPORTED = (
+    *("rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices"),
+    *("layers_to_transform", "layer_replication", "exclude_modules", "lora_bias", "use_qalora"),
+    *("arrow_config", "alora_invocation_tokens", "monteclora_config", "velora_config"),
+)
+"""Settings of peft that must be off."""
+_INITIAL = (None, True, False, "gaussian", "orthogonal")
+"""Values of init_lora_weights that leave the frozen weights as they are."""
+
+
+def adapter_keys(folder: Path) -> dict[str, Any]:
+    """The values that an adapter's folder gives to keys of `lora`. Raises ValueError if there is no
+    adapter, or one that is not supported."""
+    file = folder / "adapter_config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        what = f"no such folder with an adapter_config.json: {folder}"
+        raise ValueError(f"{what} (looked for in {Path.cwd()})") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is damaged: it must hold an object")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {config.get('peft_type')}; only LORA is supported")
+    wrong = [name for name in _UNSUPPORTED if config.get(name)]
+    wrong += ["bias"] * (config.get("bias", "none") != "none")
+    wrong += ["init_lora_weights"] * (config.get("init_lora_weights") not in _INITIAL)
+    if wrong:
+        settings = ", ".join(f"{name}: {config[name]}" for name in wrong)
+        what = "cannot be continued; merge it with peft, and train from the merged model"
+        raise ValueError(f"{file}: an adapter with {settings} {what}")
+    for name in ("target_modules", "modules_to_save"):
+        names = config.get(name)
+        if name == "modules_to_save" and not names:
+            config[name] = None
+        elif isinstance(names, list) and names and all(isinstance(each, str) for each in names):
+            config[name] = sorted(names)
+        else:
+            what = "must be a list of names, not a pattern"
+            raise ValueError(f"{file}: {name} {what}; got {names!r}")
+    return {ours: config[name] for name, ours in _KEYS.items() if config.get(name) is not None}

@@ -1,0 +1,375 @@
+"""Options of LoRA, compared with peft: DoRA, scales, targets, modules trained whole, trained adapters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from launcher.errors import RecipeError
+from launcher.models import nf4
+from launcher.models.adapter_files import adapter_loader
+from launcher.models.build import build_model, find_blocks
+from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.lora import add_adapters
+from launcher.optimizers.optimizer import make_optimizer
+from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Lora, Model, Optimizer
+from tests.unit.models.test_export import create_run, export, export_model
+from tests.unit.models.test_load import CPU, logits, save
+from tests.unit.models.test_nf4 import WIDE, round_weights
+
+IDS = torch.arange(32).view(2, 16) * 7 % 60
+
+
+def load(folder, *, trained=True, quantize=False, rounded=False, **options):
+    """A model with adapters of rank 4. If `trained`, everything that is trained has changed."""
+    lora = Lora(**({"rank": 4, "alpha": 6.0} | options))
+    model = build_model(Model(path=str(folder)), sequence_length=16)
+    found = open_checkpoint(folder, model)
+    add_adapters(model, lora, base_dtype=torch.float32, base=str(folder))
+    if quantize:
+        nf4.quantize_blocks(find_blocks(model).values())
+
+    def fill(*arguments):
+        pretrained_weights(*arguments, checkpoint=found, seed=3)
+        if rounded:
+            round_weights(arguments[0])
+
+    path = None if lora.path is None else Path(lora.path)
+    adapter_loader(fill, model, path)(model, CPU, CPU)
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if trained and parameter.requires_grad and ".lora_A." not in name:
+            parameter.data += torch.randn_like(parameter) * 0.05
+    return model.train()
+
+
+def through_peft(base, adapter):
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(plain, adapter, is_trainable=True).train()
+
+
+def loss_of(model):
+    values = model(input_ids=IDS).logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(values, IDS[:, 1:].flatten())
+
+
+def gradients(model):
+    """By the names of the model without adapters of peft."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """A model with biases and one weight for both embeddings."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    return save(folder, model_type="qwen2", tie_word_embeddings=True)
+
+
+WHOLE = {"modules_to_save": ("embed_tokens", "lm_head")}
+OPTIONS = {
+    "dora": ("base", {"dora": True}),
+    "dora and all": ("base", {"dora": True, "rank_stabilized": True, **WHOLE}),
+    "dora with biases": ("tied", {"dora": True, "modules_to_save": ("norm",)}),
+    "tied": ("tied", {"modules_to_save": ("embed_tokens",)}),
+    "all-linear": ("base", {"target_modules": ("all-linear",), "rank_stabilized": True}),
+    "patterns": ("base", {"target_modules": ("model.layers.1.*_proj", "v_proj")}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_training_and_exports_are_those_of_peft(request, tmp_path, case):
+    """Loss, gradients, and both ways to merge: from the run, and from its adapter."""
+    name, options = OPTIONS[case]
+    folder = request.getfixturevalue(name)
+    model = load(folder, **options)
+    run = create_run(tmp_path, model)
+    other = through_peft(folder, run / "hf")
+    losses = loss_of(model), loss_of(other)
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    assert losses[0].item() != pytest.approx(loss_of(load(folder, trained=False)).item(), rel=1e-3)
+    for loss in losses:
+        loss.backward()
+    found, expected = gradients(model), gradients(other)
+    if case == "tied":  # peft unties what it trains whole
+        expected["model.embed_tokens.weight"] += expected.pop("lm_head.weight")
+    assert found.keys() == expected.keys()
+    for key, gradient in found.items():
+        assert (gradient - expected[key]).norm() <= 1e-5 * gradient.norm(), key
+    expected = dict(other.merge_and_unload().named_parameters())
+    assert export(run, tmp_path / "merged", "merged=true") == 0
+    export_model(model, tmp_path / "own", merged=True)
+    for out in (tmp_path / "merged", tmp_path / "own"):
+        merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        for key, parameter in merged.named_parameters():
+            torch.testing.assert_close(parameter, expected[key], rtol=1e-6, atol=1e-6)
+        stored = load_file(out / "model.safetensors")
+        assert ("lm_head.weight" in stored) == (name == "base"), "tied weights stay tied"
+
+
+def test_new_magnitudes_have_no_effect(base):
+    assert torch.allclose(
+        logits(load(base, trained=False, dora=True)),
+        logits(load(base, trained=False)),
+        atol=1e-5,
+    )
+
+
+def test_dora_on_weights_in_nf4_is_that_of_the_rounded_weights(tmp_path):
+    folder = save(tmp_path / "wide", **WIDE)
+    found = []
+    for options in ({"quantize": True}, {"rounded": True}):
+        model = load(folder, dora=True, **options)
+        loss = loss_of(model)
+        loss.backward()
+        found.append((loss.item(), torch.cat([g.flatten() for g in gradients(model).values()])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert (found[0][1] - found[1][1]).norm() <= 1e-5 * found[1][1].norm()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_learning_rate_of_b(base, name):
+    """AdamW is compared with peft's LoRA+; the others with a step of a higher rate."""
+    section = Optimizer(name=name, learning_rate=1e-3, weight_decay=0.1, momentum=0.5)
+
+    def trained(rate, ratio, steps=3):
+        model = load(base, dora=True)
+        made = make_optimizer(
+            model,
+            Optimizer(**{**section.__dict__, "learning_rate": rate}),
+            blocks=find_blocks(model).values(),
+            b_ratio=ratio,
+        )
+        made.grad_scale = None  # type: ignore[attr-defined]
+        made.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        for group in made.param_groups:
+            group["lr"] = rate * group["ratio"]
+        for _ in range(steps):
+            loss_of(model).backward()
+            made.step()
+            made.zero_grad()
+        return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+    together, low, high = trained(1e-3, 8.0, 1), trained(1e-3, 1.0, 1), trained(8e-3, 1.0, 1)
+    for key, value in together.items():
+        assert torch.equal(value, (high if ".lora_B." in key else low)[key]), key
+    if name != "adamw":
+        return
+    model = load(base, dora=True)
+    theirs = create_loraplus_optimizer(
+        model=model,
+        optimizer_cls=torch.optim.AdamW,
+        lr=1e-3,
+        loraplus_lr_ratio=8.0,
+        betas=section.betas,
+        loraplus_weight_decay=0.1,
+        weight_decay=0.1,
+    )
+    for group in theirs.param_groups:  # peft gives vectors the rate of B, and decays them
+        group["params"] = [p for p in group["params"] if p.ndim > 1]
+    theirs.add_param_group({"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad],
+                            "lr": 1e-3, "weight_decay": 0.0})  # fmt: skip
+    for _ in range(3):
+        loss_of(model).backward()
+        theirs.step()
+        theirs.zero_grad()
+    ours = trained(1e-3, 8.0)
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(ours[key], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+MIXTURES = {
+    "deepseek_v3": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+                    "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "q_lora_rank": None,
+                    "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                  "shared_expert_intermediate_size": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_get_no_adapters_whatever_their_names(tmp_path, kind, messages):
+    """In one of these, peft takes names of layers beside experts for those of experts. What the log
+    says is true, peft loads the adapter, and it can be merged."""
+    folder = save(tmp_path / "base", model_type=kind, **MIXTURES[kind])
+    model = load(folder)
+    adapted = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert adapted
+    taken = kind == "deepseek_v3"
+    assert any("up_proj." in name for name in adapted) is not taken
+    assert not any(".experts." in name for name in adapted)
+    (message,) = messages()
+    assert message.startswith("note: experts are not linear layers and get no adapters: ")
+    skipped = "nor do 6 linear layers, to whose names peft gives another meaning in this model"
+    assert (f"; {skipped}, such as model.layers.0.mlp.gate_proj" in message) is taken
+    run = create_run(tmp_path, model)
+    other = through_peft(folder, run / "hf")
+    assert torch.allclose(logits(model.eval()), logits(other.eval()), atol=1e-5)
+    assert export(run, tmp_path / "merged", "merged=true") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(model), logits(merged.eval()), atol=1e-5)
+    if taken:
+        with pytest.raises(RecipeError, match=r"lora.target_modules: up_proj: peft takes up_proj"):
+            load(folder, target_modules=("q_proj", "up_proj"))
+
+
+REFUSED = [
+    ({"modules_to_save": ("embed", "lm_head")}, "lora.modules_to_save: embed is not a module of the model; those "
+     "outside of its blocks: embed_tokens, lm_head, norm"),
+    ({"modules_to_save": ("mlp",), "target_modules": ("q_proj", "up_proj")},
+     "lora.target_modules: up_proj: model.layers.0.mlp.up_proj is trained whole, by lora.modules_to_save"),
+    ({"target_modules": ("all-linear", "q_proj")}, "lora.target_modules: all-linear stands alone: leave out the others"),
+    ({"target_modules": ("*.query",)}, "lora.target_modules: *.query matches no linear layer of the model; available: "
+     "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
+    ({"target_modules": ("lm_head",), "dora": True}, "lora.dora: not available for lm_head, which is the output layer; "
+     "name other layers in lora.target_modules, or set lora.dora: false"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lora", "problem"), REFUSED)
+def test_refused_layers(base, lora, problem):
+    with pytest.raises(RecipeError) as error:
+        load(base, **lora)
+    assert error.value.problems == [problem]
+
+
+def test_layers_that_cannot_have_dora_or_be_trained_whole(tmp_path):
+    folder = save(tmp_path / "gpt2", model_type="gpt2", n_positions=64)
+    with pytest.raises(RecipeError, match=r"lora.dora: not available for .*, which is a Conv1D"):
+        load(folder, dora=True)
+    wide = save(tmp_path / "wide", **WIDE)
+    with pytest.raises(
+        RecipeError, match=r"lora.modules_to_save: not available with lora.quantize"
+    ):
+        load(wide, quantize=True, modules_to_save=("down_proj",))
+
+
+@pytest.fixture(scope="module", params=["ours", "peft's"])
+def adapter(request, base, tmp_path_factory):
+    """A trained adapter with DoRA and an output layer that was trained whole."""
+    folder = tmp_path_factory.mktemp("adapter")
+    if request.param == "ours":
+        options = {"target_modules": ("q_proj", "down_proj"), "modules_to_save": ("lm_head",)}
+        return export_model(load(base, rank=3, dora=True, **options), folder / "hf")
+    config = LoraConfig(
+        r=3,
+        lora_alpha=6,
+        use_dora=True,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=["lm_head"],
+        task_type="CAUSAL_LM",
+    )
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = get_peft_model(plain, config)
+    torch.manual_seed(9)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.05
+    model.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+def recipe_with(base, *overrides):
+    words = ("recipe=fsdp", "model.config=null", f"model.path={base}", *overrides)
+    return load_recipe(words, ranks=1, files=False).recipe.lora
+
+
+def test_a_trained_adapter_is_continued(base, adapter):
+    lora = recipe_with(base, f"lora.path={adapter}", "lora.b_ratio=4")
+    saved = ("lm_head",)
+    assert lora == Lora(path=str(adapter), rank=3, alpha=6.0, dora=True, b_ratio=4.0,
+                        target_modules=("down_proj", "q_proj"), modules_to_save=saved)  # fmt: skip
+    model = load(base, trained=False, **lora.__dict__)
+    assert torch.allclose(logits(model), logits(through_peft(base, adapter)), atol=1e-5)
+    assert not torch.allclose(logits(model), logits(load(base, trained=False)), atol=1e-2)
+
+
+def test_keys_that_contradict_the_adapter_are_refused(base, adapter):
+    words = [
+        "lora.rank=16",
+        "lora.alpha=6",
+        "lora.target_modules=[q_proj, down_proj]",
+        "lora.dora=false",
+    ]
+    with pytest.raises(RecipeError) as error:
+        recipe_with(base, f"lora.path={adapter}", *words)
+    assert error.value.problems == [
+        f"command line: lora.rank=16: 16, but the adapter in {adapter} has 3; leave the key out",
+        f"command line: lora.dora=false: false, but the adapter in {adapter} has true; leave the key out",
+    ]
+
+
+DAMAGE = [
+    ({"peft_type": "IA3"}, "peft_type is IA3; only LORA is supported"),
+    ({"bias": "all", "rank_pattern": {"q_proj": 8}}, "an adapter with rank_pattern: {'q_proj': 8}, bias: all cannot be "),
+    ({"init_lora_weights": "pissa"}, "an adapter with init_lora_weights: pissa cannot be continued; merge it with peft"),
+    ({"target_modules": ".*q_proj"}, "target_modules must be a list of names, not a pattern; got '.*q_proj'"),
+    ({"target_modules": [["q_proj"]]}, "target_modules must be a list of names, not a pattern; got [['q_proj']]"),
+    ({"r": "many"}, "lora.rank: must be a whole number; got 'many'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "problem"), DAMAGE)
+def test_adapters_that_cannot_be_continued(base, adapter, tmp_path, change, problem):
+    config = json.loads((adapter / "adapter_config.json").read_text()) | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError) as error:
+        recipe_with(base, f"lora.path={tmp_path}")
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "null", '"a"'])
+def test_a_folder_without_a_sound_adapter(base, tmp_path, text):
+    if text is not None:
+        (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(
+        RecipeError, match=r"^command line: lora.path=.*: .*(no such folder|damaged)"
+    ):
+        recipe_with(base, f"lora.path={tmp_path}")
+
+
+def test_tensors_that_do_not_fit_are_all_named(base, adapter, tmp_path):
+    lora = recipe_with(base, f"lora.path={adapter}")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    lost = tensors.pop(f"{prefix}.lora_A.weight")
+    tensors[f"{prefix}.lora_C.weight"] = lost
+    tensors["base_model.model.lm_head.weight"] = torch.zeros(5, 32)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(RecipeError) as error:
+        load(base, **{**lora.__dict__, "path": tmp_path})
+    assert error.value.problems[1:] == [
+        "base_model.model.lm_head.weight: (5, 32) in the adapter, (64, 32) in the model",
+        f"{prefix}.lora_A.weight: missing in the adapter, (3, 32) in the model",
+        f"{prefix}.lora_C.weight: (3, 32) in the adapter, not in the model",
+    ]
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(RecipeError, match=r"^lora.path: .* has no adapter_model.safetensors$"):
+        load(base, **{**lora.__dict__, "path": tmp_path})
+
+
+def test_unequal_copies_of_a_tied_weight_are_refused(tied, tmp_path):
+    options = {"modules_to_save": ("embed_tokens",)}
+    folder = export_model(load(tied, **options), tmp_path / "hf")
+    load(tied, path=folder, **options)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.weight"] += 1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(RecipeError, match=r"differ, and the model ties them"):
+        load(tied, path=folder, **options)
