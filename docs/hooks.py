@@ -1,16 +1,19 @@
 """Generated parts of the documentation: mkdocs calls `on_page_markdown` for each page.
 
 `<!-- generated: recipe -->` is replaced by tables of all recipe keys, and
-`<!-- generated: commands -->` by the help of all commands.
+`<!-- generated: commands -->` by the help of all commands. Manifests of Kubernetes are checked against
+the schema of its API.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import typer.main
+import yaml
 from click import Context
 from typer.core import TyperOption
 
@@ -19,7 +22,17 @@ from launcher.recipe.decode import json_schema
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the comments above with the generated text."""
+    """Replaces the comments above with the generated text. Raises ValidationError if a manifest of
+    Kubernetes is not valid."""
+    for manifests in re.findall(
+        r"^```yaml\n(apiVersion: .*?)^```", markdown, re.DOTALL | re.MULTILINE
+    ):
+        import kubernetes_validate  # only the environment that builds the site has it
+
+        for manifest in yaml.safe_load_all(manifests):
+            kubernetes_validate.validate(
+                manifest, kubernetes_validate.latest_version(), strict=True
+            )
     for name, generate in (("recipe", recipe_reference), ("commands", command_reference)):
         comment = f"<!-- generated: {name} -->"
         if comment in markdown:
