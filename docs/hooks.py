@@ -1,7 +1,8 @@
 """Generated parts of the documentation: mkdocs calls `on_page_markdown` for each page.
 
-`<!-- generated: recipe -->` is replaced by tables of all recipe keys, and
-`<!-- generated: commands -->` by the help of all commands. Manifests of Kubernetes are checked against
+`<!-- generated: recipe -->` is replaced by tables of all recipe keys,
+`<!-- generated: commands -->` by the help of all commands, and `<!-- generated: names -->` by a table of
+other tools' names for keys. Manifests of Kubernetes are checked against
 the schema of its API.
 """
 
@@ -19,6 +20,7 @@ from typer.core import TyperOption
 
 from launcher.cli.main import app
 from launcher.recipe.decode import json_schema
+from launcher.recipe.other_names import NAMES
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -33,7 +35,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             kubernetes_validate.validate(
                 manifest, kubernetes_validate.latest_version(), strict=True
             )
-    for name, generate in (("recipe", recipe_reference), ("commands", command_reference)):
+    tables = ("recipe", recipe_reference), ("commands", command_reference), ("names", other_names)
+    for name, generate in tables:
         comment = f"<!-- generated: {name} -->"
         if comment in markdown:
             markdown = markdown.replace(comment, "\n".join(generate()))
@@ -119,6 +122,13 @@ def command_reference() -> Iterator[str]:
             yield _row(f"`{words}`", text)
         if name == "submit":
             yield "\nThe keys of the section [slurm](recipe.md#slurm) are arguments, too."
+
+
+def other_names() -> Iterator[str]:
+    """A table of the names that other tools have for keys."""
+    yield f"{_row('here', 'elsewhere')}\n|---|---|"
+    for key, names in NAMES.items():
+        yield _row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split()))
 
 
 def _help(text: str) -> Iterator[str]:
