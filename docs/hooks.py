@@ -1,26 +1,42 @@
 """Generated parts of the documentation: mkdocs calls `on_page_markdown` for each page.
 
-`<!-- generated: recipe -->` is replaced by tables of all recipe keys, and
-`<!-- generated: commands -->` by the help of all commands.
+`<!-- generated: recipe -->` is replaced by tables of all recipe keys,
+`<!-- generated: commands -->` by the help of all commands, and `<!-- generated: names -->` by a table of
+other tools' names for keys. Manifests of Kubernetes are checked against
+the schema of its API.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import typer.main
+import yaml
 from click import Context
 from typer.core import TyperOption
 
 from launcher.cli.main import app
 from launcher.recipe.decode import json_schema
+from launcher.recipe.other_names import NAMES
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the comments above with the generated text."""
-    for name, generate in (("recipe", recipe_reference), ("commands", command_reference)):
+    """Replaces the comments above with the generated text. Raises ValidationError if a manifest of
+    Kubernetes is not valid."""
+    for manifests in re.findall(
+        r"^```yaml\n(apiVersion: .*?)^```", markdown, re.DOTALL | re.MULTILINE
+    ):
+        import kubernetes_validate  # only the environment that builds the site has it
+
+        for manifest in yaml.safe_load_all(manifests):
+            kubernetes_validate.validate(
+                manifest, kubernetes_validate.latest_version(), strict=True
+            )
+    tables = ("recipe", recipe_reference), ("commands", command_reference), ("names", other_names)
+    for name, generate in tables:
         comment = f"<!-- generated: {name} -->"
         if comment in markdown:
             markdown = markdown.replace(comment, "\n".join(generate()))
@@ -106,6 +122,13 @@ def command_reference() -> Iterator[str]:
             yield _row(f"`{words}`", text)
         if name == "submit":
             yield "\nThe keys of the section [slurm](recipe.md#slurm) are arguments, too."
+
+
+def other_names() -> Iterator[str]:
+    """A table of the names that other tools have for keys."""
+    yield f"{_row('here', 'elsewhere')}\n|---|---|"
+    for key, names in NAMES.items():
+        yield _row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split()))
 
 
 def _help(text: str) -> Iterator[str]:

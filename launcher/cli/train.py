@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,11 +17,21 @@ from typing import Annotated, Any, NoReturn
 
 from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    RecipeError,
+    first_line,
+)
 from launcher.recipe.decode import dotted
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import SAME_REQUEST_SECONDS, STOP_SIGNALS, requests_to_stop
+
+MEETING_SECONDS = 600
+"""For which a machine waits for machine 0. torchrun waits as long for the others."""
 
 
 def train(
@@ -30,18 +42,28 @@ def train(
     max_restarts: Annotated[
         int, option("Restarts after a failure, from the last checkpoint.", "N", min=0)
     ] = 0,
+    nodes: Annotated[int, option("Machines, each of which runs this command.", "N")] = 1,
+    node_rank: Annotated[
+        int | None, option("Number of this machine, from 0. Needed with several.", "N", min=0)
+    ] = None,
+    address: Annotated[
+        str | None,
+        option("Machine 0 and a free port of it. Needed with several.", "HOST:PORT"),
+    ] = None,
 ) -> int:
-    """Train on this machine: starts torchrun with a process for each GPU.
+    """Train: starts torchrun with a process for each GPU.
 
     \b
     Example:
       launcher train recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl'
       launcher train recipe=quickstart run.device=cpu --gpus 2
+      launcher train recipe=fsdp nodes=2 gpus=8 node_rank=0 address=10.0.0.1:29500
     """
+    _check_nodes(nodes, node_rank, address)
     if finished := finished_run(overrides):
         print(finished)
         return EXIT_DONE
-    loaded = load_recipe(overrides, ranks=gpus, hub=True)
+    loaded = load_recipe(overrides, ranks=gpus and gpus * nodes, hub=True)
     recipe, derived = loaded.recipe, loaded.origins.derived
     for path, why in derived.items():  # the ranks do not look for it again
         print(f"{dotted(path)}: {why}")
@@ -49,9 +71,12 @@ def train(
     requests = _Requests(saves=recipe.checkpoint.every_steps is not None)
     if gpus is None:
         gpus = _visible_gpus(recipe.run.device)
-        load_recipe(overrides, ranks=gpus)
+        load_recipe(overrides, ranks=gpus * nodes)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
-    options = ["--standalone", f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
+    meeting = ["--standalone"]
+    if node_rank is not None and address is not None:
+        meeting = _meeting(nodes, node_rank, address, Path(recipe.run.dir).name)
+    options = [*meeting, f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
     run = RunFolder(Path(recipe.run.dir))
     before = run.read_status()
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
@@ -61,6 +86,53 @@ def train(
     if exit_status == EXIT_DONE and requests.first is not None and state in (None, "running"):
         state = "stopped"  # before a rank had taken the folder, or could write that
     return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status
+
+
+def _check_nodes(nodes: int, node_rank: int | None, address: str | None) -> None:
+    """Raises RecipeError if the options for several machines are not complete and valid."""
+    given = {"node_rank": node_rank, "address": address}
+    if nodes == 1:
+        if extra := [name for name, value in given.items() if value is not None]:
+            raise RecipeError(f"{extra[0]} is for several machines: add nodes=N")
+        return
+    if missing := [name for name, value in given.items() if value is None]:
+        raise RecipeError(
+            f"nodes={nodes} needs {' and '.join(missing)}: start the same command on each machine, "
+            f"with node_rank=0 to {nodes - 1}, and address=HOST:PORT of machine 0"
+        )
+    assert node_rank is not None
+    assert address is not None
+    if node_rank >= nodes:
+        raise RecipeError(f"node_rank={node_rank} must be less than nodes={nodes}")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise RecipeError(f"address={address} must be HOST:PORT, such as 10.0.0.1:29500")
+
+
+def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:
+    """Options of torchrun, with which the machines of a run find each other. Waits until the name
+    of machine 0 has an address: a cluster may start that machine later than others."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    for seconds in itertools.count():
+        try:
+            family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            break
+        except socket.gaierror as error:
+            if seconds >= MEETING_SECONDS:
+                raise RecipeError(f"address: {host} has no address here: {error}") from None
+        if seconds == 0:
+            print(f"waiting for an address of {host}", flush=True)
+        time.sleep(1)
+    with socket.socket(family, kind) as link:
+        link.connect(target)  # sends nothing; it selects the address of this machine
+        own = link.getsockname()[0]
+    # Without is_host, torchrun compares host names, which differ from those of a cluster's DNS
+    settings = f"is_host={int(node_rank == 0)},read_timeout={MEETING_SECONDS}"
+    return [
+        *(f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"),
+        *(f"--rdzv-id={run}", f"--rdzv-conf={settings}", f"--local-addr={own}"),
+    ]
 
 
 class _Requests:
@@ -129,6 +201,7 @@ def _run_agent(arguments: list[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     run: Any = torchrun  # without types
     if "LOGLEVEL" not in os.environ:
@@ -144,6 +217,9 @@ def _run_agent(arguments: list[str]) -> int:
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
     except SignalException as error:
         return 128 + int(error.sigval)
+    except RendezvousError as error:
+        _say(f"the machines did not meet at the address: {first_line(error.__cause__ or error)}")
+        return EXIT_FAILED
     return EXIT_DONE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_NAMES = {
+NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "batch.global_batch_size": "train_batch_size total_batch_size",
     "batch.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size "
@@ -65,7 +65,7 @@ _NAMES = {
     "strategy.reshard_after_forward": "fsdp_reshard_after_forward fsdp_sharding_strategy",
 }
 """For each of our keys, their names. Names that end as our keys (max_steps) need no row."""
-_KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
+_KEYS = {name: key for key, names in NAMES.items() for name in names.split()}
 _ANSWERS = {
     "batch_size": "batch.global_batch_size is that of an optimizer step over all ranks, "
     "batch.micro_batch_size that of a rank's forward pass",

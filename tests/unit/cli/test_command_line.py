@@ -16,7 +16,7 @@ from launcher.cli.main import app, main, run
 from launcher.cli.submit import sort_arguments
 from launcher.errors import RecipeError
 from launcher.recipe.decode import dotted, keys
-from launcher.recipe.other_names import _KEYS, _NAMES
+from launcher.recipe.other_names import _KEYS, NAMES
 from launcher.reliability.run_directory import RunFolder
 
 GROUP: Any = typer.main.get_command(app)
@@ -104,9 +104,9 @@ def test_wrong_options_are_refused():
 
 def test_names_of_other_tools_are_names_of_keys():
     known = {dotted(path) for path in keys()}
-    assert set(_NAMES) <= known
-    assert not set(_NAMES) & set(_KEYS)
-    assert len(_KEYS) == sum(len(names.split()) for names in _NAMES.values())
+    assert set(NAMES) <= known
+    assert not set(NAMES) & set(_KEYS)
+    assert len(_KEYS) == sum(len(names.split()) for names in NAMES.values())
     assert not {path[-1] for path in keys()} & (set(_KEYS) - {"dtype"}), "it has a key already"
 
 
@@ -223,7 +223,26 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
     assert "--nproc-per-node=4" in started.pop()
     assert main(["train", "recipe=x.yaml", "gpus=3"]) == 2
     assert "64 is not a multiple of 8 (micro-batch) x 3 (ranks)" in capsys.readouterr().err
+    machines = ["train", "recipe=x.yaml", "gpus=2", "nodes=2"]
+    for words, refusal in (
+        ([], "nodes=2 needs node_rank and address: start the same command on each machine"),
+        (["node_rank=0"], "nodes=2 needs address: start"),
+        (["node_rank=2", "address=h:1"], "node_rank=2 must be less than nodes=2"),
+        (["node_rank=0", "address=10.0.0.1"], "address=10.0.0.1 must be HOST:PORT"),
+        (["nodes=1", "node_rank=0"], "node_rank is for several machines: add nodes=N"),
+        (["nodes=3", "node_rank=0", "address=h:1"], "8 (micro-batch) x 6 (ranks)"),
+    ):
+        assert main([*machines, *words]) == 2
+        assert refusal in capsys.readouterr().err
     assert started == []
+    main([*machines, "node_rank=1", "address=127.0.0.1:29500", "run.dir=runs/a"])
+    assert started.pop()[:7] == [
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-id=a"),
+        *("--rdzv-conf=is_host=0,read_timeout=600", "--local-addr=127.0.0.1", "--nproc-per-node=2"),
+    ]
+    monkeypatch.setattr(train, "MEETING_SECONDS", 0)
+    assert main([*machines, "node_rank=0", "address=no.such.host.invalid:29500"]) == 2
+    assert "no.such.host.invalid has no address here" in capsys.readouterr().err
 
     torch = pytest.importorskip("torch")
     monkeypatch.undo()
