@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,13 @@ from rich.text import Text
 from launcher.cli.prepare import DataFiles, model_inputs
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler
-from launcher.data.dataset import MixtureDataset, make_order, open_dataset, pack_store
+from launcher.data.dataset import (
+    MixtureDataset,
+    make_order,
+    mixture_weights,
+    open_dataset,
+    pack_store,
+)
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
 from launcher.data.sources import find_parts, read_all
@@ -56,9 +61,10 @@ def print_page(
     opened = {part: _open(recipe, files) for part, files in sets.items()}
     validates = any(files.validation or files.held_out for files in sets.values())
     shuffle, several = data.shuffle and not validates, len(opened) > 1
-    weights: tuple[float, ...] = ()
+    weights = (1.0,) * len(opened) if several else None  # of validation sets: in turn
+    mixed = name == "train" and isinstance(data.train, dict)
     if name == "train" and isinstance(data.train, dict):
-        weights = tuple(source.weight for source in data.train.values())
+        weights = mixture_weights(data.train.values())
     page = _Page()
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
     page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
@@ -67,10 +73,10 @@ def print_page(
     for number, (part, index) in enumerate(shown, start=1):
         heading = [f"sample {number}", *([part] if several else [])]
         page.sample(heading, index, opened[part], decoder, data.labels, most=tokens)
-    shares = [f"{weight / sum(weights):.1%}" for weight in weights] or [""] * len(opened)
+    shares = MixtureDataset(opened, weights).shares
     page.totals(
         {
-            part: {"share of the sequences": share}
+            part: {"share of the sequences": f"{share:.1%}" if mixed else ""}
             | _facts(dataset, padding=_padding(dataset, recipe, shuffle=shuffle))
             for (part, dataset), share in zip(opened.items(), shares, strict=True)
         }
@@ -82,7 +88,7 @@ def print_page(
 
 def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
-    data, model = dataclasses.replace(recipe.data, kind=files.kind), model_inputs(recipe.model)
+    data, model = files.data, model_inputs(recipe.model)
     tokenizer, patterns = data.tokenizer or recipe.model.path, files.patterns
     if files.validation or not data.streaming:
         opened = open_dataset(
@@ -96,8 +102,8 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
         return opened
-    encoder = make_encoder(files.kind, data, tokenizer=tokenizer)
-    parts = find_parts(patterns, kind=files.kind)
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    parts = find_parts(patterns, kind=data.kind)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
     store = store_rows(list(encoder.encode_rows(rows)), data.on_error)
@@ -109,14 +115,10 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
 
 
 def _order(
-    opened: dict[str, OpenedSet], weights: tuple[float, ...], seed: int, *, shuffle: bool
+    opened: dict[str, OpenedSet], weights: tuple[float, ...] | None, seed: int, *, shuffle: bool
 ) -> Iterator[tuple[str, int]]:
     """Set and index of each sample in the order of the run; of several sets in turn."""
-    if not weights and len(opened) == 1:
-        ((name, dataset),) = opened.items()
-        order = make_order(dataset, seed=seed, shuffle=shuffle, epochs=None)
-        return ((name, order.sample(position)) for position in itertools.count())
-    mixture = MixtureDataset(opened, weights or (1.0,) * len(opened))
+    mixture = MixtureDataset(opened, weights)
     order = make_order(mixture, seed=seed, shuffle=shuffle, epochs=None)
     return (mixture.locate(order.sample(position)) for position in itertools.count())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +11,7 @@ from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, DataKind, Model, Recipe, Source
+from launcher.recipe.schema import Data, Model, Recipe
 
 if TYPE_CHECKING:
     from launcher.data.token_store import ModelInputs
@@ -61,7 +60,7 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
 
     store = open_store(
         files.patterns,
-        dataclasses.replace(recipe.data, kind=files.kind),
+        files.data,
         tokenizer=recipe.data.tokenizer or recipe.model.path,
         model=model_inputs(recipe.model),
         validation=files.validation,
@@ -87,7 +86,8 @@ class DataFiles(NamedTuple):
 
     key: str
     """Such as `data.train.web`."""
-    kind: DataKind
+    data: Data
+    """The settings of this set."""
     patterns: tuple[str, ...]
     validation: bool
     held_out: bool = False
@@ -96,13 +96,13 @@ class DataFiles(NamedTuple):
 
 def data_sets(data: Data) -> Iterator[DataFiles]:
     """The sets of a recipe, those for training first."""
-    for which, sets in (("train", data.train), ("validation", data.validation)):
-        for name, source in (sets if isinstance(sets, dict) else {"": sets}).items():
-            full = f"data.{which}.{name}".removesuffix(".")
-            if isinstance(source, Source):
-                yield DataFiles(full, source.kind or data.kind, source.files, False)
-            elif source is not None:
-                yield DataFiles(full, data.kind, source, which == "validation")
+    for name, source in data.sources().items():
+        if isinstance(source.train, tuple):
+            yield DataFiles(f"data.train.{name}".removesuffix("."), source, source.train, False)
+    sets = data.validation
+    for name, files in (sets if isinstance(sets, dict) else {"": sets}).items():
+        if files is not None:
+            yield DataFiles(f"data.validation.{name}".removesuffix("."), data, files, True)
 
 
 def _print(line: str) -> None:

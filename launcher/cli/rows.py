@@ -206,8 +206,8 @@ def _losses(
         collated = row.dataset.collate([row.sample])
         with torch.no_grad():
             summed = float(row.dataset.loss(model, to_device(collated["tensors"], device)))
-        targets = collated["loss_tokens"]
-        losses.append(summed / targets if targets else math.nan)
+        weight = collated.get("loss_weight", collated["loss_tokens"])
+        losses.append(summed / weight if weight else math.nan)
     return losses
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 Message = dict[str, Any]
@@ -15,7 +16,9 @@ _SHAREGPT = {
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
 """Roles that have another name in ShareGPT's `from`."""
-_BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_BESIDE_CONTENT = ("tool_calls", "function_call", *_REASONING)
 
 
 class RowError(ValueError):
@@ -24,6 +27,10 @@ class RowError(ValueError):
 
 class RefusedError(RowError):
     """The chat template refuses a conversation."""
+
+
+class NotAsServedError(RowError):
+    """A turn that the template shows otherwise than the model must produce it."""
 
 
 def read_messages(value: object, column: str) -> list[Message]:
@@ -105,16 +112,19 @@ def read_list(value: object, where: str) -> list[object] | None:
     return value
 
 
-def with_system(messages: list[Message], value: object) -> list[Message]:
-    """The messages after the system prompt of a row's column `system`. Raises RowError."""
-    system = read_text(value, "system")
-    if not system or not messages:
+def with_system(
+    messages: list[Message], value: object, column: str, default: str | None
+) -> list[Message]:
+    """The messages after the system prompt of a row's column, or else after the default one if they
+    have none. Raises RowError."""
+    own = read_text(value, column)
+    if not messages or not (own or default):
         return messages
     first = messages[0]
     if first["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": system}, *messages]
-    if first["content"] != system:
-        raise RowError("column 'system' and message 1 hold different system prompts; remove one")
+        return [{"role": "system", "content": own or default}, *messages]
+    if own and first["content"] != own:
+        raise RowError(f"column {column!r} and message 1 hold different system prompts; remove one")
     return messages
 
 
@@ -188,3 +198,22 @@ def instruction(row: dict[str, Any], rounds: list[tuple[str, str]], *, headings:
     before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
     own = [f"### {name}:\n{parts[name]}" for name in shown]
     return "\n\n".join([*before, *own, "### Response:\n"])
+
+
+def check_complete(message: Message, written: str, what: str) -> None:
+    """Raises RowError if tool calls are missing in what the template writes for a message, and
+    NotAsServedError if its reasoning is."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
+    for name in filter(None, names):
+        if written.count(str(name)) < names.count(name):
+            hint = "set data.chat_template to a template that renders it"
+            raise RowError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
+    thought = _THOUGHT.match(message["content"])
+    reasoning = [message.get(key) for key in _REASONING] + [thought and thought[1]]
+    if any(str(text).strip() not in written for text in reasoning if text):
+        raise NotAsServedError(
+            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
+            "answer without it; end the row with this turn, or set data.chat_template to a "
+            "template that renders it"
+        )

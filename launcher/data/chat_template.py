@@ -9,6 +9,7 @@ that cannot be verified is an error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launcher.data.chat import Message, RefusedError, RowError
+from launcher.data.chat import (
+    Message,
+    NotAsServedError,
+    RefusedError,
+    RowError,
+    check_complete,
+)
 from launcher.data.template_marks import (
     MESSAGE_NUMBER,
     Layout,
@@ -36,9 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _MODES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
 _PLACEHOLDER = "Qz7aZq"
 
@@ -51,10 +56,6 @@ class UnverifiedError(RowError):
         marks = "{% generation %} and {% endgeneration %} around what the assistant says"
         hint = f"put {marks} in the template, and set data.chat_template to that file"
         super().__init__(f"message {index + 1}: {what}; {hint}")
-
-
-class NotAsServedError(RowError):
-    """A turn that the template shows otherwise than the model must produce it."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Rendered:
     turns: list[Turn]
     closed: bool
     """The last turn ends the conversation."""
+    weight: float | None = None
+    """Of each token with loss (data.weights_column); None: 1."""
 
 
 class ChatTemplate:
@@ -89,10 +92,13 @@ class ChatTemplate:
         template: str | None,
         *,
         day: str | None = None,
+        values: dict[str, Any] | None = None,
     ) -> None:
         """name is that of the tokenizer, for messages. day (YYYY-MM-DD) is the date for templates
-        that print one, by default today. Raises RecipeError if no template can be used."""
+        that print one, by default today. values are for the template (data.chat_template_kwargs).
+        Raises RecipeError if no template can be used."""
         self._tokenizer, self._template, self._day = tokenizer, template, day or today()
+        self._values = values or {}
         self._noted = False
         if template is None and not tokenizer.chat_template:
             hint = "set data.chat_template to a file with one"
@@ -144,6 +150,18 @@ class ChatTemplate:
         return Rendered(
             layout.text, list(learned_turns.values()), closed and turns[-1] in learned_turns
         )
+
+    def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
+        """Renders a conversation with loss on every token. Raises RowError."""
+        text = self.apply(messages, tools)
+        for number, message in enumerate(messages, start=1):
+            if not message.get("loss", True):
+                raise RowError(f"message {number} is to carry no loss, but data.loss_on is all")
+            with contextlib.suppress(NotAsServedError):
+                check_complete(message, text, f"message {number}")
+        begin, end = self.closing(text, 0, len(text))
+        closed = messages[-1]["role"] == "assistant"
+        return Rendered(text, [Turn(0, len(text), stopped=begin < end)], closed)
 
     def _note(self, error: NotAsServedError) -> None:
         if not self._noted:
@@ -225,7 +243,7 @@ class ChatTemplate:
                 conversations=[messages],
                 tools=tools,
                 chat_template=source,
-                **options,
+                **(options | self._values),
                 **self._tokenizer.special_tokens_map,
             )
         except TemplateSyntaxError as error:
@@ -292,7 +310,7 @@ class _Conversation:
         begin, stop = parts[index]
         # A template may write the results of tools in the turn that called them
         stop = min([stop, *(start for start, _ in parts.values() if start > begin)])
-        _check_complete(self._messages[index], text[begin:stop], f"message {index + 1}")
+        check_complete(self._messages[index], text[begin:stop], f"message {index + 1}")
         start = begin + self._prompt(index, text[begin:stop])
         closing, end = self._template.closing(text, start, stop)
         if last and closing == end:
@@ -366,25 +384,6 @@ class _Conversation:
             except RowError:
                 self._ends[calls] = None
         return self._ends[calls]
-
-
-def _check_complete(message: Message, written: str, what: str) -> None:
-    """Raises RowError if tool calls are missing in what the template writes for a message, and
-    NotAsServedError if its reasoning is."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
-    for name in filter(None, names):
-        if written.count(str(name)) < names.count(name):
-            hint = "set data.chat_template to a template that renders it"
-            raise RowError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
-    thought = _THOUGHT.match(message["content"])
-    reasoning = [message.get(key) for key in _REASONING] + [thought and thought[1]]
-    if any(str(text).strip() not in written for text in reasoning if text):
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
-            "answer without it; end the row with this turn, or set data.chat_template to a "
-            "template that renders it"
-        )
 
 
 def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[Turn]:

@@ -9,13 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from launcher.data.packing import Integers
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
 
 Sample = dict[str, npt.NDArray[Any]]
-_Integers = npt.NDArray[np.int32] | Integers
-Piece = tuple[_Integers, _Integers]
-"""Ids and targets of a run of tokens of one document."""
+Piece = tuple[npt.NDArray[Any], ...]
+"""Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
 _MOST_TARGETS = 0.9
@@ -24,12 +22,13 @@ _MOST_TARGETS = 0.9
 
 def make_sample(pieces: Iterable[Piece]) -> Sample:
     """Joins pieces. Positions start at 0 in each piece."""
-    ids, targets = zip(*pieces, strict=True)
-    return {
+    ids, targets, *weights = zip(*pieces, strict=True)
+    sample = {
         "input_ids": np.concatenate(ids, dtype=np.int64),
         "targets": np.concatenate(targets, dtype=np.int64),
         "position_ids": np.concatenate([np.arange(len(piece)) for piece in ids]),
     }
+    return sample | ({"weights": np.concatenate(weights[0])} if weights else {})
 
 
 NOTHING = np.zeros(0, dtype=np.int64)
@@ -54,6 +53,9 @@ def collate_sequences(
     `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
     They are found on the host: on the device, this would need a synchronization.
 
+    `weights` (rows, tokens), float32, are those of the targets, if any row has weights.
+    `loss_weight` is their sum; without weights there is none.
+
     Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
     of the whole row, and so are the bounds of documents.
     """
@@ -63,6 +65,9 @@ def collate_sequences(
         "input_ids": padded([row["input_ids"] for row in rows], width, 0),
         "targets": padded([row["targets"] for row in rows], width, IGNORED),
     }
+    if any("weights" in row for row in rows):
+        weights = [row.get("weights", np.ones(len(row["targets"]))) for row in rows]
+        tensors["weights"] = padded(weights, width, 1.0).float()
     starts = [row["position_ids"] for row in rows]
     if packed and any(int((row == 0).sum()) > 1 for row in starts):
         # Padding is a document of its own: its positions start at 0 again
@@ -76,7 +81,8 @@ def collate_sequences(
     elif part.parts > 1:
         tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
     mine = part.of(width)
-    for name in ("input_ids", "targets", "position_ids") if part.parts > 1 else ():
+    whole = ("input_ids", "targets", "position_ids", "weights") if part.parts > 1 else ()
+    for name in tensors.keys() & whole:
         tensors[name] = tensors[name][:, mine].contiguous()
     with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
     if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
@@ -119,16 +125,20 @@ def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -
 
 def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:
     """A micro-batch of these tensors and rows; `part` of each row is this rank's."""
-    return {
+    trained = tensors["targets"] != IGNORED
+    counts: Collated = {
         "tensors": tensors,
         "tokens": sum(len(row["input_ids"][part]) for row in rows),
-        "loss_tokens": int((tensors["targets"] != IGNORED).sum()),
+        "loss_tokens": int(trained.sum()),
     }
+    if "weights" in tensors:
+        counts["loss_weight"] = float(tensors["weights"][trained].double().sum())
+    return counts
 
 
-def padded(rows: list[npt.NDArray[Any]], width: int, value: int) -> torch.Tensor:
-    """(rows, width), int64, padded on the right with `value`."""
-    out = np.full((len(rows), width), value, dtype=np.int64)
+def padded(rows: list[npt.NDArray[Any]], width: int, value: float) -> torch.Tensor:
+    """(rows, width), int64 or float64 like `value`, with which it is padded on the right."""
+    out = np.full((len(rows), width), value)
     for index, row in enumerate(rows):
         out[index, : len(row)] = row
     return torch.from_numpy(out)

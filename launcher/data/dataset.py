@@ -28,7 +28,14 @@ from launcher.data.collation import (
     padded,
 )
 from launcher.data.custom import CustomDataset
-from launcher.data.packing import Integers, Sequences, pack, pack_pairs
+from launcher.data.packing import (
+    Integers,
+    Sequences,
+    first_names,
+    no_targets,
+    pack,
+    pack_pairs,
+)
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
@@ -125,16 +132,21 @@ class SequenceDataset(_Stored):
         return summed_loss(model, tensors)
 
     def __getitem__(self, index: int) -> Sample:
-        """`input_ids`, `targets` and `position_ids`, each (tokens,). The target of a token is the
-        document's next token, even in another sequence; IGNORED at the end of a document."""
+        """`input_ids`, `targets`, `position_ids`, and `weights` of the targets if the store has
+        them, each (tokens,). The target of a token is the document's next token, even in another
+        sequence; IGNORED at the end of a document."""
         if index == NO_SAMPLE:
             return EMPTY
-        store, pieces = self.store, []
+        store, pieces = self.store, list[Piece]()
         for document, start, end in self.pieces(index):
             targets = np.full(end - start, IGNORED, dtype=np.int64)
             known = store.targets[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
             pieces.append((store.ids[start:end], targets))
+            if store.weights is not None:
+                weights = np.ones(end - start, dtype=np.float32)
+                weights[: len(known)] = store.weights[start + 1 : start + 1 + len(known)]
+                pieces[-1] += (weights,)
         return make_sample(pieces)
 
     def collate(self, rows: list[Sample]) -> Collated:
@@ -250,8 +262,11 @@ class MixtureDataset:
     """Several data sets, one after the other."""
 
     def __init__(
-        self, parts: dict[str, SequenceDataset | ClassificationDataset], weights: tuple[float, ...]
+        self,
+        parts: dict[str, SequenceDataset | ClassificationDataset],
+        weights: tuple[float, ...] | None,
     ) -> None:
+        """weights: None: an epoch has each sample once."""
         self.parts, self.weights = parts, weights
         self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
@@ -288,12 +303,18 @@ class MixtureDataset:
         """The skipped rows of all sources."""
         return [row for part in self.parts.values() for row in part.skipped]
 
+    @property
+    def shares(self) -> list[float]:
+        """The share of each source in the sequences."""
+        weights = self.weights or tuple(map(len, self.parts.values()))
+        return [weight / sum(weights) for weight in weights]
+
     def describe(self) -> list[str]:
         """Lines for the log, of each source."""
         lines = []
-        for (name, part), weight in zip(self.parts.items(), self.weights, strict=True):
+        for (name, part), share in zip(self.parts.items(), self.shares, strict=True):
             first, *rest = part.describe()
-            lines.append(f"{name} ({weight / sum(self.weights):.1%} of the sequences): {first}")
+            lines.append(f"{name} ({share:.1%} of the sequences): {first}")
             lines += [f"{name}: {line}" for line in rest]
         return lines
 
@@ -312,7 +333,8 @@ def open_dataset(
     validation: bool = False,
     held_out: bool = False,
 ) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Opens (see `open_store`) and packs the files of a source, or of each source of a mixture.
+    """Opens (see `open_store`) and packs the files of a source, or of each source of the mixture
+    data.train.
 
     With data.validation_split, training data is without the held-out documents, or with `held_out`
     only these.
@@ -334,27 +356,14 @@ def open_dataset(
     if not isinstance(source, dict):
         return opened(data, source)
     parts = {
-        name: opened(dataclasses.replace(data, kind=part.kind or data.kind), part.files)
-        for name, part in source.items()
+        name: opened(of_source, source[name].files) for name, of_source in data.sources().items()
     }
-    return MixtureDataset(parts, tuple(part.weight for part in source.values()))
+    return MixtureDataset(parts, mixture_weights(source.values()))
 
 
-def first_names(names: Iterable[str]) -> str:
-    """The first five names, for a message."""
-    listed = list(names)
-    return ", ".join(listed[:5]) + (" ..." if listed[5:] else "")
-
-
-def no_targets(files: str, data: schema.Data) -> str:
-    """The message for data without any token with loss."""
-    why = "all labels are -100, or rows have a single token"
-    if data.kind == "preference":
-        why = f"no pair fits into {data.sequence_length} tokens (data.sequence_length)"
-    if data.kind in ("chat", "instruct"):
-        first = f"the first {data.sequence_length} tokens of its row (data.sequence_length)"
-        why = f"each answer begins after {first}"
-    return f"data: no token with loss in {files}: {why}"
+def mixture_weights(sources: Iterable[schema.Source]) -> tuple[float, ...] | None:
+    """The weights of the sources; None: all are `size`."""
+    return tuple(part.weight for part in sources if part.weight != "size") or None
 
 
 def pack_store(
@@ -387,7 +396,7 @@ def pack_store(
 
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
     """The order of the samples of a data set."""
-    if not isinstance(dataset, MixtureDataset):
+    if not isinstance(dataset, MixtureDataset) or dataset.weights is None:
         draws = isinstance(dataset, CustomDataset)  # random numbers, others in each epoch
         return SampleOrder(
             samples=len(dataset), with_epoch=draws, seed=seed, shuffle=shuffle, epochs=epochs

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,23 @@ import numpy as np
 
 from launcher.data.chat import (
     Message,
-    RefusedError,
     RowError,
     encodable,
     instruction,
-    parse_arguments,
     read_history,
     read_messages,
     read_text,
-    read_tools,
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
+from launcher.data.columns import Weights, read_column, read_integers, read_weights
 from launcher.data.pairs import with_shared_prompt
+from launcher.data.rendering import load_template, render
 from launcher.data.sources import Row, Values
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
     Tokenizer,
-    hugging_face_tokenizer,
     load_tokenizer,
     prints_date,
     tokenizer_identity,
@@ -40,10 +38,9 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.columns import kind_of
 
 _Tokens = tuple[Any, ...]
-"""Ids, labels, category and perhaps cut_tokens of a row, as in Encoded."""
+"""Ids, labels, category and perhaps cut_tokens and weights of a row, as in Encoded."""
 _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
     "text": ("text_column",),
     "tokens": (),
@@ -54,6 +51,14 @@ _COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
 }
 _WITH_TEMPLATE = ("chat", "instruct", "preference")
 """Kinds whose rows may be rendered with a chat template."""
+_SETTINGS = {
+    "weights_column": ("tokens", "chat"),
+    "system_column": _WITH_TEMPLATE,
+    "system": _WITH_TEMPLATE,
+    "loss_on": ("chat", "instruct"),
+    "chat_template_kwargs": _WITH_TEMPLATE,
+}
+"""Further keys of data that change the tokens or their weights, and the kinds that read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class Encoded:
     answer with its prompt, which the ids begin with."""
     cut_tokens: int = 0
     """Tokens that a text for classification was longer than data.sequence_length."""
+    weights: Weights | None = None
+    """The weight of each token as a target; None: each counts 1."""
     problem: str = ""
     """Why the row cannot be used."""
 
@@ -99,16 +106,25 @@ class Encoder:
     """Most tokens of a text for classification, with the tokenizer's special tokens."""
     day: str | None = None
     """YYYY-MM-DD, for a chat template that prints today's date; None if none does."""
+    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Those of _SETTINGS that have another value than their default."""
 
     @property
     def text_column(self) -> str:
         """The column that the content of a text file goes to."""
         return self.columns.get("text_column") or "text"
 
+    @property
+    def system_column(self) -> str:
+        """The column with the system prompt."""
+        return self.settings.get("system_column") or "system"
+
     def identity(self) -> list[object]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         tokenizer, template, *day = self.fingerprint().values()
-        return [self.kind, tokenizer, self.columns, self.labels, template, self.longest, *day]
+        settings = [self.settings] if self.settings else []
+        common = [self.kind, tokenizer, self.columns, self.labels, template, self.longest]
+        return [*common, *day, *settings]
 
     def fingerprint(self) -> dict[str, str | None]:
         """Checksums of the tokenizer's files and of data.chat_template; and the date, if a template
@@ -160,6 +176,11 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     if kind in _WITH_TEMPLATE and tokenizer is not None:
         dated = prints_date(tokenizer) if template is None else uses_date(template)
         day = (data.date or today()) if dated else None
+    settings = {
+        name: getattr(data, name)
+        for name, kinds in _SETTINGS.items()
+        if kind in kinds and getattr(data, name) != getattr(schema.Data, name)
+    }
     return Encoder(
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
@@ -168,6 +189,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         template=template,
         longest=data.sequence_length if kind == "classification" else None,
         day=day,
+        settings=settings,
     )
 
 
@@ -175,7 +197,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
 
 
 def _read_text(encoder: Encoder, row: Values) -> str:
-    column, text = _column(encoder, row, "text_column", str, "text")
+    column, text = read_column(encoder.columns, row, "text_column", str, "text", own=encoder.kind)
     return encodable(text, f"column {column!r}")
 
 
@@ -186,19 +208,22 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
 
 
 def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
-    ids = _integers(row, "input_ids")
+    ids = read_integers(row, "input_ids")
     if (least := int(ids.min(initial=0))) < 0:
         raise RowError(f"input_ids must not be negative; got {least}")
-    if row.get("labels") is None:
-        return ids, None, None
-    labels = _integers(row, "labels")
-    if len(labels) != len(ids):
+    labels = None if row.get("labels") is None else read_integers(row, "labels")
+    if labels is not None and len(labels) != len(ids):
         need = "there must be one for each token (-100: no loss)"
         raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; {need}")
-    wrong = labels[(labels < 0) & (labels != IGNORED)]
-    if wrong.size:
+    wrong = [] if labels is None else labels[(labels < 0) & (labels != IGNORED)]
+    if len(wrong):
         raise RowError(f"labels must be token ids, or -100 for no loss; got {int(wrong[0])}")
-    return ids, labels, None
+    column = encoder.settings.get("weights_column")
+    if column is None or not ids.size:
+        return ids, labels, None
+    weights = np.broadcast_to(read_weights(row, column, len(ids)), ids.shape)
+    counted = np.where(weights > 0, ids if labels is None else labels, np.int32(IGNORED))
+    return ids, counted, None, 0, weights
 
 
 def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
@@ -207,13 +232,39 @@ def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
 
 def _read_chat(encoder: Encoder, row: Values) -> Rendered:
     names = ("messages", "conversations")
-    column, value = _column(encoder, row, "messages_column", object, "messages", names)
-    return _render(encoder, row, with_system(read_messages(value, column), row.get("system")))
+    column, value = read_column(
+        encoder.columns, row, "messages_column", object, "messages", names, own=encoder.kind
+    )
+    messages = _with_system(encoder, row, read_messages(value, column))
+    rendered, weights = _render(encoder, row, messages), encoder.settings.get("weights_column")
+    if weights is None:
+        return rendered
+    return replace(rendered, weight=float(read_weights(row, weights)[0]))
+
+
+def _with_system(encoder: Encoder, row: Values, messages: list[Message]) -> list[Message]:
+    column = encoder.system_column
+    return with_system(messages, row.get(column), column, encoder.settings.get("system"))
+
+
+def _template(encoder: Encoder) -> ChatTemplate:
+    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
+    return load_template(encoder.tokenizer, encoder.template, encoder.day, values)
+
+
+def _render(encoder: Encoder, row: Values, messages: list[Message], loss_from: int = 0) -> Rendered:
+    loss_on = encoder.settings.get("loss_on")
+    return render(_template(encoder), row, messages, loss_from=loss_from, loss_on=loss_on)
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
-    template = _load_template(encoder.tokenizer, encoder.template, encoder.day)
-    return [(ids, labels, None) for ids, labels in template.tokens(batch)]
+    encoded = zip(batch, _template(encoder).tokens(batch), strict=True)
+    return [
+        (ids, labels, None)
+        if row.weight is None
+        else (ids, labels, None, 0, np.full(len(ids), row.weight, np.float32))
+        for row, (ids, labels) in encoded
+    ]
 
 
 def _read_instruct(
@@ -225,7 +276,9 @@ def _read_instruct(
     """Prompt and response, to be joined as they are; or a conversation, if either is a list of
     messages, or if the recipe has a chat template."""
     kinds, what, as_chat = (str, list), "text or a list of messages", encoder.template is not None
-    column, response = _column(encoder, row, key_of_answer, kinds, what, names)
+    column, response = read_column(
+        encoder.columns, row, key_of_answer, kinds, what, names, own=encoder.kind
+    )
     if not response:
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
     key, names = "prompt", ("prompt", "instruction and input")
@@ -234,9 +287,12 @@ def _read_instruct(
         rounds, headings = read_history(row.get("history")), not (as_chat or type(response) is list)
         prompt: str | list[object] = instruction(row, rounds if headings else [], headings=headings)
     else:
-        key, prompt = _column(encoder, row, "prompt_column", kinds, what, names)
+        key, prompt = read_column(
+            encoder.columns, row, "prompt_column", kinds, what, names, own=encoder.kind
+        )
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
-        system = read_text(row.get("system"), "system")
+        column = encoder.system_column
+        system = read_text(row.get(column), column) or encoder.settings.get("system")
         prompt = f"{system}\n\n{prompt}" if system else prompt
         encodable(prompt + response, "prompt or response")
         return prompt, response
@@ -245,7 +301,7 @@ def _read_instruct(
         for asked, answered in rounds
         for turn in (*_turns("user", asked, key), *_turns("assistant", answered, column))
     ]
-    question = with_system([*earlier, *_turns("user", prompt, key)], row.get("system"))
+    question = _with_system(encoder, row, [*earlier, *_turns("user", prompt, key)])
     answer = _turns("assistant", response, column)
     return _render(encoder, row, question + answer, loss_from=len(question))
 
@@ -268,7 +324,8 @@ def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
             document = _document(tokenizer, ids)
             labels = document.copy()
             begun = bool(tokenizer.begin) and ids[:1].tolist() != tokenizer.begin
-            labels[: first + begun] = IGNORED
+            if encoder.settings.get("loss_on") != "all":
+                labels[: first + begun] = IGNORED
             yield document, labels, None
 
 
@@ -283,7 +340,7 @@ def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
 def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_Tokens]:
     """The chosen answer after its prompt, and then the rejected one after the same prompt."""
     answers = iter(_encode_instruct(encoder, list(itertools.chain.from_iterable(batch))))
-    for (ids, labels, _), (other, targets, _) in zip(answers, answers, strict=True):
+    for (ids, labels, *_), (other, targets, *_) in zip(answers, answers, strict=True):
         yield np.concatenate([ids, other]), np.concatenate([labels, targets]), len(ids)
 
 
@@ -292,7 +349,9 @@ def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
     if not text:
         raise RowError(f"column {encoder.text_column!r} is empty")
     names = encoder.labels
-    column, value = _column(encoder, row, "label_column", object, "the label")
+    column, value = read_column(
+        encoder.columns, row, "label_column", object, "the label", own=encoder.kind
+    )
     if names is not None and value in names:
         return text, names.index(value)
     if isinstance(value, str) and value.strip().isdecimal():  # a .csv holds only text
@@ -333,63 +392,8 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
 }
 
 
-def _column(
-    encoder: Encoder,
-    row: Values,
-    key: str,
-    kinds: type | tuple[type, ...],
-    what: str,
-    names: tuple[str, ...] = (),
-) -> tuple[str, Any]:
-    """Name and value of the column that data.KEY names; if it is null, of the first of `names` that
-    is in the row."""
-    present = [name for name in names if name in row]
-    column = encoder.columns[key] or (present or names)[0]
-    value = row.get(column)
-    if value is not None and isinstance(value, kinds):
-        return column, value
-    got = f"got {type(value).__name__}" if column in row else "no such column"
-    hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
-    if (kind := kind_of(row, encoder.columns)) not in (None, encoder.kind):
-        hint = f"those of data.kind={kind}; or {hint}"
-    columns = ", ".join(row)
-    raise RowError(f"column {column!r} must hold {what}; {got}; columns: {columns} ({hint})")
-
-
-def _integers(row: Values, column: str) -> Ids:
-    values = row.get(column)
-    if values is None:
-        raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise RowError(f"{column} must be a list of whole numbers")
-    try:
-        return np.array(values, dtype=np.int32)
-    except OverflowError:
-        raise RowError(f"{column} has an id beyond 32 bits") from None
-
-
 def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
     """The ids with the tokens that begin and end a document, unless the text has them."""
     begin = [] if ids[:1].tolist() == tokenizer.begin else tokenizer.begin
     end = [] if ids[-1:].tolist() == [tokenizer.end] else [tokenizer.end]
     return np.concatenate([np.array(begin, np.int32), ids, np.array(end, np.int32)])
-
-
-@functools.lru_cache(maxsize=4)
-def _load_template(name: str | None, template: str | None, day: str | None) -> ChatTemplate:
-    assert name is not None
-    return ChatTemplate(hugging_face_tokenizer(name), name, template, day=day)
-
-
-def _render(encoder: Encoder, row: Values, messages: list[Message], loss_from: int = 0) -> Rendered:
-    tools, parsed = read_tools(row.get("tools")), parse_arguments(messages)
-    template = _load_template(encoder.tokenizer, encoder.template, encoder.day)
-    try:
-        rendered = template.render(parsed, tools, loss_from=loss_from)
-    except RefusedError:
-        if parsed == messages:
-            raise
-        # Some templates (DeepSeek-R1's) take the arguments of tool calls only as text
-        rendered = template.render(messages, tools, loss_from=loss_from)
-    encodable(rendered.text, "the conversation")
-    return rendered

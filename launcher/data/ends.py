@@ -16,12 +16,10 @@ _PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 def taught_ends(data: schema.Data, *, model_path: str | None) -> list[int]:
     """Ids of the tokens at which a model that is trained on the data stops, without reading the
     data. Empty for kinds tokens and classification, and for data.builder."""
-    name, train = data.tokenizer or model_path, data.train
+    name = data.tokenizer or model_path
     if data.builder is not None or name is None:
         return []
-    kinds = {data.kind}
-    if isinstance(train, dict):
-        kinds = {source.kind or data.kind for source in train.values()}
+    kinds = {source.kind for source in data.sources().values()}
     kinds = {"instruct" if kind == "preference" else kind for kind in kinds}
     ends = set()
     if "text" in kinds or ("instruct" in kinds and data.chat_template is None):

@@ -37,6 +37,8 @@ class StepTotals(NamedTuple):
     """Ranks that are asked to stop."""
     save_requests: int = 0
     """Ranks that are asked to save."""
+    loss_weight: float | None = None
+    """The sum of the weights of tokens with a target; None: each counts 1."""
 
 
 class StepStatistics:
@@ -46,7 +48,9 @@ class StepStatistics:
     """
 
     def __init__(self, values: StepTotals, ranks: DataParallel) -> None:
-        self._host = torch.tensor(values, dtype=torch.int64)
+        weight = values.loss_tokens if values.loss_weight is None else values.loss_weight
+        # Whole numbers up to 2^53 are exact
+        self._host = torch.tensor([*values[:-1], weight], dtype=torch.float64)
         self._device, self._work, self._event = self._host, None, None
         if ranks.device.type != "cuda":
             if ranks.size > 1:
@@ -62,13 +66,14 @@ class StepStatistics:
             self._event = stream.record_event()
 
     def loss_tokens(self) -> torch.Tensor:
-        """Tokens with a target over all ranks; a float32 scalar on the device."""
+        """Tokens with a target over all ranks, each times its weight; a float32 scalar on the
+        device."""
         self._wait()
         if self._event is not None:
             current = torch.cuda.current_stream(self._device.device)
             current.wait_event(self._event)
             self._device.record_stream(current)
-        return self._device[0].float()
+        return self._device[-1].float()
 
     def read(self) -> StepTotals:
         """The sums. Waits for the all-reduce."""
@@ -76,7 +81,8 @@ class StepStatistics:
         # A query does not block, and the event is usually done
         if self._event is not None and not self._event.query():
             self._event.synchronize()
-        return StepTotals(*self._host.tolist())
+        *counts, weight = self._host.tolist()
+        return StepTotals(*map(int, counts))._replace(loss_weight=weight)
 
     def _wait(self) -> None:
         if self._work is not None:

@@ -45,14 +45,13 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
     for sequence, position in enumerate(positions, start=1):
         if (index := opened.order.sample(position)) != NO_SAMPLE:
             rows += _rows_of(opened.training, index, sequence)
-    sources: Any = {"": (data.kind, data.train)}
-    if isinstance(data.train, dict):
-        sources = {name: (part.kind or data.kind, part.files) for name, part in data.train.items()}
     for name in {row.source for row in rows if row.of is not None}:
-        kind, files = sources[name]
+        source = data.sources()[name]
+        assert isinstance(source.train, tuple)
         mine = [row for row in rows if row.source == name]
-        encoder = make_encoder(kind, data, tokenizer=tokenizer)
-        file_rows: Any = read_all(find_parts(files, kind=kind), column=encoder.text_column)
+        encoder = make_encoder(source.kind, source, tokenizer=tokenizer)
+        parts = find_parts(source.train, kind=source.kind)
+        file_rows: Any = read_all(parts, column=encoder.text_column)
         # A store does not record where documents come from: read the rows again. Tokenize them
         # only if some have no document
         store = mine[0].dataset.store

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from launcher.models.inputs import IGNORED
+from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
 _COUNTED_TOKENS = 1 << 22
@@ -208,3 +210,20 @@ def best_fit(pieces: Sequences, length: int) -> Sequences:
     return replace(
         pieces, starts=pieces.starts[order], lengths=pieces.lengths[order], bounds=bounds
     )
+
+
+def first_names(names: Iterable[str]) -> str:
+    """The first five names, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:5]) + (" ..." if listed[5:] else "")
+
+
+def no_targets(files: str, data: schema.Data) -> str:
+    """The message for data without any token with loss."""
+    why = "all labels are -100, or rows have a single token"
+    if data.kind == "preference":
+        why = f"no pair fits into {data.sequence_length} tokens (data.sequence_length)"
+    if data.kind in ("chat", "instruct"):
+        first = f"the first {data.sequence_length} tokens of its row (data.sequence_length)"
+        why = f"each answer begins after {first}"
+    return f"data: no token with loss in {files}: {why}"

@@ -115,6 +115,7 @@ class RunData:
                 tokens=sum(micro_batch["tokens"] for micro_batch in collated),
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
+                loss_weight=float(sum(map(_loss_weight, collated))),
             )
             positions: dict[int, ShardPosition] = {}
             for micro_batch in collated:
@@ -148,6 +149,11 @@ class RunData:
             return None
         positions, samples = batch.stream_positions, batch.samples_seen
         return self.training.state(positions, samples=samples, ranks=ranks)
+
+
+def _loss_weight(collated: Collated) -> float:
+    weight: float = collated["loss_weight" if "loss_weight" in collated else "loss_tokens"]
+    return weight
 
 
 def raise_error(collated: Collated) -> Collated:

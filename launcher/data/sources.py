@@ -1,4 +1,4 @@
-"""Files and hub data sets as rows: finding files, splitting them, reading them.
+"""Files and hub data sets as rows: finding files, reading them.
 
 Files are not read through `datasets`, whose errors name neither line nor column. A row that cannot
 be read is a Row with its problem.
@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -57,6 +57,8 @@ class SourcePart:
     """Bytes, about; 0 for a hub data set."""
     validation: bool = False
     """Which split of a hub data set to use if its id names none."""
+    most: int | None = None
+    """Rows that are read at most; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,63 +169,6 @@ def file_part(file: Path) -> SourcePart:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-# Splitting
-
-
-def split(part: SourcePart, size: int) -> list[SourcePart]:
-    """The same rows in the same order, as parts of about `size` bytes.
-
-    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others and
-    compressed files stay whole.
-    """
-    if part.form == "jsonl" and part.size > size and not suffixes(Path(part.name))[1]:
-        cuts = [part.start, *_line_starts(part, size), part.start + part.size]
-        ends: Sequence[int] = range(cuts[-1] + 1)
-    elif part.form == "parquet" and part.end is None:
-        ends = [0, *itertools.accumulate(_row_group_sizes(part.name))]
-        cuts = [0]
-        for group in range(1, len(ends)):
-            if ends[group] - ends[cuts[-1]] >= size or group == len(ends) - 1:
-                cuts.append(group)
-    elif part.form == "hub" and part.end is None:
-        rows = load_data_set(part.name, validation=part.validation)
-        row_bytes = max(1, rows.data.nbytes // max(1, len(rows)))
-        cuts = [*range(0, len(rows), max(1, size // row_bytes)), len(rows)]
-        ends = range(0, (len(rows) + 1) * row_bytes, row_bytes)
-    else:
-        return [part]
-    # ends[i]: bytes before unit i
-    return [
-        replace(part, start=start, end=end, size=ends[end] - ends[start])
-        for start, end in itertools.pairwise(cuts)
-        if end > start
-    ] or [part]
-
-
-def _line_starts(part: SourcePart, size: int) -> Iterator[int]:
-    """The start of the first line after each `size` bytes."""
-    at, end = part.start + size, part.start + part.size
-    with open(part.name, "rb") as stream:
-        while at < end:
-            stream.seek(at - 1)
-            stream.readline()
-            if (start := stream.tell()) >= end:
-                return
-            yield start
-            at = start + size
-
-
-def _row_group_sizes(file: str) -> list[int]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        meta = pyarrow.parquet.read_metadata(file)
-    except (pyarrow.ArrowException, OSError):
-        return []  # `_parquet` reports the problem
-    return [meta.row_group(group).total_byte_size for group in range(meta.num_row_groups)]
-
-
 # Reading
 
 
@@ -232,7 +177,8 @@ def read_rows(part: SourcePart, *, column: str = "text") -> Iterator[Row]:
     an empty text file. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
-        for row in _text(part, column) if part.form == "text" else _READERS[part.form](part):
+        rows = _text(part, column) if part.form == "text" else _READERS[part.form](part)
+        for row in itertools.islice(rows, part.most):
             empty = False
             yield row
     except OSError as error:

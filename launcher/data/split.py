@@ -42,7 +42,7 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
     """A store in memory of the documents with these numbers."""
     starts, ends = store.offsets[documents], store.offsets[documents + 1]
     ranges = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    names = ("ids",) if store.labels is None else ("ids", "labels")
+    names = [name for name in ("ids", "labels", "weights") if getattr(store, name) is not None]
     tokens: Any = {
         name: np.concatenate([getattr(store, name)[start:end] for start, end in ranges])
         for name in names

@@ -43,9 +43,10 @@ from launcher.data.collation import (
     collate_sequences,
     make_sample,
 )
-from launcher.data.dataset import first_names, no_targets
 from launcher.data.encoder import Encoded, Encoder
-from launcher.data.sources import Row, SourcePart, read_rows, split
+from launcher.data.packing import first_names, no_targets
+from launcher.data.sources import Row, SourcePart, read_rows
+from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -215,7 +216,10 @@ class _Shard:
         pieces: list[Piece] = []
         room, done = length, self.position[3]
         for encoded, position in self._documents():
-            ids, targets = encoded.ids, np.append(encoded.targets[1:], IGNORED)
+            ids = encoded.ids
+            of_tokens = [ids, np.append(encoded.targets[1:], IGNORED)]
+            if encoded.weights is not None:
+                of_tokens.append(np.append(encoded.weights[1:], np.float32(1)))
             whole = not (kind == "text" and packing)
             if whole and pieces and min(len(ids), length) > room:
                 if _any_target(pieces):
@@ -223,7 +227,7 @@ class _Shard:
                 pieces, room = [], length
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
-                pieces.append((ids[done:end], targets[done:end]))
+                pieces.append(tuple(values[done:end] for values in of_tokens))
                 room -= end - done
                 done = len(ids) if kind in ("chat", "instruct") else end
                 if room == 0 or not packing:
@@ -236,7 +240,7 @@ class _Shard:
 
 
 def _any_target(pieces: list[Piece]) -> bool:
-    return any((targets != IGNORED).any() for _, targets in pieces)
+    return any((targets != IGNORED).any() for _, targets, *_ in pieces)
 
 
 class StreamingDataset(IterableDataset[Collated]):
@@ -270,6 +274,7 @@ class StreamingDataset(IterableDataset[Collated]):
         shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
+        order += [encoder.settings] if encoder.settings else []
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)

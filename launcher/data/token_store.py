@@ -1,7 +1,8 @@
 """Tokenized documents on disk, memory-mapped and shared by all processes that see the cache.
 
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
-1), `labels.bin` if targets may differ from the ids, `classes.npy` for classification, `meta.json`.
+1), `labels.bin` if targets may differ from the ids, `weights.bin` (float32) with
+data.weights_column, `classes.npy` for classification, `meta.json`.
 One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
 all others, on any node and of any job, wait. A store with files of another length than `meta.json`
 and the offsets say is built again.
@@ -19,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from launcher.console import task
+from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
-from launcher.data.sources import SourcePart, find_parts, read_all, split
+from launcher.data.sources import SourcePart, find_parts, read_all
+from launcher.data.splitting import first_rows, split
 from launcher.data.store_files import commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
@@ -87,6 +90,8 @@ class TokenStore:
     """Start of each document, and the end: (documents + 1,)."""
     classes: _Int32s | None = None
     """kind classification: (documents,)."""
+    weights: Weights | None = None
+    """(tokens,): the weight of each token as a target; None: each counts 1."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """`where` and `problem` of the rows that cannot be used (on_error: skip)."""
     empty: int = 0
@@ -129,7 +134,9 @@ def open_store(
     """
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     parts = find_parts(patterns, kind=data.kind, validation=validation)
+    limit = None if validation else data.limit
     content = [_FORMAT, encoder.identity(), data.on_error, [_identity(part) for part in parts]]
+    content += [] if limit is None else [limit]
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
     folder = cache_folder(data.cache) / name
     lock = _wait(folder, build=build)
@@ -138,7 +145,7 @@ def open_store(
             scratch = folder.with_name(f".{name}-{lock.name}")
             remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
             if not folder.is_dir():
-                _build(folder, scratch, parts, encoder, data)
+                _build(folder, scratch, parts, encoder, replace(data, limit=limit))
         finally:
             lock.release()
     store = _load(folder, parts, encoder)
@@ -242,6 +249,7 @@ def _build(
 
 def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
     labels, classes = folder / "labels.bin", folder / "classes.npy"
+    weights = folder / "weights.bin"
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     files = {part.name: part.size for part in parts}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
@@ -250,6 +258,7 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         labels=np.memmap(labels, dtype=np.int32, mode="r") if labels.exists() else None,
         offsets=np.load(folder / "offsets.npy"),
         classes=np.load(classes) if classes.exists() else None,
+        weights=np.memmap(weights, dtype=np.float32, mode="r") if weights.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         **{name: meta[name] for name in ("largest_id", "skipped", *_COUNTS)},
@@ -262,7 +271,7 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
 
 def _tokenize(parts: list[SourcePart], encoder: Encoder, data: schema.Data) -> Iterator[TokenStore]:
     """Raises RecipeError for rows that cannot be used (data.on_error: fail)."""
-    tasks = _tasks(parts)
+    tasks = _tasks(parts, data.limit)
     processes = min(data.processes or len(os.sched_getaffinity(0)), len(tasks))
     loader: DataLoader[Any] = DataLoader(
         tasks,  # type: ignore[arg-type]
@@ -288,9 +297,12 @@ def _tokenize(parts: list[SourcePart], encoder: Encoder, data: schema.Data) -> I
         raise TrainingError(f"a tokenization process was killed, {hint}") from None
 
 
-def _tasks(parts: list[SourcePart]) -> list[list[SourcePart]]:
-    """Consecutive parts of about _TASK_BYTES: large files are split, small ones grouped."""
+def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]:
+    """Consecutive parts of about _TASK_BYTES: large files are split, small ones grouped. They have
+    the first `limit` rows."""
     pieces = [piece for part in parts for piece in split(part, _TASK_BYTES)]
+    if limit is not None:
+        pieces = list(first_rows(pieces, limit))
     starts = itertools.accumulate((piece.size for piece in pieces), initial=0)
     groups = itertools.groupby(
         zip(starts, pieces, strict=False), lambda placed: placed[0] // _TASK_BYTES
@@ -323,11 +335,13 @@ def store_rows(rows: list[Encoded], on_error: str) -> TokenStore:
     documents = [row for row in rows if row.ids.size]
     labelled = any(row.labels is not None for row in documents)
     classes = [row.category for row in documents if row.category is not None]
+    weights = [row.weights for row in documents if row.weights is not None]
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
         labels=_joined([row.targets for row in documents]) if labelled else None,
         offsets=np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64),
         classes=np.array(classes, dtype=np.int32) if classes else None,
+        weights=np.concatenate(weights) if weights else None,
         skipped=skipped,
         empty=len(rows) - len(skipped) - len(documents),
         cut_documents=sum(row.cut_tokens > 0 for row in documents),
@@ -345,8 +359,11 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
     largest, counts = -1, dict.fromkeys(_COUNTS, 0)
     with contextlib.ExitStack() as files:
         ids = files.enter_context((folder / "ids.bin").open("wb"))
-        labels = None
+        labels = weights = None
         for store in stores:
+            if store.weights is not None:  # then all documents have weights
+                weights = weights or files.enter_context((folder / "weights.bin").open("wb"))
+                weights.write(store.weights.data)
             if store.labels is not None and labels is None:  # the first store with labels
                 ids.flush()
                 shutil.copyfile(folder / "ids.bin", folder / "labels.bin")
@@ -365,7 +382,7 @@ def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
     if classes:
         np.save(folder / "classes.npy", np.concatenate(classes))
     checksum, sizes = xxhash.xxh3_128(), {}
-    for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy"):
+    for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin"):
         file = folder / name
         if file.exists():
             sizes[name] = file.stat().st_size

@@ -14,7 +14,10 @@ from launcher.models.inputs import IGNORED
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
-_NOT_INPUTS = ("targets", "target_positions", "answers", "answer_tokens", "reference")
+_NOT_INPUTS = (
+    *("targets", "target_positions", "weights"),
+    *("answers", "answer_tokens", "reference"),
+)
 
 MicroBatch = Mapping[str, Any]
 """Tensors, and whatever else a model takes, by name."""
@@ -24,16 +27,23 @@ of this and the sums of further metrics, without gradients."""
 
 
 def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """Sum of the next-token cross-entropies of a micro-batch, a float32 scalar.
+    """Sum of the next-token cross-entropies of a micro-batch, each times its weight; a float32
+    scalar.
 
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
     includes it; the value does not, to be comparable with an evaluation.
 
     A micro-batch has `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
-    input_ids[b, t], and is IGNORED where there is no loss; `target_positions` (see
+    input_ids[b, t], and is IGNORED where there is no loss; `target_positions` and `weights` (see
     `collate_sequences`), and further arguments of the model's forward.
     """
-    targets = micro_batch["targets"]
+    targets, weights = micro_batch["targets"], micro_batch.get("weights")
+    if weights is not None:
+        losses, outputs = target_losses(model, micro_batch)
+        weights = (weights * (targets != IGNORED)).flatten()
+        positions = micro_batch.get("target_positions")
+        weights = weights if positions is None else weights[positions]
+        return add_router_loss((losses * weights).sum(), model, outputs, targets, weights.sum())
     summed, outputs = _cross_entropies(model, micro_batch, "sum")
     return add_router_loss(summed, model, outputs, targets)
 
@@ -70,7 +80,7 @@ def add_router_loss(
     model: nn.Module,
     outputs: ModelOutput,
     targets: torch.Tensor,
-    count: int | None = None,
+    count: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """The loss with the gradient of the router's auxiliary loss, if the model returns one. `count`
     is what the caller divides the loss by; None: the number of targets."""
@@ -81,7 +91,10 @@ def add_router_loss(
 
 
 def _router_loss(
-    model: nn.Module, outputs: ModelOutput, targets: torch.Tensor, count: int | None
+    model: nn.Module,
+    outputs: ModelOutput,
+    targets: torch.Tensor,
+    count: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
     with one micro-batch, the mean over targets is what transformers adds to its loss.

@@ -36,6 +36,11 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("preference", "data.builder", False),
     ("data.label_column data.labels", "data.kind", "classification"),
     ("data.chat_template data.date", "data.kind", "chat instruct preference"),
+    ("data.weights_column", "data.kind", "tokens chat"),
+    ("data.system_column data.system", "data.kind", "chat instruct preference"),
+    ("data.chat_template_kwargs", "data.kind", "chat instruct preference"),
+    ("data.loss_on", "data.kind", "chat instruct"),
+    ("data.limit", "data.builder data.streaming", False),
     ("data.shuffle_buffer", "data.streaming", True),
     ("data.streaming", "data.kind", "text tokens chat instruct"),
     ("run.epochs", "data.streaming", False),
@@ -67,6 +72,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("checkpoint.keep_best", "data.validation data.validation_split data.builder", True),
     ("evaluation.generate", "data.validation data.validation_split", True),
     ("evaluation.generate", "data.builder", False),
+    ("evaluation.generate", "data.loss_on", "assistant last"),
     ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
     ("checkpoint.export_merged", "lora", True),
     ("checkpoint.export_base", "lora.quantize", True),
@@ -89,6 +95,7 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
     for keys, other, needed in _NEEDS:
         for key in keys.split():
             yield _needs(recipe, key, other, needed)
+    yield _source_columns(recipe)
     for keys in _ONE_OF:
         yield _one_of(recipe, keys.split())
 
@@ -96,6 +103,21 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
 def value_of(section: Any, key: str) -> Any:
     """The value of a key, or None if it is in a section that is off."""
     return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
+
+
+def _source_columns(recipe: Recipe) -> Found:
+    train = recipe.data.train
+    kinds = {
+        key: str(needed).split()
+        for keys, other, needed in _NEEDS
+        for key in keys.split()
+        if other == "data.kind" and key.endswith("_column")
+    }
+    for name, source in train.items() if isinstance(train, dict) else ():
+        for key, needed in kinds.items():
+            column = key.removeprefix("data.")
+            if getattr(source, column) and (source.kind or recipe.data.kind) not in needed:
+                yield f"data.train.{name}.{column}", f"needs kind: {' or '.join(needed)}"
 
 
 def _default(key: str) -> Any:

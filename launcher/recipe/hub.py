@@ -21,6 +21,8 @@ _WITHOUT_OWNER = (
     "albert|bert|camembert|ctrl|distilbert|distilgpt2|distilroberta|gpt2|openai-gpt|roberta|t5|"
     "transfo-xl|xlm|xlnet"
 )
+_SPLIT = r"[\w.-]+(\[-?\d*%?:-?\d*%?\])?"
+"""Such as `train[:1000]` or `train[90%:]`."""
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 """Without files that hold the same weights in another format."""
@@ -37,7 +39,7 @@ def is_hub_id(name: str) -> bool:
     """Whether a name has the form of a hub id, and neither it nor its first folder exists here."""
     if name.endswith(_FILE_ENDINGS) or os.path.exists(name):
         return False
-    form = re.fullmatch(r"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:[\w.+-]+)?", name)
+    form = re.fullmatch(rf"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:{_SPLIT}(\+{_SPLIT})*)?", name)
     return form is not None and not os.path.isdir(form[1])
 
 
@@ -53,8 +55,9 @@ def is_model_id(name: str) -> bool:
 def load_data_set(name: str, *, validation: bool = False, streaming: bool = False) -> Any:
     """The rows of a hub data set: a `datasets.Dataset`, memory-mapped from its cache.
 
-    name: `owner/name`, `owner/name:split` or `owner/name/config:split`; or a folder of
-    `datasets.Dataset.save_to_disk` or `datasets.DatasetDict.save_to_disk`.
+    name: `owner/name`, `owner/name:split` or `owner/name/config:split`, where the split may be a
+    slice, `train[:1000]`; or a folder of `datasets.Dataset.save_to_disk` or
+    `datasets.DatasetDict.save_to_disk`.
     streaming: a `datasets.IterableDataset` instead, whose rows are fetched as they are read.
     validation: takes the split `validation`, or else `test`, where the name has none; else `train`.
     Raises RecipeError if it can be neither found nor fetched, or has no such split.

@@ -263,7 +263,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> None:
             continue
         found = None if source.get("kind") is not None else first_columns(files, hub=hub)
         pairs = plain.get("preference") is not None
-        kind = found and kind_of(found[1], data, task=task, pairs=pairs)
+        columns = data | {key: value for key, value in source.items() if value is not None}
+        kind = found and kind_of(found[1], columns, task=task, pairs=pairs)
         path: KeyPath = (
             ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
         )

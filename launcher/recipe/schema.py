@@ -4,6 +4,7 @@ pydantic checks values against these classes (`decode.py`) and makes the JSON Sc
 (`launcher schema`). A key without a default must be given.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
@@ -15,6 +16,8 @@ from launcher.recipe.schema_outputs import Logging as Logging
 from launcher.recipe.schema_outputs import Profile as Profile
 from launcher.recipe.schema_outputs import Wandb as Wandb
 from launcher.recipe.schema_slurm import Slurm as Slurm
+from launcher.recipe.schema_source import DataKind as DataKind
+from launcher.recipe.schema_source import Source as Source
 from launcher.recipe.section import (
     Day,
     Folder,
@@ -38,7 +41,6 @@ from launcher.recipe.section import Dtype as Dtype
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 
-DataKind = Literal["text", "tokens", "chat", "instruct", "classification", "preference"]
 _NullIsText = BeforeValidator(
     lambda kind: "text" if kind is None else kind, json_schema_input_type=DataKind | None
 )
@@ -160,17 +162,6 @@ class Preference(Section):
     """simpo: the least margin of the rewards (gamma)."""
 
 
-class Source(Section):
-    """One part of a mixture."""
-
-    files: TextList
-    """Files, globs, folders, or a hub data set id."""
-    weight: PositiveFloat = 1.0
-    """Share of the sequences: weight / sum of all weights."""
-    kind: DataKind | None = None
-    """null: data.kind."""
-
-
 class Data(Section):
     """Training and validation data."""
 
@@ -181,7 +172,10 @@ class Data(Section):
     classification: text and label. preference: prompt, chosen and rejected."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
-    `owner/name/config:split`). Or a mixture: {NAME: {files: [...], weight: 1.0}, ...}."""
+    `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
+    limit: PositiveInt | None = None
+    """Rows of the training data that are used at most, the first ones, of each source of a mixture;
+    null: all."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """The same, for evaluation. Or several sets: {NAME: [...], ...}."""
     validation_split: Annotated[PositiveFloat, Field(lt=1)] | None = None
@@ -224,9 +218,22 @@ class Data(Section):
     """Column of kind classification."""
     labels: TextList | None = None
     """Names of the classes, for kind classification; null: the column holds integers from 0."""
+    weights_column: Text | None = None
+    """Column of kinds tokens and chat with the weight of a row, or for kind tokens of each token;
+    null: each token with loss counts the same."""
+    system_column: Text | None = None
+    """Column of kinds chat, instruct and preference with the system prompt; null: system."""
+    system: Text | None = None
+    """System prompt of rows that have none, for kinds chat, instruct and preference; null: none."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """For kinds chat and instruct. assistant: loss on all answers. last: on the last answer of a
+    row. all: on every token, also of prompts."""
     chat_template: Text | None = None
     """File with a Jinja chat template, for kinds chat, instruct and preference; null: the
     tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Values for the chat template, such as {enable_thinking: false}, for kinds chat, instruct and
+    preference. Serve the model with the same ones."""
     date: Day | None = None
     """What a chat template prints as today's date (YYYY-MM-DD), for kinds chat, instruct and
     preference; null: the day (UTC) of the run's first start."""
@@ -241,6 +248,16 @@ class Data(Section):
     cache: Folder | None = None
     """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or
     ~/.cache/launcher."""
+
+    def sources(self) -> "dict[str, Data]":
+        """The settings of each source of a mixture, each with its files in `train`; without a
+        mixture these settings, under no name."""
+        if not isinstance(self.train, dict):
+            return {"": self}
+        return {
+            name: replace(self, train=source.files, **source.given())
+            for name, source in self.train.items()
+        }
 
 
 class Batch(Section):

@@ -20,6 +20,11 @@ from launcher.recipe.hub import is_hub_id, is_model_id
 from launcher.recipe.model_config import config_problems, size_problems
 from launcher.recipe.schema import Recipe
 
+_TEMPLATE_VALUES = (
+    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "return_assistant_tokens_mask"),
+)
+
 
 class _UnsoundError(Exception):
     """A rule reads a key without a sound value."""
@@ -84,8 +89,18 @@ def _resharding(recipe: Recipe) -> Found:
 
 
 def _mixture(recipe: Recipe) -> Found:
-    if recipe.data.streaming and isinstance(recipe.data.train, dict):
+    train, streaming = recipe.data.train, recipe.data.streaming
+    if not isinstance(train, dict):
+        for name in train or ():
+            if streaming and "[" in name and is_hub_id(name):
+                yield "data.train", f"{name}: a slice is not available with data.streaming"
+        return
+    if streaming:
         yield "data.train", "a mixture is not available with data.streaming"
+    sized = [name for name, source in train.items() if source.weight == "size"]
+    for name in sized if len(sized) < len(train) else ():
+        what = "size does not mix with the numbers of other sources; give each a number, or none"
+        yield f"data.train.{name}.weight", what
 
 
 def _pretrained(recipe: Recipe) -> Found:
@@ -267,6 +282,13 @@ def _tokenizer(recipe: Recipe) -> Found:
         yield "data.tokenizer", f"no such folder: {name}; {what}"
 
 
+def _template_values(recipe: Recipe) -> Found:
+    for name in recipe.data.chat_template_kwargs or {}:
+        if name in _TEMPLATE_VALUES or name.endswith("_token"):
+            what = "is set by the launcher; give only values of the template's own"
+            yield ("data", "chat_template_kwargs", name), what
+
+
 def _data_files(recipe: Recipe) -> Found:
     train, validation = recipe.data.train, recipe.data.validation
     if train is None and recipe.data.builder is None:
@@ -292,7 +314,7 @@ def _data_files(recipe: Recipe) -> Found:
 
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _preference, _config, _sizes),
-    *(_micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
+    *(_template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
 )
 _RANK_RULES = (_batches, _groups, _profile)
 _FILE_RULES = (_tokenizer, _data_files)

@@ -31,13 +31,15 @@ class Evaluated:
     """Loss and scores of a validation set."""
 
     loss: float
-    """Mean over `tokens`, those with a target."""
+    """Mean over `tokens`, those with a target, by their weights."""
     tokens: int
     scores: Mapping[str, float] = field(default_factory=dict)
     """Other metrics by name: means over `scored` samples, but for a classifier's F1."""
     scored: int = 0
     samples: Sequence[Mapping[str, object]] = ()
     """Generated answers, on rank 0."""
+    weight: float | None = None
+    """The sum of the weights of `tokens`; None: each counts 1."""
 
 
 class Evaluator:
@@ -87,7 +89,7 @@ class Evaluator:
         stop was requested on any rank, which the ranks exchange at each micro-batch."""
         device, ranks = self._ranks.device, self._ranks
         stop_requests: StepStatistics | None = None
-        totals = torch.zeros(len(self._loaders), 2, dtype=torch.float64, device=device)
+        totals = torch.zeros(len(self._loaders), 3, dtype=torch.float64, device=device)
         answers: list[Scored] = []
 
         def proceed() -> bool:
@@ -107,7 +109,9 @@ class Evaluator:
                     micro_batch = to_device(collated["tensors"], device)
                     loss, added = _loss_and_counts(dataset, wrapped, micro_batch)
                     total[0] += loss if loss.ndim == 0 else loss[0]
-                    total[1] += collated["loss_tokens"]
+                    tokens = collated["loss_tokens"]
+                    total[1] += tokens
+                    total[2] += collated.get("loss_weight", tokens)
                     if added is not None:
                         counts = added if counts is None else counts + added
                 if stop_requests is not None:
@@ -125,12 +129,12 @@ class Evaluator:
                 answers.append(scored)
         dist.all_reduce(totals, group=ranks.data_group)
         sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))
-        for name, (_, tokens), _ in sets:
+        for name, (_, tokens, _), _ in sets:
             if not tokens:
                 _refuse(name, "no token with loss (for data.builder: CustomData.targets)")
         return {
-            name: Evaluated(loss / max(tokens, 1.0), int(tokens), **scored)
-            for name, (loss, tokens), scored in sets
+            name: Evaluated(loss / weight, int(tokens), weight=weight, **scored)
+            for name, (loss, tokens, weight), scored in sets
         }
 
 
@@ -225,15 +229,17 @@ def forward_only(wrapped: WrappedModel) -> Iterator[None]:
 
 
 def over_all(results: Mapping[str, Evaluated]) -> Evaluated:
-    """The loss over the tokens of all sets, and the means of the scores over their samples."""
+    """The loss over the tokens of all sets, by their weights, and the means of the scores over
+    their samples."""
     sets = list(results.values())
     tokens, scored = sum(s.tokens for s in sets), sum(s.scored for s in sets)
     scores = {
         name: sum(s.scores[name] * s.scored for s in sets) / max(scored, 1)
         for name in sets[0].scores
     }
-    loss = sum(s.loss * s.tokens for s in sets)
-    return Evaluated(loss / max(tokens, 1), tokens, scores, scored)
+    weights = [s.tokens if s.weight is None else s.weight for s in sets]
+    loss = sum(s.loss * weight for s, weight in zip(sets, weights, strict=True))
+    return Evaluated(loss / (sum(weights) or 1), tokens, scores, scored)
 
 
 def is_better(metric: str, value: float, than: float | None) -> bool:

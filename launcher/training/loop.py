@@ -85,8 +85,9 @@ def train_steps(
 ) -> Iterator[Step]:
     """Trains on each global batch and yields it as a Step. Calls `heartbeat` with each phase.
 
-    The loss of a global batch is the sum over its tokens, divided by all its tokens with a target,
-    of all micro-batches and ranks. The strategy averages gradients over `ranks`, hence the factor.
+    The loss of a global batch is the sum over its tokens, divided by the weights of all its tokens
+    with a target (without weights their number), of all micro-batches and ranks. The strategy
+    averages gradients over `ranks`, hence the factor.
     """
     model = wrapped.model
     model.train()
@@ -94,7 +95,7 @@ def train_steps(
     batch = next(batches, None)
     while batch is not None:
         targets = batch.statistics.loss_tokens()
-        factor = ranks / targets.clamp(min=1)
+        factor = ranks / targets.masked_fill(targets == 0, 1)
         if update.loss_scale.enabled:
             factor = factor * update.loss_scale.value
         total = torch.zeros_like(factor)

@@ -74,6 +74,7 @@ def train_cases(worker, cases, ranks):
     def train(name, overrides, model, packing, *, ranks, rows, mutate=None):
         data = [f"data.packing={str(packing).lower()}", f"batch.micro_batch_size={rows}"]
         data.append(f"data.validation={worker.folder}/train.jsonl")
+        data += ["data.weights_column=weights"] * packing
         config = MODELS[model]
         options = {"ranks": ranks, "config": config, "compare": False, "mutate": mutate}
         worker.train(name, [*overrides, *data], evaluate=True, **options)

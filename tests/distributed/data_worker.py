@@ -123,7 +123,7 @@ class Worker:
             print(f"{time.monotonic() - started:.2f} s  {name}", flush=True)
 
 
-MIXTURE = "data.train={a: {files: FOLDER/rows.jsonl, weight: 3}, b: {files: FOLDER/other.jsonl}}"
+MIXTURE = "data.train={a: {files: FOLDER/rows.jsonl, weight: 3}, b: {files: FOLDER/other.jsonl, weight: 1}}"
 
 
 def main(folder):

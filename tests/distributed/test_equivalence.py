@@ -22,7 +22,8 @@ WORKER = Path(__file__).with_name("equivalence_worker.py")
 
 
 def write_rows(file, count=53):
-    """Writes learnable rows of different lengths, some with masked labels.
+    """Writes learnable rows of different lengths, some with masked labels, and with weights for
+    data.weights_column.
 
     The default number of rows is not divisible by any batch size.
     """
@@ -36,6 +37,9 @@ def write_rows(file, count=53):
                 row["labels"] = [
                     -100 if i < len(ids) // 2 else token for i, token in enumerate(ids)
                 ]
+            row["weights"] = [(index + i) % 5 / 8 for i in range(1, 1 + len(ids))]
+            if not any(row["weights"][1:]):
+                row["weights"] = 0.3
             out.write(json.dumps(row) + "\n")
 
 
@@ -107,6 +111,15 @@ FLOAT32 = [
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float32_training_matches_plain_loop(strategies, name):
     assert_same(strategies[name], strategies["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+
+
+@pytest.mark.parametrize("name", ["weighted ddp ranks=4", "weighted fsdp ranks=2"])
+def test_weighted_losses_do_not_depend_on_ranks_and_accumulation(strategies, name):
+    note, reference = strategies[name], strategies["weighted ddp ranks=1"]
+    assert deviation(note["losses"], reference["losses"]) <= 2e-6
+    assert deviation(note["norms"], reference["norms"]) <= 1e-5
+    assert note["evaluation"] == pytest.approx(reference["evaluation"], rel=1e-6)
+    assert deviation(reference["losses"], strategies["plain"]["losses"]) > 1e-3
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -123,7 +123,9 @@ def test_totals_and_histogram(chat, capsys):
 
 
 def test_data_sets_are_selected_by_name(chat, capsys, folder):
-    mixture = "data.train={web: {files: rows.jsonl}, talk: {files: rows.jsonl, weight: 3}}"
+    mixture = (
+        "data.train={web: {files: rows.jsonl, weight: 1}, talk: {files: rows.jsonl, weight: 3}}"
+    )
     sets = "data.validation={near: rows.jsonl, far: rows.jsonl}"
     lines = inspect(capsys, *chat, "data.train=null", mixture, sets, "samples=4")
     shown = [
@@ -265,7 +267,9 @@ def test_rows_of_an_epoch_match_the_files(folder, capsys):
     texts = [f"row {number}" for number in range(1, 6)]
     write(folder / "table.parquet", texts, row_group_size=2)
     write(folder / "long.txt", "0123456789" * 5)
-    mixture = "{a: {files: [lines.jsonl]}, b: {files: [table.parquet, long.txt], weight: 4}}"
+    mixture = (
+        "{a: {files: [lines.jsonl], weight: 1}, b: {files: [table.parquet, long.txt], weight: 4}}"
+    )
     data = "tokenizer: bytes\n  sequence_length: 16\n  packing: false\n  on_error: skip"
     recipe = SMALL.replace("[data.txt]", mixture).replace("tokenizer: bytes", data)
     recipe = recipe.replace("max_steps: 10", "epochs: 1").replace("_size: 64", "_size: 2")

@@ -673,6 +673,84 @@ def test_system_column(tmp_path, folder):
     ]
 
 
+def test_system_column_and_default_system_prompt(tmp_path, folder):
+    tokenizer, own = bpe_tokenizer(), {"role": "system", "content": "what?"}
+    rows = [
+        {"messages": ANSWERED, "about": "yes"},
+        {"messages": ANSWERED, "about": None, "system": "no"},
+        {"messages": [own, *ANSWERED]},
+        {"messages": [own, *ANSWERED], "about": "yes"},
+    ]
+    settings = {"system_column": "about", "system": "maybe"}
+    found = encode_file(tmp_path, rows, "chat", folder, **settings)
+    begins = [
+        f"<|begin|>system\n{text}<|end|>\n<|begin|>user" for text in ("yes", "maybe", "what?")
+    ]
+    for one, begin in zip(found, begins, strict=False):
+        assert tokenizer.decode(one.ids).startswith(begin)
+    assert found[3].problem.startswith("column 'about' and message 1 hold different system prompts")
+    rows = [{"prompt": "what?", "response": "no", **more} for more in ({}, {"about": "yes"})]
+    found = encode_file(tmp_path, rows, "instruct", folder, **settings)
+    assert [split_by_loss(one, tokenizer) for one in found] == [
+        ("maybe\n\nwhat?", "no<eos>"),
+        ("yes\n\nwhat?", "no<eos>"),
+    ]
+    pair = {"prompt": dialogue("a"), "chosen": dialogue("", "no")[1:], "rejected": "yes"}
+    (one,) = encode_file(tmp_path, [pair], "preference", folder, **settings)
+    assert tokenizer.decode(one.ids).count(begins[1]) == 2
+
+
+def test_values_for_the_template(tmp_path, folder):
+    """Served with enable_thinking: false, Qwen3's prompt holds the empty block of thoughts."""
+    tokenizer = bpe_tokenizer()
+    template = str(write(tmp_path / "qwen3.jinja", without_marks(QWEN3)))
+    rows = [{"messages": dialogue("a", "yes", "b", "no")}, {"messages": THOUGHTS}]
+
+    def texts(**settings):
+        found = encode_file(tmp_path, rows, "chat", folder, chat_template=template, **settings)
+        kept = [
+            [token for token in one.labels if token != IGNORED] for one in found if one.ids.size
+        ]
+        return found, [tokenizer.decode(tokens) for tokens in kept]
+
+    plain, thought = texts()[1]
+    assert plain == f"yes<|end|>{NO_THOUGHT}no<|end|>"
+    assert texts(chat_template_kwargs={"enable_thinking": True})[1] == [plain, thought]
+    found, kept = texts(chat_template_kwargs={"enable_thinking": False})
+    assert kept == ["no<|end|>"]  # earlier turns are shown without the block
+    assert found[1].problem.startswith("message 4: the chat template's generation prompt ends in")
+
+
+def test_which_turns_carry_loss(tmp_path, folder):
+    tokenizer, system = bpe_tokenizer(), {"role": "system", "content": "no"}
+    first = dialogue("a", "yes", "b", "no")
+    silent = dialogue("a", "yes", "b")
+    silent[1] |= {"weight": 0}
+    rows = [{"messages": [system, *first]}, {"messages": first[:3]}, {"messages": silent}]
+
+    def texts(loss_on, kind="chat", rows=rows, **more):
+        found = encode_file(tmp_path, rows, kind, folder, loss_on=loss_on, **more)
+        kept = [[t for t in one.targets if t != IGNORED] for one in found]
+        return [one.problem or tokenizer.decode(t) for one, t in zip(found, kept, strict=True)]
+
+    no_loss = "no assistant turn carries loss, so nothing to learn from"
+    assert texts("assistant") == ["yes<|end|>no<|end|>", "yes<|end|>", no_loss]
+    assert texts("last") == ["no<|end|>", "yes<|end|>", no_loss]
+    (whole, asked), problem = texts("all")[:2], texts("all")[2]
+    ids = tokenizer.apply_chat_template(rows[0]["messages"], chat_template=without_marks(CHATML))
+    assert whole == tokenizer.decode(ids["input_ids"])
+    assert asked.endswith("b<|end|>\n")  # no eos_token after what the user says
+    assert problem == "message 2 is to carry no loss, but data.loss_on is all"
+    plain = [{"prompt": "a? ", "response": "no"}, {"prompt": "a", "response": first[1:]}]
+    assert texts("all", "instruct", plain)[0] == "a? no<eos>"
+    assert texts("last", "instruct", plain) == [" no<eos>", "no<|end|>"]
+    template = str(write(tmp_path / "plain.jinja", without_marks(PLAIN)))
+    assert texts("all", rows=rows[:1], chat_template=template)[0].endswith("assistant: no\n<eos>")
+    template = str(write(tmp_path / "drops.jinja", without_marks(GPT_OSS)))
+    (lost,) = texts("all", rows=[{"messages": PARALLEL}], chat_template=template)
+    assert lost.startswith("message 2: the chat template leaves out a tool call (maybe)")
+
+
 def test_alpaca_system_and_history(tmp_path, folder):
     tokenizer = bpe_tokenizer()
     row = {"instruction": "what?", "output": "no", "system": "maybe"}

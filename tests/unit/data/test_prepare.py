@@ -22,7 +22,7 @@ model: {config: {model_type: llama, vocab_size: 300}}
 data:
   train:
     prose: {files: prose.jsonl, weight: 2}
-    ids: {files: ids.jsonl, kind: tokens}
+    ids: {files: ids.jsonl, kind: tokens, weight: 1}
   validation:
     near: near.txt
     far: [far.csv]

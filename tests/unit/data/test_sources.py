@@ -16,9 +16,10 @@ from datasets import Dataset, DatasetDict
 
 from launcher.data import packing
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.dataset import SequenceDataset, open_dataset
+from launcher.data.dataset import SequenceDataset, make_order, open_dataset
 from launcher.data.encoder import make_encoder
-from launcher.data.sources import file_part, find_parts, read_rows, split
+from launcher.data.sources import file_part, find_parts, read_rows
+from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
@@ -735,6 +736,41 @@ def test_default_packing_of_each_kind(tmp_path, cache):
     assert sequences == [[1, 2, 7, 8], [4, 5, 6]]
     for file, kind in ((text, "text"), (tokens, "tokens")):
         assert len(dataset_from_file(file, cache, kind=kind, sequence_length=8, packing=False)) == 3
+
+
+def test_sources_of_a_mixture(tmp_path, cache):
+    many = write(tmp_path / "many.jsonl", [{"body": "x" * 7} for _ in range(9)])
+    few = write(tmp_path / "few.jsonl", [{"input_ids": [1, 2]}] * 2)
+    sources = {
+        "many": {"files": str(many), "text_column": "body", "limit": 8},
+        "few": {"files": str(few), "kind": "tokens"},
+    }
+
+    def opened(**weights):
+        train = {
+            name: schema.Source(**{**source, "files": (source["files"],)}, **weights)
+            for name, source in sources.items()
+        }
+        data = schema.Data(train=train, cache=str(cache), sequence_length=8, packing=False)
+        return open_dataset(
+            data, train, tokenizer="bytes", model=ModelInputs(vocabulary=300), build=True
+        )
+
+    found = opened()
+    assert [part.store.documents for part in found.parts.values()] == [8, 2]
+    assert [line.partition(":")[0] for line in found.describe()] == [
+        "many (80.0% of the sequences)",
+        "few (20.0% of the sequences)",
+    ]
+    for shuffle in (True, False):  # each sequence once in an epoch
+        order = make_order(found, seed=3, shuffle=shuffle, epochs=2)
+        samples = [order.sample(position) for position in range(21)]
+        for epoch in (samples[:10], samples[10:20]):
+            assert sorted(epoch) == list(range(10))
+            assert (epoch == list(range(10))) == (not shuffle)
+        assert samples[20] == NO_SAMPLE
+    order = make_order(opened(weight=1.0), seed=3, shuffle=True, epochs=2)
+    assert sum(order.sample(position) >= 8 for position in range(20)) == 10
 
 
 def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):

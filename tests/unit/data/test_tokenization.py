@@ -11,7 +11,8 @@ import pytest
 
 from launcher import console
 from launcher.data import token_store
-from launcher.data.sources import SourcePart, file_part, read_all, read_rows, split
+from launcher.data.sources import SourcePart, file_part, read_all, read_rows
+from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
@@ -20,6 +21,7 @@ from launcher.reliability import lock
 from tests.unit.data.rows import store_names, texts_of, write
 
 END = 256
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 BAD_LINE = "not JSON: Expecting property name enclosed in double quotes (column 2)"
 
 
@@ -267,9 +269,46 @@ def test_only_relevant_settings_change_the_store(tmp_path, cache, open_files):
     for same in ({"text_column": "text"}, {"prompt_column": "q", "processes": 7}):
         open_files(file, **same)
     assert len(store_names(cache)) == 1
-    for changed in ({"on_error": "skip"}, instruct):
+    for changed in ({"on_error": "skip"}, instruct, {"limit": 5}):
         open_files(file, **changed)
-    assert len(store_names(cache)) == 3
+    assert len(store_names(cache)) == 4
+    chats = write(tmp_path / "chats.jsonl", [{"messages": CHAT}])
+    names = {
+        open_files(chats, kind="chat", **more).folder
+        for more in (
+            {},
+            {"system_column": "x"},
+            {"system": "x"},
+            {"loss_on": "last"},
+            {"loss_on": "all"},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+        )
+    }
+    assert len(names) == 7
+    same = {"loss_on": "assistant", "label_column": "x"}
+    assert open_files(chats, kind="chat", **same).folder in names
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_limit_is_the_first_rows(tmp_path, open_files, small_tasks, processes):
+    texts = [[f"{name}{number}" for number in range(40)] for name in "abcd"]
+    files = [
+        write_broken_rows(tmp_path, [59]),  # after the limit it is not read
+        write(tmp_path / "b.parquet", texts[1], row_group_size=7),
+        write(tmp_path / "c.csv", "\n".join(["text", *texts[2]])),
+        write(tmp_path / "d.txt", "d"),
+    ]
+    broken, *others = files
+    assert texts_of(open_files(broken, limit=50)) == [f"text {number}" for number in range(50)]
+    with pytest.raises(RecipeError, match=r"a.jsonl:60: not JSON"):
+        open_files(broken, limit=60, processes=processes)
+    rows = [*texts[1], *texts[2], "d"]
+    for limit in (1, 7, 39, 40, 41, 80, 81, 1000):
+        found = open_files(*others, limit=limit, processes=processes)
+        assert texts_of(found) == rows[:limit], limit
+        assert found.fingerprint["documents"] == min(limit, 81)
+    assert texts_of(open_files(*others, limit=3, validation=True)) == rows
 
 
 # Hub data sets: `load_dataset` is replaced, because tests have no network access
@@ -282,7 +321,7 @@ def hub_sets(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     sets = {
-        ("me/set", None): {"train": ["a", "b"], "test": ["t"]},
+        ("me/set", None): {"train": ["a", "b"], "test": ["t"], "train[:50%]": ["a"]},
         ("me/set", "small"): {"train": ["s"], "validation": ["v"]},
     }
     requests = []
@@ -307,6 +346,7 @@ def test_hub_data_sets(tmp_path, open_files, hub_sets):
     local = write(tmp_path / "a.jsonl", ["local"])
     assert texts_of(open_files("me/set", local)) == ["a", "b", "local"]
     assert texts_of(open_files("me/set:test")) == ["t"]
+    assert texts_of(open_files("me/set:train[:50%]")) == ["a"]
     assert texts_of(open_files("me/set/small")) == ["s"]
     assert texts_of(open_files("me/set/small:validation")) == ["v"]
     assert texts_of(open_files("me/set", validation=True)) == ["t"]

@@ -116,6 +116,7 @@ OVERRIDES = {
     "optimizer.max_grad_norm=null": None,
     "data.train=./data.txt": ("./data.txt",),
     "data.train=owner/name:train": ("owner/name:train",),
+    "data.train=owner/name:train[:1000]": ("owner/name:train[:1000]",),
     "data.train={web: {files: data.txt}}": WEB,
     "data.validation=['*.txt']": ("*.txt",),
     "data.validation={near: data.txt, far: [data.txt, ./data.txt]}": {
@@ -222,14 +223,17 @@ def test_origins_of_values(folder):
 
 MIXTURE = SMALL.replace(
     "  train: [data.txt]\n",
-    "  train:\n    web: {files: data.txt, weight: 3}\n    talk:\n      files: [./data.txt]\n      kind: chat\n"
+    "  train:\n    web: {files: data.txt, weight: 3}\n    talk:\n      files: [./data.txt]\n      kind: chat\n      weight: 1\n"
     "  validation:\n    near: data.txt\n    far: [data.txt, '*.txt']\n",
 )
 
 
 def test_mixture_is_written_shown_and_overridden(folder, capsys):
     (folder / "x.yaml").write_text(MIXTURE)
-    web, talk = Source(files=("data.txt",), weight=3.0), Source(files=("./data.txt",), kind="chat")
+    web, talk = (
+        Source(files=("data.txt",), weight=3.0),
+        Source(files=("./data.txt",), kind="chat", weight=1.0),
+    )
     recipe = load()
     assert recipe.data.train == {"web": web, "talk": talk}
     assert recipe.data.validation == {"near": ("data.txt",), "far": ("data.txt", "*.txt")}
@@ -237,7 +241,11 @@ def test_mixture_is_written_shown_and_overridden(folder, capsys):
     assert load(recipe="y.yaml") == recipe
     for override, train in {
         "data.train.web.weight=4": {"web": dataclasses.replace(web, weight=4.0), "talk": talk},
-        "data.train.code={files: data.txt}": {"web": web, "talk": talk, "code": WEB["web"]},
+        "data.train.code={files: data.txt, weight: 2}": {
+            "web": web,
+            "talk": talk,
+            "code": dataclasses.replace(web, weight=2.0),
+        },
         "data.train=[data.txt]": ("data.txt",),
     }.items():
         assert load(override).data.train == train
@@ -246,6 +254,11 @@ def test_mixture_is_written_shown_and_overridden(folder, capsys):
     assert run(["show", "recipe=x.yaml", "data.train.talk.weight=0.5"]) == 0
     printed = capsys.readouterr().out
     lines = [re.sub(r" {2,}(?=#)", "  ", line) for line in printed.splitlines()]
+    lines = [
+        line
+        for line in lines
+        if not line.endswith(("_column: null  # default", "limit: null  # default"))
+    ]
     at = lines.index("  train:")
     assert lines[at : at + 12] == [
         "  train:",
@@ -258,8 +271,8 @@ def test_mixture_is_written_shown_and_overridden(folder, capsys):
         "      weight: 0.5  # command line",
         "      kind: chat  # x.yaml:13",
         "  validation:",
-        "    near: [data.txt]  # x.yaml:15",
-        "    far: [data.txt, '*.txt']  # x.yaml:16",
+        "    near: [data.txt]  # x.yaml:16",
+        "    far: [data.txt, '*.txt']  # x.yaml:17",
     ]
     (folder / "y.yaml").write_text(printed)
     assert load(recipe="y.yaml") == load("data.train.talk.weight=0.5")

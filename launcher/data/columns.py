@@ -1,0 +1,82 @@
+"""The values of the columns of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from launcher.data.chat import RowError
+from launcher.data.sources import Values
+from launcher.data.tokenizer import Ids
+from launcher.recipe.columns import kind_of
+
+Weights = npt.NDArray[np.float32]
+
+
+def read_column(
+    columns: Mapping[str, str | None],
+    row: Values,
+    key: str,
+    kinds: type | tuple[type, ...],
+    what: str,
+    names: tuple[str, ...] = (),
+    *,
+    own: str,
+) -> tuple[str, Any]:
+    """Name and value of the column that data.KEY names; if it is null, of the first of `names` that
+    is in the row. Raises RowError unless the value is of these kinds. own: data.kind."""
+    present = [name for name in names if name in row]
+    column = columns[key] or (present or names)[0]
+    value = row.get(column)
+    if value is not None and isinstance(value, kinds):
+        return column, value
+    got = f"got {type(value).__name__}" if column in row else "no such column"
+    hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
+    if (kind := kind_of(row, columns)) not in (None, own):
+        hint = f"those of data.kind={kind}; or {hint}"
+    what = f"must hold {what}; {got}; columns: {', '.join(row)} ({hint})"
+    raise RowError(f"column {column!r} {what}")
+
+
+def read_integers(row: Values, column: str) -> Ids:
+    """A list of whole numbers. Raises RowError."""
+    values = row.get(column)
+    if values is None:
+        raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise RowError(f"{column} must be a list of whole numbers")
+    try:
+        return np.array(values, dtype=np.int32)
+    except OverflowError:
+        raise RowError(f"{column} has an id beyond 32 bits") from None
+
+
+def read_weights(row: Values, column: str, tokens: int | None = None) -> Weights:
+    """A number, or a list with one number for each of `tokens` tokens: (1,) or (tokens,). Raises
+    RowError."""
+    value = row.get(column)
+    values = value if isinstance(value, list) and tokens is not None else [value]
+    if any(type(number) not in (int, float) for number in values):
+        form = "a number" + (", or a list with one for each token" if tokens is not None else "")
+        got = f"got {type(value).__name__}" if column in row else "no such column"
+        raise RowError(f"column {column!r} must hold {form}; {got} (data.weights_column names it)")
+    if values is value and len(values) != tokens:
+        raise RowError(
+            f"{tokens} input_ids, but {len(values)} {column}; there must be one for each"
+        )
+    try:
+        numbers = np.array(values, dtype=np.float64)
+    except OverflowError:
+        numbers = np.full(len(values), np.inf)
+    with np.errstate(over="ignore"):
+        weights = numbers.astype(np.float32)
+    sound = (numbers >= 0) & np.isfinite(weights)
+    if not sound.all():
+        wrong = values[int(np.argmin(sound))]
+        raise RowError(f"column {column!r}: a weight must be finite and not negative; got {wrong}")
+    if not weights.any():
+        raise RowError(f"column {column!r}: all weights are 0; remove the row")
+    return weights
