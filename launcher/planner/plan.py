@@ -94,12 +94,18 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
     gradient shards on the stream of its reductions, and all-gathered weights on another one, so
     other tensors cannot take their place while they do not exist. docs/memory.md has measurements.
     """
-    if recipe.strategy.kind == "ddp":
+    strategy = recipe.strategy
+    if strategy.kind == "ddp":
         return 0
-    largest = max(profile.groups, key=lambda group: group.count)
-    gathered = largest.unsharded(compute_dtype(recipe.strategy).itemsize)
+    ranks = strategy.expert_parallel_size
+    largest = max((group.on_each_of(ranks) for group in profile.groups), key=lambda g: g.count)
+    gathered = largest.unsharded(compute_dtype(strategy).itemsize)
     gathered *= 2 if largest.trained else 1
-    return max(LEAST_ROOM, step.phases["optimizer"].components.gradients + gathered)
+    gradients = step.phases["optimizer"].components.gradients
+    if strategy.sync_every_micro_batch is not False:
+        # Those of an earlier micro-batch exist at the peak and are part of it
+        gradients -= min(gradients, step.phases["forward"].components.gradients)
+    return max(LEAST_ROOM, gradients + gathered)
 
 
 def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.optimizers.muon import is_matrix
@@ -173,6 +175,27 @@ class ModelProfile:
 
 
 _PROFILES: dict[str, ModelProfile] = {}
+_PREPARED: dict[str, PreparedModel] = {}
+"""Caches, by what they depend on."""
+
+
+def prepared_model(recipe: Recipe, *, device: Device) -> PreparedModel:
+    """What `prepare_model` returns, of a copy of the model: building it takes a second."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    strategy, seed = recipe.strategy, recipe.run.seed
+    depends = (recipe.model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
+    key = repr((depends, strategy.kind, strategy.mixed_precision, device))
+    if recipe.model.builder is not None:  # a user's model, which may not support copies
+        return prepare_model(recipe, device=torch.device(device))
+    if key not in _PREPARED:
+        _PREPARED[key] = prepare_model(recipe, device=torch.device(device))
+    prepared = _PREPARED[key]
+    # A recipe whose ranks share rows may have replaced it since
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+    parts = (prepared.model, prepared.blocks, prepared.outer_units)
+    model, blocks, units = copy.deepcopy(parts)
+    return dataclasses.replace(prepared, model=model, blocks=blocks, outer_units=units)
 
 
 def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
@@ -189,7 +212,7 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
 
 def _profile(recipe: Recipe, device: Device) -> ModelProfile:
     recipe = with_random_weights(recipe)
-    prepared = prepare_model(recipe, device=torch.device(device))
+    prepared = prepared_model(recipe, device=device)
     profile = profile_of_shapes(prepared, recipe, device=device)
     own = compute_dtype(recipe.strategy)
     offered = torch.bfloat16 if own == torch.float32 else own  # by the search

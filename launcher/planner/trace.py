@@ -1,7 +1,7 @@
 """Traces the memory of a training step: the training code runs on fake tensors, without storage.
 
-The model is wrapped over a fake process group and trained for two steps. Deep models are traced at
-two small depths and extrapolated linearly.
+The model is wrapped over a fake process group and trained for two steps. Of deep models a few
+blocks are traced, and extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from launcher.planner.memory import (
     Moment,
     StepMemory,
 )
+from launcher.planner.profile import prepared_model
 from launcher.planner.recipes import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.training.loop import Update, train_steps
 from launcher.training.operators import shapes_of
-from launcher.training.prepare import PreparedModel, prepare_model, row_part
+from launcher.training.prepare import PreparedModel, row_part
 
-DEPTHS = (4, 6)
-"""Blocks that a deep model is traced with: the first two and the last two, whose neighbours differ
-from those of other blocks, and none or two between."""
+EDGE = 2
+"""A deep model is traced with its first and last two blocks, whose neighbours differ from those of
+other blocks, and one between; two with Muon, whose matrices are shared out among the ranks."""
 CPU = torch.device("cpu")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -73,18 +74,26 @@ def trace_step(
     # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
     # keeps averaged gradients until those of the next micro-batch
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
-    prepare = partial(prepare_model, recipe, device=torch.device(device))
+    prepare = partial(prepared_model, recipe, device=device)
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
         prepared = prepare()
         names, period = list(prepared.blocks), _period(prepared, recipe.activation_checkpointing)
-        depths = (DEPTHS[0] * period, DEPTHS[1] * period)
-        deep = period > 0 and len(names) > depths[1]
-        if deep and keep_blocks(prepared.model, prepared.blocks, range(depths[0])):
-            larger = prepare()
-            keep_blocks(larger.model, larger.blocks, range(depths[1]))
-            return _extrapolated(run(prepared), run(larger), depths, names)
-        return run(prepared)
+        ends = 2 * EDGE * period
+        depth = ends + (2 if recipe.optimizer.name == "muon" else 1) * period
+        if period == 0 or len(names) <= depth:
+            return run(prepared).step_memory()
+        smaller = prepare()
+        if not keep_blocks(smaller.model, smaller.blocks, range(ends)):
+            return run(prepared).step_memory()
+        keep_blocks(prepared.model, prepared.blocks, range(depth))
+        traced = run(prepared)
+        between = frozenset(names[ends // 2 : depth - ends // 2])
+        # What the smaller model holds between steps and in the optimizer's step; its forward and
+        # backward passes are those of the larger one without the blocks between
+        updated = run(smaller, only_update=True)
+        small = traced.step_memory(updated, between)
+        return _extrapolated(small, traced.step_memory(), (ends, depth), names)
 
 
 @contextmanager
@@ -115,8 +124,16 @@ def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | No
 
 
 def _run(
-    prepared: PreparedModel, *, recipe: Recipe, ranks: DataParallel, device: str, micro_batches: int
-) -> StepMemory:
+    prepared: PreparedModel,
+    *,
+    recipe: Recipe,
+    ranks: DataParallel,
+    device: str,
+    micro_batches: int,
+    only_update: bool = False,
+) -> _Observer:
+    """Trains two steps. `only_update`: with gradients of zeros instead of forward and backward
+    passes."""
     ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -125,16 +142,7 @@ def _run(
         with fake:
             materialize(model, parameters=parameters, buffers=buffers)
 
-    widths = set()
-    if vocabulary := prepared.vocabulary:
-        width = chunk_width(data.tokens, vocabulary) if prepared.chunked_loss else vocabulary
-        widths = {width, vocabulary % width or width}
-
-    def label_of(tensor: torch.Tensor) -> str | None:
-        last = tensor.shape[-1] if tensor.ndim > 1 else 0
-        return "logits" if last in widths and tensor.numel() == data.tokens * last else None
-
-    tracker = Tracker(label_of, gloo=device == "cpu")
+    tracker = Tracker(_logits_label(prepared, data), gloo=device == "cpu")
     offload = recipe.strategy.cpu_offload if device == "cuda" else None
     pinned = offload.pin_memory if offload is not None and offload.what == "all" else None
     with replaced_for_tracing(tracker, data, device=device, pinned=pinned):
@@ -147,7 +155,7 @@ def _run(
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
             optimizer = prepared.make_optimizer(wrapped, recipe)
-            observer = _Observer(tracker, wrapped, optimizer, offload=offload)
+            observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
             if recipe.strategy.kind == "fsdp":
                 for module in wrapped.module.modules():
@@ -156,9 +164,9 @@ def _run(
             update = Update(optimizer, lambda step: 1e-3, scale, recipe.optimizer.max_grad_norm)
             # DTensor computes the shapes of an operation on whole tensors when it first sees it.
             # The first step, which only updates, keeps these tensors out of the second
-            for parameter in observer.trained:
-                parameter.grad = torch.zeros_like(parameter)
-            losses = chain([_no_loss], repeat(data.loss))
+            losses = chain(
+                [observer.no_loss], repeat(observer.no_loss if only_update else data.loss)
+            )
             steps = train_steps(
                 wrapped,
                 _batches(data, micro_batches),
@@ -172,16 +180,28 @@ def _run(
                     pass
             except Exception as error:  # models fail in various ways on tensors without values
                 raise UntraceableError(f"{type(error).__name__}: {first_line(error)}") from error
-    return observer.step_memory(CUBLAS_WORKSPACES if device == "cuda" else 0)
+    return observer
+
+
+def _logits_label(
+    prepared: PreparedModel, data: SyntheticData
+) -> Callable[[torch.Tensor], str | None]:
+    """A function that labels logits, by their shape."""
+    widths = set()
+    if vocabulary := prepared.vocabulary:
+        width = chunk_width(data.tokens, vocabulary) if prepared.chunked_loss else vocabulary
+        widths = {width, vocabulary % width or width}
+
+    def label_of(tensor: torch.Tensor) -> str | None:
+        last = tensor.shape[-1] if tensor.ndim > 1 else 0
+        return "logits" if last in widths and tensor.numel() == data.tokens * last else None
+
+    return label_of
 
 
 def _head(model: nn.Module) -> dict[str, nn.Module]:
     head = embeddings(model)[1]
     return {clean_name(name): module for name, module in model.named_modules() if module is head}
-
-
-def _no_loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
-    return torch.empty(0, requires_grad=True).sum()
 
 
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
@@ -202,8 +222,12 @@ class _Observer:
         optimizer: torch.optim.Optimizer,
         *,
         offload: CpuOffload | None,
+        device: str,
     ) -> None:
         """`offload` is None on CPUs, where host memory is the device's."""
+        self._workspaces = CUBLAS_WORKSPACES if device == "cuda" else 0
+        self._buckets: list[torch.Tensor] = getattr(wrapped.model, "buckets", [])
+        self._pinned = offload.pin_memory if offload and offloads_parameters(offload) else None
         self._tracker, self._optimizer = tracker, optimizer
         self.trained = [p for p in wrapped.module.parameters() if p.requires_grad]
         self._gradients = HOST if offloads_parameters(offload) else "gradients"
@@ -242,6 +266,15 @@ class _Observer:
     def _mark_gradients(self) -> None:
         gradients = [p.grad for p in self.trained if p.grad is not None]
         self._tracker.mark(gradients, self._gradients)
+
+    def no_loss(self, model: nn.Module, micro_batch: object) -> torch.Tensor:
+        """Takes the place of a forward and a backward pass, and sets gradients of zeros."""
+        gradients = self._buckets or [torch.zeros_like(parameter) for parameter in self.trained]
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
+            parameter.grad = gradient
+        if self._pinned is not None:
+            self._tracker.mark_host(gradients, pinned=self._pinned)
+        return torch.empty(0, requires_grad=True).sum()
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Follows modules through forward, backward and recomputation."""
@@ -287,19 +320,28 @@ class _Observer:
     def _backward(self, name: str, gradient: torch.Tensor) -> None:
         self._tracker.go(where=name)
 
-    def step_memory(self, workspaces: int) -> StepMemory:
-        """Memory of the second step."""
-        tracker, (first, last) = self._tracker, self._step_from[1:3]
-        moments = tracker.replay(first, last)
+    def step_memory(
+        self, updated: _Observer | None = None, without: frozenset[str] = frozenset()
+    ) -> StepMemory:
+        """Memory of the second step. With `updated`, that of its model: its own update, and these
+        forward and backward passes without the events in the modules `without`."""
+        own, tracker, (first, last) = updated or self, self._tracker, self._step_from[1:3]
+        held = own._tracker.at(own._step_from[1])
+        moments = tracker.replay(first, last, held=held, without=without)
+        if updated is not None:
+            passes = [moment for moment in moments if moment[0].phase != "optimizer"]
+            updates = own._tracker.replay(*own._step_from[1:3])
+            moments = passes + [moment for moment in updates if moment[0].phase == "optimizer"]
+        after_forward = tracker.at(self._after_forward[1], since=first, held=held, without=without)
         return StepMemory(
             timeline=tuple(
-                Moment(**place._asdict(), components=_components(held, workspaces))
+                Moment(**place._asdict(), components=_components(held, self._workspaces))
                 for place, held in moments
             ),
-            held=_components(tracker.at(last)),
-            after_forward=_components(tracker.at(self._after_forward[1])),
+            held=_components(own._tracker.at(own._step_from[2])),
+            after_forward=_components(after_forward),
             host=max(held[HOST] for _, held in moments),
-            disk=0 if self._file is None else self._file.size,
+            disk=0 if own._file is None else own._file.size,
         )
 
 
@@ -313,8 +355,8 @@ def _extrapolated(
 ) -> StepMemory:
     """Extrapolates two traces linearly to a model with a block for each name.
 
-    The blocks of the smaller trace represent the first and the last blocks of the model. No moments
-    are computed for the blocks between them: their memory lies between that of their neighbours.
+    The blocks of the smaller one are the first and the last blocks of the model. No moments are
+    computed for the blocks between them: their memory lies between that of their neighbours.
     """
     further = (len(names) - depths[0]) / (depths[1] - depths[0])
 
@@ -325,20 +367,17 @@ def _extrapolated(
         pairs = {name: (getattr(small, name), getattr(large, name)) for name in COMPONENTS}
         return Components(**{name: line(*pair) for name, pair in pairs.items()})
 
-    def in_depth(place: Place, depth: int) -> Place:
-        """The same place in a model with `depth` blocks."""
+    def in_model(place: Place) -> Place:
+        """A place of the traced model in the whole one."""
         index = names.index(place.where) if place.where in names else 0
-        later = depth - depths[0] if index >= depths[0] // 2 else 0
+        later = len(names) - depths[1] if index >= depths[0] // 2 else 0
         return place._replace(where=names[index + later]) if later else place
 
-    highest, deeper = _highest(small), _highest(large)
+    deeper = _highest(large)
     moments = [
-        Moment(
-            **in_depth(place, len(names))._asdict(),
-            components=components(held, deeper[in_depth(place, depths[1])]),
-        )
-        for place, held in highest.items()
-        if in_depth(place, depths[1]) in deeper
+        Moment(**in_model(place)._asdict(), components=components(held, deeper[place]))
+        for place, held in _highest(small).items()
+        if place in deeper
     ]
     return StepMemory(
         timeline=tuple(moments),

@@ -168,18 +168,37 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live.get(id(source.untyped_storage()))
         return None if known is None else _COPIES.get(known.label or "")
 
-    def at(self, event: int) -> Held:
-        """Bytes held at an event."""
-        now = dict.fromkeys((*COMPONENTS, HOST), 0)
-        for _, record, delta in self._events[:event]:
-            now[record.label or "temporary"] += delta
+    def at(
+        self,
+        event: int,
+        *,
+        since: int = 0,
+        held: Mapping[str, int] | None = None,
+        without: frozenset[str] = frozenset(),
+    ) -> Held:
+        """Bytes held at an event, from `held` at the event `since`, as if there were no events in
+        the modules `without`."""
+        now = dict.fromkeys((*COMPONENTS, HOST), 0) | dict(held or {})
+        for place, record, delta in self._events[since:event]:
+            if place.where not in without:
+                now[record.label or "temporary"] += delta
         return now
 
-    def replay(self, since: int, until: int) -> list[tuple[Place, Held]]:
-        """The highest moment of each place between two events, in order."""
-        now, last, most = self.at(since), None, 0
+    def replay(
+        self,
+        since: int,
+        until: int,
+        *,
+        held: Mapping[str, int] | None = None,
+        without: frozenset[str] = frozenset(),
+    ) -> list[tuple[Place, Held]]:
+        """The highest moment of each place between two events, in order. `held` at the first one
+        takes the place of what was held, and events in the modules `without` are left out."""
+        now, last, most = self.at(since) if held is None else dict(held), None, 0
         moments: list[tuple[Place, Held]] = []
         for place, record, delta in self._events[since:until]:
+            if place.where in without:
+                continue
             now[record.label or "temporary"] += delta
             total = sum(now.values()) - now[HOST]
             if place != last:

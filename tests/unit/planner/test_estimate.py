@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.chunked_loss import chunk_width
 from launcher.planner import profile
 from launcher.planner.estimate import estimate_memory
@@ -223,6 +225,7 @@ def test_model_without_blocks_is_one_group(load, monkeypatch):
     split = profile_model(recipe, device="cpu")
     prepared = dataclasses.replace(profile.prepare_model(recipe, device=torch.device("cpu")), blocks={})  # fmt: skip
     monkeypatch.setattr(profile, "_PROFILES", {})
+    monkeypatch.setattr(profile, "_PREPARED", {})
     monkeypatch.setattr(profile, "prepare_model", lambda *_, **__: prepared)
     whole = profile_model(recipe, device="cpu")
     assert whole.block_classes == ()
@@ -230,6 +233,18 @@ def test_model_without_blocks_is_one_group(load, monkeypatch):
     assert (
         estimate_memory(whole, recipe, ranks=2).held == estimate_memory(split, recipe, ranks=2).held
     )
+
+
+def test_prepared_models_are_copies_with_the_attention_of_whole_rows(load):
+    recipe = load(*SMALL)
+    first = profile.prepared_model(recipe, device="cpu")
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, lambda: None)  # as by ranks that share rows
+    second = profile.prepared_model(recipe, device="cpu")
+    assert ALL_ATTENTION_FUNCTIONS[VARLEN] is varlen_attention
+    for prepared in (first, second):
+        modules = set(prepared.model.modules())
+        assert modules.issuperset([*prepared.blocks.values(), *prepared.outer_units])
+    assert not set(first.model.modules()) & set(second.model.modules())
 
 
 def test_untraceable_model_is_estimated_from_shapes(load, step, monkeypatch):

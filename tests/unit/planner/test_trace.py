@@ -109,13 +109,17 @@ def test_checkpointing_keeps_block_inputs():
             {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            {"checkpointing": "full", "cpu_offload": CpuOffload(pin_memory=True)},
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["full, unsynced", "ddp bf16", "packed, kept unsharded"],
+    ids=["full, unsynced", "ddp bf16", "packed, kept unsharded", "offload"],
 )
 def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
     settings |= {"device": "cuda", "micro_batches": 2, "layers": DEEP}
     extrapolated = step(**settings)
-    monkeypatch.setattr(trace, "DEPTHS", (100, 200))
+    monkeypatch.setattr(trace, "EDGE", 100)
     whole = step.__wrapped__(**settings)
     near(extrapolated.peak.total, whole.peak.total, by=0.001)
     peaks = [(step.peak.phase, step.peak.where) for step in (extrapolated, whole)]
@@ -123,6 +127,7 @@ def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
     for phase, moment in whole.phases.items():
         near(extrapolated.phases[phase].total, moment.total, by=0.001)
     assert extrapolated.held == whole.held
+    assert extrapolated.host == whole.host
 
 
 def test_offload_moves_states_to_the_host():
