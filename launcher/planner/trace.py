@@ -117,7 +117,8 @@ def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | No
 def _run(
     prepared: PreparedModel, *, recipe: Recipe, ranks: DataParallel, device: str, micro_batches: int
 ) -> StepMemory:
-    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
+    strategy = recipe.strategy
+    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -127,6 +128,7 @@ def _run(
 
     widths = set()
     if vocabulary := prepared.vocabulary:
+        vocabulary = -(-vocabulary // ranks.tensor_size)
         width = chunk_width(data.tokens, vocabulary) if prepared.chunked_loss else vocabulary
         widths = {width, vocabulary % width or width}
 

@@ -160,6 +160,7 @@ def _path(plain: dict[str, Any], error: Any) -> KeyPath:
 _ELSEWHERE = {
     "cp_size": "strategy.context_parallel_size",
     "ep_size": "strategy.expert_parallel_size",
+    "tp_size": "strategy.tensor_parallel_size",
 }
 """Names of other tools for keys of a recipe."""
 
