@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.checkpoint.files import ALIGNMENT, rank_file
 from launcher.models.safetensors_files import DTYPES, Tensors
-from launcher.models.shards import local_rows
+from launcher.models.shards import local_columns, local_rows
 
 LOCAL = "local."
 """Prefix of the names of a rank's own tensors."""
@@ -44,7 +44,7 @@ def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
     parts = {name: part for name, (part, _) in rows.items()}
     layout = _lay_out(parts | {LOCAL + name: tensor for name, tensor in local.items()})
     mine = {
-        name: [rank_file(rank), first, len(part) if part.ndim else 1]
+        name: [rank_file(rank), first, len(part) if part.ndim else 1, *_columns(tensors[name])]
         for name, (part, first) in rows.items()
     }
     gathered: list[Any] | None = [None] * size if rank == 0 else None
@@ -61,6 +61,12 @@ def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
         }
         index = json.dumps(entries, separators=(",", ":")).encode()
     return Layout(*layout, index)
+
+
+def _columns(tensor: torch.Tensor) -> list[int]:
+    """First column and number of columns of this rank's part; nothing if it has all."""
+    columns = local_columns(tensor)
+    return [] if columns is None else [columns.start, len(columns)]
 
 
 def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
@@ -85,8 +91,8 @@ def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
 def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
     """Names of the tensors of which this rank writes its part. All ranks compute the same result.
 
-    Several ranks hold the same rows of a plain or a hybrid-sharded tensor. Of these, the rank with
-    the fewest bytes so far writes them.
+    Several ranks hold the same part of a tensor that is plain, hybrid-sharded, or whole on ranks
+    that divide layers. Of these, the rank with the fewest bytes so far writes it.
     """
     loads: dict[int, list[int]] = {}
     names = []
@@ -95,7 +101,11 @@ def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
         copies, copy = ranks, rank
         if isinstance(tensor, DTensor):
             mesh, hybrid = tensor.device_mesh, tensor.placements[0].is_replicate()
-            copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if hybrid else (1, 0)
+            # Neighbours that divide layers have meshes of their own for what they do not divide
+            copies, copy = ranks // mesh.size(), rank % (ranks // mesh.size())
+            if hybrid:
+                copy += copies * mesh.get_local_rank(0)
+                copies *= mesh.size(0)
         load = loads.setdefault(copies, [0] * copies)
         writer = load.index(min(load))
         load[writer] += tensor.nbytes

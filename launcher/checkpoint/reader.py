@@ -96,9 +96,7 @@ def open_tensors(path: Path) -> StoredTensors:
     parts, tensors = {}, {}
     try:
         for name, entry in json.loads((path / files.INDEX).read_bytes()).items():
-            parts[name] = [
-                StoredRows(path / file, first, rows) for file, first, rows in entry["parts"]
-            ]
+            parts[name] = [StoredRows(path / file, *box) for file, *box in entry["parts"]]
             if outside := [part.file for part in parts[name] if part.file.parent != path]:
                 raise ValueError(f"{name} is in {outside[0]}, outside of the checkpoint")
             dtype = DTYPES[entry["dtype"]]

@@ -110,12 +110,13 @@ class RunData:
             count = sampler.micro_batches(step)
             collated = [raise_error(next(loader)) for _ in range(count)]
             waited = time.perf_counter() - started
+            counted = collated if ranks.tensor_rank == 0 else []
             totals = StepTotals(
-                loss_tokens=sum(micro_batch["loss_tokens"] for micro_batch in collated),
-                tokens=sum(micro_batch["tokens"] for micro_batch in collated),
+                loss_tokens=sum(micro_batch["loss_tokens"] for micro_batch in counted),
+                tokens=sum(micro_batch["tokens"] for micro_batch in counted),
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
-                loss_weight=float(sum(map(_loss_weight, collated))),
+                loss_weight=float(sum(map(_loss_weight, counted))),
             )
             positions: dict[int, ShardPosition] = {}
             for micro_batch in collated:

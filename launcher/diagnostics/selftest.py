@@ -89,8 +89,8 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
     own, sequences, variants = recipe.strategy.mixed_precision, SEQUENCES_PER_RANK * ranks, []
     for name, (strategy, checkpointing) in _strategies(recipe, ranks=ranks).items():
-        shared, divided = strategy.context_parallel_size, strategy.expert_parallel_size
-        alone = strategy.replicate == shared == divided == 1
+        shared = strategy.context_parallel_size * strategy.tensor_parallel_size
+        alone = strategy.replicate == shared == strategy.expert_parallel_size == 1
         counts = (ranks, 1) if ranks > 1 and alone else (ranks,)
         cases: list[tuple[MixedPrecision | None, int, int]]
         cases = [(None, count, size) for count in counts for size in (SEQUENCES_PER_RANK, 1)]
@@ -145,6 +145,9 @@ def _strategies(
     if (divided := own.expert_parallel_size) > 1 and ranks % divided == 0:
         name = f"fsdp, experts over {divided} ranks"
         strategies[name] = replace(fsdp, expert_parallel_size=divided), None
+    if (layers := own.tensor_parallel_size) > 1 and ranks % layers == 0:
+        name = f"fsdp, layers over {layers} ranks"
+        strategies[name] = replace(fsdp, tensor_parallel_size=layers), None
     return strategies
 
 

@@ -52,43 +52,56 @@ class DataParallel:
     """Ranks that share each row of tokens: neighbours, because they exchange most."""
     context_group: dist.ProcessGroup | None = None
     """The ranks that share this rank's rows; None: it has whole rows."""
+    tensor_size: int = 1
+    """Ranks that divide each layer, and compute the same tokens: the nearest neighbours."""
 
-    def sharing_rows(self, context_size: int) -> DataParallel:
-        """The same ranks, of which every `context_size` share rows. Every rank must call this."""
-        if context_size == 1:
-            return self
-        group = self.group
-        if context_size < self.size:
-            members = torch.tensor(dist.get_process_group_ranks(group)).view(-1, context_size)
-            mesh = DeviceMesh(self.device.type, members, mesh_dim_names=("data", "context"))
-            group = mesh.get_group("context")
-        return replace(self, context_size=context_size, context_group=group)
+    def sharing_rows(self, context_size: int, tensor_size: int = 1) -> DataParallel:
+        """The same ranks, of which every `context_size` share rows and every `tensor_size` divide
+        layers. Every rank must call this."""
+        group = None
+        if context_size > 1:
+            group = self.group
+            if context_size < self.size:
+                last = {"tensor": tensor_size} if tensor_size > 1 else {}
+                group = self._mesh(data=-1, context=context_size, **last).get_group("context")
+        return replace(
+            self, context_size=context_size, context_group=group, tensor_size=tensor_size
+        )
 
-    def expert_mesh(self, size: int, *, replicate: int) -> DeviceMesh:
-        """The same ranks as (replicate, shard, expert): neighbours hold different experts, and
-        those along `shard` divide the same ones. Every rank must call this."""
-        members = torch.tensor(dist.get_process_group_ranks(self.group)).view(replicate, -1, size)
-        names = ("replicate", "shard", "expert")
-        return DeviceMesh(self.device.type, members, mesh_dim_names=names)
+    def divided_mesh(self, *, replicate: int, **last: int) -> DeviceMesh:
+        """The same ranks as (replicate, shard, X), for a dimension X of some neighbours: those that
+        hold different experts, or divide each layer. The ranks along `shard` hold the same ones.
+        Every rank must call this."""
+        return self._mesh(replicate=replicate, shard=-1, **last)
+
+    def _mesh(self, **sizes: int) -> DeviceMesh:
+        members = torch.tensor(dist.get_process_group_ranks(self.group)).view(*sizes.values())
+        return DeviceMesh(self.device.type, members, mesh_dim_names=tuple(sizes))
 
     @property
     def data_rank(self) -> int:
         """The number of this rank's part of a global batch's rows, from 0 to `data_size` - 1."""
-        return self.rank // self.context_size
+        return self.rank // (self.context_size * self.tensor_size)
 
     @property
     def data_size(self) -> int:
         """The number of parts into which the rows of a global batch are divided."""
-        return self.size // self.context_size
+        return self.size // (self.context_size * self.tensor_size)
 
     @property
     def context_rank(self) -> int:
         """The number of this rank's part of each row, from 0 to `context_size` - 1."""
-        return self.rank % self.context_size
+        return self.rank // self.tensor_size % self.context_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """The number of this rank's part of each layer, from 0 to `tensor_size` - 1. Sums over all
+        ranks count the tokens of those with number 0."""
+        return self.rank % self.tensor_size
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that have different tokens, over which losses and tokens are summed."""
+        """The ranks over which losses and tokens are summed."""
         return self.group
 
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.models.build import embeddings
 from launcher.models.inputs import IGNORED
+from launcher.models.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +73,10 @@ class Chunking:
     pass, where its eager operators move 48 bytes for a logit in bfloat16."""
     reduction: Literal["sum", "none"] = "sum"
     """none: a loss for each target."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that divide the vocabulary; None: this rank has all of it."""
+    first: int = 0
+    """The first vocabulary entry of this rank."""
 
     def function(self, eager: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled or not."""
@@ -93,7 +99,8 @@ def linear_cross_entropy(
     """Cross-entropies of transform(inputs @ weight.T + bias), in float32: their sum, or (tokens,).
 
     `inputs` (tokens, features) are in the dtype of the matrix products, `weight` is (vocabulary,
-    features), and `targets` (tokens,) are IGNORED where there is no loss.
+    features), and `targets` (tokens,) are IGNORED where there is no loss. If ranks divide the
+    vocabulary, `weight` and `bias` are this rank's rows, and all ranks get the same result.
     """
     function: Any = _LinearCrossEntropy
     losses: torch.Tensor = function.apply(inputs, weight, bias, targets, chunking)
@@ -115,13 +122,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
             for chunk in _chunks(weight, chunking.width):
-                column = (targets - chunk.start)[:, None]
+                column = (targets - (chunking.first + chunk.start))[:, None]
                 highest, total, at_target = statistics(
                     _logits(inputs, weight, bias, chunk), column, at_target, transform
                 )
                 largest.append(highest)
                 sums.append(total)
         log_sum = torch.cat(sums, 1).log_().add_(torch.cat(largest, 1)).logsumexp(1, keepdim=True)
+        if chunking.group is not None:
+            parts = [torch.empty_like(log_sum) for _ in range(chunking.group.size())]
+            dist.all_gather(parts, log_sum, group=chunking.group)
+            log_sum = torch.cat(parts, 1).logsumexp(1, keepdim=True)
+            dist.all_reduce(at_target, group=chunking.group)
         losses = (log_sum - at_target).masked_fill((targets == IGNORED)[:, None], 0)
         ctx.chunking = chunking
         ctx.save_for_backward(inputs, weight, bias, targets, log_sum)
@@ -139,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         per_token = (gradient * (targets != IGNORED))[:, None]
         with torch.autocast(targets.device.type, enabled=False):
             for chunk in _chunks(weight, ctx.chunking.width):
-                column = (targets - chunk.start)[:, None]
+                column = (targets - (ctx.chunking.first + chunk.start))[:, None]
                 # No name for the logits here, so that they can be freed before the gradient is made
                 d_logits = gradient_of_logits(
                     _logits(inputs, weight, bias, chunk), log_sum, column, per_token, transform
@@ -151,6 +163,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if d_bias is not None:
                     d_bias[chunk] = d_logits.sum(0)
                 del d_logits  # so that it is not held beside the next chunk's logits
+        if d_inputs is not None and ctx.chunking.group is not None:
+            dist.all_reduce(d_inputs, group=ctx.chunking.group)
         d_inputs = None if d_inputs is None else d_inputs.to(inputs.dtype)
         return d_inputs, d_weight, d_bias, None, None
 
@@ -245,7 +259,19 @@ class ChunkedHead:
         self._positions: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
         self._reduction: Literal["sum", "none"] = "sum"
+        self._group: dist.ProcessGroup | None = None
+        self._first = 0
         model.forward, self._head.forward = self._forward, self._forward_head
+
+    def divide(
+        self,
+        group: dist.ProcessGroup,
+        first: int,
+        head_forward: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Divides the vocabulary over the ranks of the group: this rank's part of the head begins
+        with the entry `first`. `head_forward` computes all logits."""
+        self._group, self._first, self._head_forward = group, first, head_forward
 
     def _forward(
         self,
@@ -278,10 +304,12 @@ class ChunkedHead:
         hidden = hidden.flatten(0, -2)
         if self._positions is not None:
             hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
-        vocabulary = _base(self._head).out_features
-        width = chunk_width(len(targets), vocabulary)
-        chunking = Chunking(self._transform, width, self._compile, self._reduction)
-        if width < vocabulary:
+        vocabulary = len(local_part(_base(self._head).weight))
+        width, whole = chunk_width(len(targets), vocabulary), self._group is None
+        chunking = Chunking(
+            self._transform, width, self._compile, self._reduction, self._group, self._first
+        )
+        if width < vocabulary or not whole:
             loss = linear_cross_entropy(*_linear(self._head, hidden), targets, chunking)
         else:  # a single chunk: its logits are kept for the backward pass, not recomputed
             cross_entropy = chunking.function(_cross_entropy)
@@ -305,13 +333,13 @@ def _linear(
     adapters are concatenated along the features."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    inputs, weight = hidden.to(dtype), _base(head).weight
+    inputs, weight, bias = hidden.to(dtype), local_part(_base(head).weight), _base(head).bias
     for name in getattr(head, "active_adapters", ()):
         down, up = head.lora_A[name], head.lora_B[name]
         dropped = head.lora_dropout[name](hidden.to(down.weight.dtype))
         inputs = torch.cat((inputs, (down(dropped) * head.scaling[name]).to(dtype)), dim=1)
         weight = torch.cat((weight.to(dtype), up.weight.to(dtype)), dim=1)
-    return inputs, weight, _base(head).bias
+    return inputs, weight, None if bias is None else local_part(bias)
 
 
 def _base(head: nn.Module) -> Any:

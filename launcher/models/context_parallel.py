@@ -29,9 +29,15 @@ _whole_rows = ContextVar("whole_rows", default=False)
 """Whether each rank computes whole rows for now, without the others."""
 
 
-def share_rows(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_length: int) -> None:
+def share_rows(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup,
+    *,
+    sequence_length: int,
+    tensor_size: int = 1,
+) -> None:
     """Divides the rows of this model over the ranks of the group: replaces its attention by
-    `shared_attention`.
+    `shared_attention`. Each rank has the heads of one of `tensor_size` parts of the layers.
 
     Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
     """
@@ -52,11 +58,12 @@ def share_rows(model: PreTrainedModel, group: dist.ProcessGroup, *, sequence_len
         what = f"{name} scales rotary positions ({', '.join(kinds)}) by the longest row it sees"
         raise RecipeError(f"{KEY}: {what}, and each rank sees a part; use 1")
     heads = config.num_attention_heads
-    if heads % size:
-        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+    if heads % (size * tensor_size):
+        product = f"{size} x {tensor_size} (strategy.tensor_parallel_size)"
+        divisors = [n for n in range(1, heads + 1) if heads % (n * tensor_size) == 0]
         raise RecipeError(
-            f"{KEY}: {size} does not divide the {heads} attention heads of {name}; "
-            f"use one of {', '.join(divisors)}"
+            f"{KEY}: {size if tensor_size == 1 else product} does not divide the {heads} attention "
+            f"heads of {name}; use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(shared_attention, group))
 

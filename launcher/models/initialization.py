@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_map_only
 from launcher.errors import RecipeError
 from launcher.models import philox
 from launcher.models.nf4 import is_packed, shape_of
-from launcher.models.shards import compute_device, copy_local_rows, local_rows, write
+from launcher.models.shards import (
+    compute_device,
+    copy_local_rows,
+    local_columns,
+    local_rows,
+    write,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -217,13 +223,17 @@ class InitialValues:
         """Writes this rank's part."""
         if self.mine is not None and self.whole is not None:
             copy_local_rows(self.mine, self.whole)
-        elif self.mine is not None:
+        elif self.mine is not None and self._operations:
             local, row = local_rows(self.mine)
-            rows = local.contiguous()
+            rows, columns = local.contiguous(), local_columns(self.mine)
             if is_packed(local):
                 rows = torch.empty(shape_of(local), device=local.device)
+            if columns is not None:
+                rows = local.new_empty(len(local), *self.shape[1:])
             first = row * self.shape[1:].numel()
             self._apply(rows.view(-1), first, compute_device(self.mine))
+            if columns is not None:
+                rows = rows[:, columns.start : columns.stop]
             if rows is not local:
                 write(local, rows)
         self._operations.clear()

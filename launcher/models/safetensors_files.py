@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
-from launcher.models.shards import local_rows, write
+from launcher.models.shards import local_columns, local_rows, write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -45,12 +45,21 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Consecutive rows (of dimension 0) of a stored tensor, under its name in a file."""
+    """Consecutive rows (of dimension 0) of a stored tensor, or some columns of these rows, under
+    its name in a file."""
 
     file: Path
     first: int
     rows: int
     """1 for a scalar."""
+    first_column: int = 0
+    columns: int | None = None
+    """Of dimension 1; None: all."""
+
+    def columns_of(self, width: int) -> range:
+        """Those of a tensor with `width` columns."""
+        columns = width if self.columns is None else self.columns
+        return range(self.first_column, self.first_column + columns)
 
 
 class StoredTensors:
@@ -70,12 +79,24 @@ class StoredTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, perhaps a view of the mapped file."""
-        parts = [self._file(part.file).get_tensor(name) for part in self._parts[name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = self._parts[name]
+        if any(part.columns is not None for part in parts):
+            whole = torch.empty_like(self.tensors[name], device="cpu")
+            for part in parts:
+                columns, rows = (
+                    part.columns_of(whole.shape[1]),
+                    slice(part.first, part.first + part.rows),
+                )
+                values = self._file(part.file).get_tensor(name)
+                whole[rows, columns.start : columns.stop] = values
+            return whole
+        tensors = [self._file(part.file).get_tensor(name) for part in parts]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def copy_rows(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies this rank's rows into its part of a tensor of the same shape, or in NF4."""
+        """Copies this rank's part into that of a tensor of the same shape, or in NF4."""
         local, first = local_rows(tensor)
+        own = local_columns(tensor)
         if not local.ndim:
             local.copy_(self.read(name))
             return
@@ -83,8 +104,17 @@ class StoredTensors:
             start, stop = max(first, part.first), min(first + len(local), part.first + part.rows)
             if start < stop:
                 stored = self._file(part.file).get_slice(name)
-                rows = stored[start - part.first : stop - part.first]
-                write(local[start - first : stop - first], rows)
+                rows = slice(start - part.first, stop - part.first)
+                target = local[start - first : stop - first]
+                if own is None and part.columns is None:
+                    write(target, stored[rows])
+                    continue
+                width = self.tensors[name].shape[1]
+                wanted, kept = own or range(width), part.columns_of(width)
+                left, right = max(wanted.start, kept.start), min(wanted.stop, kept.stop)
+                if left < right:
+                    values = stored[rows, left - kept.start : right - kept.start]
+                    target[:, left - wanted.start : right - wanted.start].copy_(values)
 
     def digest(self) -> str:
         """A digest of the names, dtypes, shapes and some of the values: enough to notice other

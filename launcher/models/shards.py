@@ -8,25 +8,50 @@ from torch.distributed.tensor import DTensor
 from launcher.models.nf4 import is_packed, quantize
 
 
+def chunks(size: int, parts: int) -> list[range]:
+    """How DTensors divide a dimension, like torch.chunk; the last parts may be empty."""
+    width = -(-size // parts)
+    return [range(min(i * width, size), min((i + 1) * width, size)) for i in range(parts)]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor; autograd follows it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's part of a tensor, and the row (of dimension 0) of the whole where it starts."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    mesh, first, rows = tensor.device_mesh, 0, tensor.shape[0]
-    # The last dimension of the mesh splits first, like torch.chunk. fully_shard splits what expert
+    return tensor.to_local(), _local_range(tensor, 0).start
+
+
+def local_columns(tensor: torch.Tensor) -> range | None:
+    """This rank's part of dimension 1, which tensor parallelism may divide; None: all of it."""
+    if isinstance(tensor, DTensor) and any(getattr(p, "dim", 0) == 1 for p in tensor.placements):
+        return _local_range(tensor, 1)
+    return None
+
+
+def _local_range(tensor: DTensor, dimension: int) -> range:
+    mesh, part = tensor.device_mesh, range(tensor.shape[dimension] if tensor.ndim else 1)
+    # The last dimension of the mesh splits first. fully_shard splits what expert or tensor
     # parallelism has left
     for index in reversed(range(mesh.ndim)):
-        if not tensor.placements[index].is_replicate():
-            chunk = -(-rows // mesh.size(index))
-            begin = min(mesh.get_local_rank(index) * chunk, rows)
-            first, rows = first + begin, min(chunk, rows - begin)
-    return tensor.to_local(), first
+        if getattr(tensor.placements[index], "dim", None) == dimension:
+            own = chunks(len(part), mesh.size(index))[mesh.get_local_rank(index)]
+            part = part[own.start : own.stop]
+    return part
 
 
 def copy_local_rows(target: torch.Tensor, values: torch.Tensor, begin: int = 0) -> None:
-    """Copies this rank's rows from `values`: the whole tensor, or its rows from `begin` on."""
+    """Copies this rank's part from `values`: the whole tensor, or its rows from `begin` on."""
     local, row = local_rows(target)
-    write(local, values[row - begin : row - begin + len(local)] if local.ndim else values)
+    if local.ndim:
+        values = values[row - begin : row - begin + len(local)]
+    if (columns := local_columns(target)) is not None:
+        values = values[:, columns.start : columns.stop]
+    write(local, values)
 
 
 def write(local: torch.Tensor, values: torch.Tensor) -> None:

@@ -102,33 +102,37 @@ def variants(
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
             strategy = _in_groups(strategy, written)
-            if strategy.kind == "ddp" and written.strategy.expert_parallel_size > 1:
+            own = written.strategy
+            if strategy.kind == "ddp" and own.expert_parallel_size * own.tensor_parallel_size > 1:
                 continue
             recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
     found = list(recipes.values())
     quantized = written.lora is not None and written.lora.quantize is not None
-    if compiles and machine.device == "cuda" and not (written.model.compile or quantized):
+    divided = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size > 1
+    eager = written.model.compile or quantized or divided  # or not available
+    if compiles and machine.device == "cuda" and not eager:
         compiled = dataclasses.replace(written.model, compile=True)
         found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
     return found
 
 
 def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
-    """The strategy with the written numbers of ranks that share rows and that hold different
-    experts, which are not varied."""
+    """The strategy with the written numbers of ranks that share rows, hold different experts and
+    divide layers, which are not varied."""
     return dataclasses.replace(
         strategy,
         context_parallel_size=written.strategy.context_parallel_size,
         expert_parallel_size=written.strategy.expert_parallel_size,
+        tensor_parallel_size=written.strategy.tensor_parallel_size,
     )
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
     """The same global batch in micro-batches of other sizes."""
     batch, length = written.batch, written.data.sequence_length
-    ranks = max(1, machine.ranks // written.strategy.context_parallel_size)
+    ranks = max(1, machine.ranks // written.strategy.ranks_of_a_row)
     yield batch
     if batch.micro_batch_tokens is not None:
         tokens = batch.micro_batch_tokens
@@ -181,7 +185,7 @@ def _strategies(
         offloads[written.strategy.cpu_offload.what] = written.strategy.cpu_offload
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
-    unit = written.strategy.expert_parallel_size
+    unit = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size
     inside |= {1, written.strategy.replicate}
     copies = sorted(n for n in inside if machine.ranks % (n * unit) == 0)
     reshards = [True, False] if accumulates else [True]

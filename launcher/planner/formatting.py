@@ -68,6 +68,8 @@ def strategy_text(recipe: Recipe) -> str:
         parts.append(f"sequences over {strategy.context_parallel_size} ranks")
     if strategy.expert_parallel_size > 1:
         parts.append(f"experts over {strategy.expert_parallel_size} ranks")
+    if strategy.tensor_parallel_size > 1:
+        parts.append(f"layers over {strategy.tensor_parallel_size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if recipe.lora is not None:
@@ -94,7 +96,7 @@ def strategy_text(recipe: Recipe) -> str:
 
 def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
-    batch, shared = recipe.batch, recipe.strategy.context_parallel_size
+    batch, shared = recipe.batch, recipe.strategy.ranks_of_a_row
     count = micro_batches(batch, ranks // shared)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
     if shared > 1:

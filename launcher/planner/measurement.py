@@ -239,7 +239,8 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
 
 def _train(recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int) -> Json:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
-    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
+    strategy = recipe.strategy
+    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
     device, sizes = ranks.device, dict[str, object]()
     random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)

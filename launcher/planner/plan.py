@@ -71,8 +71,9 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
     communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
-    weights = 4 * profile.trained  # in float32
-    checkpoint_bytes = weights + round(state_bytes(profile, recipe.optimizer))
+    whole = profile.undivided or profile
+    weights = 4 * whole.trained  # in float32
+    checkpoint_bytes = weights + round(state_bytes(whole, recipe.optimizer))
     return Plan(
         machine=machine,
         step=step,

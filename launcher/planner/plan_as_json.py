@@ -21,7 +21,7 @@ def as_json(
 ) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
-    sharing = machine.ranks // recipe.strategy.context_parallel_size
+    sharing = machine.ranks // recipe.strategy.ranks_of_a_row
     peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, sharing))
     return {
         "recipe": recipe.run.name,

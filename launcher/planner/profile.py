@@ -11,21 +11,37 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from launcher.models import tensor_collectives
 from launcher.models.attention import VARLEN, varlen_attention
+from launcher.models.build import embeddings
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
+from launcher.models.tensor_parallel import (
+    PlannedRank,
+    divide_layers,
+    divides_attention,
+    find_layers,
+)
 from launcher.optimizers.muon import is_matrix
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
 from launcher.planner.recipes import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
+from launcher.training.fake_tensors import Replacements
 from launcher.training.operators import Saved, saved_of_blocks
 from launcher.training.prepare import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
+COLLECTIVES = (
+    (dist, "all_reduce"),
+    (dist, "all_gather"),
+    (tensor_collectives, "all_gather_single"),
+)
+"""What layers that are divided call, and a profile, which has no process group, leaves out."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +158,8 @@ class ModelProfile:
     saved: dict[torch.dtype, dict[int, Saved]]
     """What a block saves for one sequence, by compute dtype and class. Empty if the model does not
     run on fake tensors: then the shapes of the weights are used."""
+    undivided: ModelProfile | None = None
+    """The whole model, where this is the part of a rank that divides layers with others."""
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
@@ -204,7 +222,10 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     Raises RecipeError as `prepare_model`.
     """
     mixed = recipe.strategy.mixed_precision
-    key = repr((with_random_weights(recipe).model, recipe.lora, recipe.data, mixed, device))
+    divided = recipe.strategy.tensor_parallel_size
+    key = repr(
+        (with_random_weights(recipe).model, recipe.lora, recipe.data, mixed, device, divided)
+    )
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]
@@ -220,11 +241,28 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
 
 
 def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
-    """The profile of a prepared model without what its blocks save."""
+    """The profile of a prepared model without what its blocks save. If ranks divide its layers, it
+    is that of the first rank's part. Raises RecipeError if they cannot."""
+    whole = _profile_of_shapes(prepared, prepared.model, recipe, device=device)
+    size = recipe.strategy.tensor_parallel_size
+    if size == 1 or recipe.strategy.kind == "ddp":
+        return whole
+    model = copy.deepcopy(prepared.model)
+    divide_layers(model, PlannedRank(size))
+    part = _profile_of_shapes(prepared, model, recipe, device=device)
+    heads, head_size = whole.heads
+    if divides_attention(find_layers(model)):
+        heads //= size
+    logits = len(embeddings(model)[1].weight)
+    return dataclasses.replace(
+        part, heads=(heads, head_size), vocabulary=min(part.vocabulary, logits), undivided=whole
+    )
 
-    stacked = {
-        id(p) for module in find_experts(prepared.model).values() for p in module.parameters()
-    }
+
+def _profile_of_shapes(
+    prepared: PreparedModel, model: Any, recipe: Recipe, *, device: Device
+) -> ModelProfile:
+    stacked = {id(p) for module in find_experts(model).values() for p in module.parameters()}
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
         weights = []
@@ -234,17 +272,17 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
             weights.append(Weight(shape, p.requires_grad, p.element_size(), expert, packed))
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
-    model: Any = prepared.model
     config = getattr(model, "config", None)
 
     def configured(name: str) -> int:
         return getattr(config, name, None) or 0
 
-    blocks = [group(block.parameters()) for block in prepared.blocks.values()]
+    units = [model.get_submodule(name) for name in prepared.blocks]
+    blocks = [group(block.parameters()) for block in units]
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
-    first = prepared.outer_units[:1]
-    inside = {id(p) for unit in (*first, *prepared.blocks.values()) for p in unit.parameters()}
+    first = embeddings(model)[:1] if prepared.outer_units else ()
+    inside = {id(p) for unit in (*first, *units) for p in unit.parameters()}
     hidden, heads = configured("hidden_size"), configured("num_attention_heads")
     return ModelProfile(
         device=device,
@@ -270,6 +308,18 @@ def with_saved(
 ) -> ModelProfile:
     """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors.
     Deletes blocks of the prepared model."""
+    if profile.undivided is not None:
+        divide_layers(prepared.model, PlannedRank(recipe.strategy.tensor_parallel_size))
+        with Replacements() as replaced:
+            for module, name in COLLECTIVES:
+                replaced.set(module, name, lambda *args, **options: None)
+            return _with_saved(profile, prepared, recipe, dtypes=dtypes)
+    return _with_saved(profile, prepared, recipe, dtypes=dtypes)
+
+
+def _with_saved(
+    profile: ModelProfile, prepared: PreparedModel, recipe: Recipe, *, dtypes: set[torch.dtype]
+) -> ModelProfile:
     kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
     lasts = {kind: index for index, kind in enumerate(kinds)}

@@ -11,7 +11,7 @@ from launcher.strategies.compilation import why_eager
 
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
     """Forward passes of a rank in one optimizer step, of all `ranks`."""
-    ranks = max(1, ranks // recipe.strategy.context_parallel_size)
+    ranks = max(1, ranks // recipe.strategy.ranks_of_a_row)
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     size = recipe.batch.global_batch_size
     return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)

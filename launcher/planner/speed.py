@@ -204,8 +204,11 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         gather = _collective(own, ranks, machine, blocks, sharing=sharing)
         reduce = _collective(work.reduce * own_trained, ranks, machine, blocks, sharing=sharing)
         weights, trained = weights - own, trained - own_trained
-    gather += _collective(weights, work.shards, machine, groups)
-    reduce += _collective(work.reduce * trained, work.shards, machine, groups)
+    # Ranks that divide layers are neighbours, and shard each their part with ranks of other nodes
+    across = work.shards * work.tensor_ranks > machine.gpus_per_node
+    sharing = work.tensor_ranks if across else 1
+    gather += _collective(weights, work.shards, machine, groups, sharing=sharing)
+    reduce += _collective(work.reduce * trained, work.shards, machine, groups, sharing=sharing)
     if strategy.replicate > 1:
         averaged = gradients / work.shards
         sharing = machine.gpus_per_node if machine.nodes > 1 else 1
@@ -215,15 +218,18 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
 
 
 def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
-    """Seconds in which ranks that share rows exchange queries, keys, values and results, and ranks
-    with different experts tokens and results (evenly), in a step's forward and backward passes.
-    Compute waits for them."""
+    """Seconds in which ranks that share rows exchange queries, keys, values and results, ranks with
+    different experts tokens and results (evenly), and ranks that divide layers sum the results of
+    attention and of the network after it, in a step's forward and backward passes. Compute waits
+    for them."""
     profile, tokens, forward, backward = work.profile, work.size * work.tokens, 0.0, 0.0
     heads, head_size = profile.heads
     attention = 4.0 * tokens * heads * head_size, work.strategy.context_parallel_size, 4
     experts = 2.0 * tokens * profile.experts * profile.hidden, work.expert_ranks, 3
+    sums = 2 * 2.0 * tokens * profile.hidden, work.tensor_ranks, 2  # an all-reduce moves it twice
     for group, twice in zip(work.gathered[:-2], work.recomputed, strict=True):
-        for moved, ranks, calls in (attention, experts) if group.has_experts else (attention,):
+        exchanged = (attention, experts, sums) if group.has_experts else (attention, sums)
+        for moved, ranks, calls in exchanged:
             sharing = machine.gpus_per_node if ranks > machine.gpus_per_node else 1
             once = work.micro_batches * _collective(moved, ranks, machine, calls, sharing=sharing)
             forward, backward = forward + once, backward + (1 + twice) * once

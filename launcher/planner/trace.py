@@ -134,7 +134,8 @@ def _run(
 ) -> _Observer:
     """Trains two steps. `only_update`: with gradients of zeros instead of forward and backward
     passes."""
-    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
+    strategy = recipe.strategy
+    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -142,7 +143,8 @@ def _run(
         with fake:
             materialize(model, parameters=parameters, buffers=buffers)
 
-    tracker = Tracker(_logits_label(prepared, data), gloo=device == "cpu")
+    label = _logits_label(prepared, data, tensor_size=ranks.tensor_size)
+    tracker = Tracker(label, gloo=device == "cpu")
     offload = recipe.strategy.cpu_offload if device == "cuda" else None
     pinned = offload.pin_memory if offload is not None and offload.what == "all" else None
     with replaced_for_tracing(tracker, data, device=device, pinned=pinned):
@@ -184,11 +186,12 @@ def _run(
 
 
 def _logits_label(
-    prepared: PreparedModel, data: SyntheticData
+    prepared: PreparedModel, data: SyntheticData, *, tensor_size: int
 ) -> Callable[[torch.Tensor], str | None]:
-    """A function that labels logits, by their shape."""
+    """A function that labels logits, by their shape. tensor_size: ranks that divide them."""
     widths = set()
     if vocabulary := prepared.vocabulary:
+        vocabulary = -(-vocabulary // tensor_size)
         width = chunk_width(data.tokens, vocabulary) if prepared.chunked_loss else vocabulary
         widths = {width, vocabulary % width or width}
 

@@ -117,8 +117,11 @@ class Work:
         sync = strategy.sync_every_micro_batch
         every = not self.ddp if sync == "auto" else sync
         self.reductions = self.micro_batches if every else 1
-        # Ranks that share each parameter, and its optimizer state
-        self.shards = 1 if self.ddp else max(1, ranks // strategy.replicate)
+        # Ranks that share each parameter, and its optimizer state. With layers divided over ranks,
+        # the profile is that of a rank's part, which as many fewer ranks share
+        self.tensor_ranks = 1 if self.ddp else strategy.tensor_parallel_size
+        divided = strategy.replicate * self.tensor_ranks
+        self.shards = 1 if self.ddp else max(1, ranks // divided)
         self.state_shards = ranks if strategy.shard_optimizer else self.shards
         # Ranks that hold different experts, and the weights that a rank gathers
         self.expert_ranks = 1 if self.ddp else strategy.expert_parallel_size

@@ -13,7 +13,9 @@ Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
-_DIVIDED = "strategy.context_parallel_size strategy.expert_parallel_size"
+_DIVIDED = (
+    "strategy.context_parallel_size strategy.expert_parallel_size strategy.tensor_parallel_size"
+)
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
     ("model.builder", "data.builder", True),
@@ -48,6 +50,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
     ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
     ("strategy.reshard_after_backward strategy.expert_parallel_size", "strategy.kind", "fsdp auto"),
+    ("strategy.tensor_parallel_size", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
@@ -55,12 +58,22 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
     ("strategy.expert_parallel_size", "model.compile lora.quantize", False),
     (_DIVIDED, "lora.dora lora.modules_to_save", False),
+    ("strategy.tensor_parallel_size", "optimizer.name", "adamw sgd"),
+    ("strategy.tensor_parallel_size", "optimizer.state_dtype", "float32"),
+    ("strategy.tensor_parallel_size", "strategy.expert_parallel_size", "1"),
+    ("strategy.tensor_parallel_size", "data.kind", "text tokens chat instruct"),
+    (
+        "strategy.tensor_parallel_size",
+        "model.builder model.compile lora.quantize lora.path data.builder evaluation.generate",
+        False,
+    ),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
     (_OFFLOADED_STATE, "optimizer.momentum", True),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
     ("activation_checkpointing.budget", "model.builder data.builder", False),
     ("activation_checkpointing.budget", "strategy.expert_parallel_size", "1"),
+    ("activation_checkpointing.budget", "strategy.tensor_parallel_size", "1"),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
     ("schedule.decay_steps", "schedule.kind", "wsd"),

@@ -60,6 +60,7 @@ NAMES = {
     "strategy.context_parallel_size": "cp_size sequence_parallel_size sequence_parallel_degree",
     "strategy.cpu_offload": "fsdp_offload_params offload_optimizer offload_params",
     "strategy.expert_parallel_size": "ep_size",
+    "strategy.tensor_parallel_size": "tp_size tensor_parallel",
     "strategy.kind": "deepspeed fsdp fsdp_config fsdp_version zero_stage distributed_type",
     "strategy.mixed_precision.param_dtype": "bf16 fp16 dtype torch_dtype",
     "strategy.reshard_after_forward": "fsdp_reshard_after_forward fsdp_sharding_strategy",

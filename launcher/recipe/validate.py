@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import math
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -225,6 +226,10 @@ def _resume(recipe: Recipe) -> Found:
     yield "checkpoint.resume", f"no such folder: {resume}; {what}"
 
 
+_SHARING = ("context_parallel_size", "tensor_parallel_size")
+"""Keys of `strategy` for ranks that compute the same rows."""
+
+
 def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
@@ -236,9 +241,9 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         return  # perhaps on another number of ranks: the last micro-batches may be smaller
     factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
     if ranks is not None:
-        context = recipe.strategy.context_parallel_size
-        unit *= max(1, ranks // context)
-        shared = f" / {context} (strategy.context_parallel_size)" if context > 1 else ""
+        sharing = [(getattr(recipe.strategy, name), f"strategy.{name}") for name in _SHARING]
+        unit *= max(1, ranks // math.prod(size for size, _ in sharing))
+        shared = "".join(f" / {size} ({name})" for size, name in sharing if size > 1)
         factors.append(f"{ranks} (ranks){shared}")
     if size % unit:
         below = size // unit * unit
@@ -252,13 +257,21 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
         return
     copies = 1 if recipe.strategy.kind == "ddp" else recipe.strategy.replicate
     counts = {"replicate": ranks, "context_parallel_size": ranks}
-    counts["expert_parallel_size"] = ranks // copies
+    counts["expert_parallel_size"] = counts["tensor_parallel_size"] = ranks // copies
+    found = False
     for key, count in counts.items():
         size = copies if key == "replicate" else getattr(recipe.strategy, key)
         if count % size:
             divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             what = f"{count} (ranks{' of a copy' if count < ranks else ''})"
             yield f"strategy.{key}", f"{size} does not divide {what}; try one of {divisors}"
+            found = True
+    context, tensor = (getattr(recipe.strategy, name) for name in _SHARING)
+    if ranks % (context * tensor) and not found:
+        sizes = [n for n in range(1, ranks + 1) if ranks % (n * context) == 0]
+        what = f"{tensor} x {context} (strategy.context_parallel_size) does not divide {ranks}"
+        sizes_text = ", ".join(map(str, sizes))
+        yield "strategy.tensor_parallel_size", f"{what} (ranks); try one of {sizes_text}"
 
 
 def _context(recipe: Recipe) -> Found:

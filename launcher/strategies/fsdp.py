@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe.schema import CpuOffload
@@ -32,12 +33,23 @@ class Experts:
 
     modules: Sequence[nn.Module]
     mesh: DeviceMesh
-    """See `DataParallel.expert_mesh`."""
+    """See `DataParallel.divided_mesh`."""
 
-    def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that have the same experts as this one."""
-        copies = self.mesh.size(0) > 1
-        return self.mesh["replicate", "shard"] if copies else self.mesh["shard"]
+
+@dataclass(frozen=True)
+class DividedLayers:
+    """What tensor parallelism has divided."""
+
+    mesh: DeviceMesh
+    """See `DataParallel.divided_mesh`."""
+    partial: Sequence[tuple[nn.Module, str]]
+    """Modules and names of the parameters that every rank has whole, and of whose gradients each
+    rank of a group computes a part."""
+
+
+def _without_last(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of the ranks that hold the same experts, or the same parts of layers, as this."""
+    return mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +73,18 @@ class Fsdp(WrappedModel):
         model: nn.Module,
         blocks: Sequence[nn.Module],
         outer_units: Sequence[nn.Module],
-        experts: Experts | None,
+        experts: Experts | None = None,
+        layers: DividedLayers | None = None,
         *,
         policy: FsdpPolicy,
         ranks: DataParallel,
         init_fn: InitFn,
     ) -> None:
-        self._mesh, self._policy = _make_mesh(ranks, policy.replicate), policy
-        self._experts = experts
+        self._policy, self._experts, self._layers = policy, experts, layers
+        if layers is None:
+            self._mesh = _make_mesh(ranks, policy.replicate)
+        else:
+            self._mesh = _without_last(layers.mesh)
         policies: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype),
@@ -80,7 +96,7 @@ class Fsdp(WrappedModel):
             place = torch.device("cpu")
         reshard = policy.reshard_after_forward
         if experts is not None:
-            own: dict[str, Any] = policies | {"mesh": experts.fsdp_mesh()}
+            own: dict[str, Any] = policies | {"mesh": _without_last(experts.mesh)}
             for module in experts.modules:
                 fully_shard(module, reshard_after_forward=reshard, **own)
         embedding, last = outer_units[:1], outer_units[1:]
@@ -99,6 +115,8 @@ class Fsdp(WrappedModel):
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
         init_fn(model, place, ranks.device)
         super().__init__(model, module=model, ranks=ranks)
+        partial = () if layers is None else layers.partial
+        self._partial = {module._parameters[name] for module, name in partial}
         assert isinstance(model, FSDPModule)
         self._root: FSDPModule = model
         if ranks.size > 1:
@@ -132,6 +150,8 @@ class Fsdp(WrappedModel):
         divided = ""
         if self._experts is not None:
             divided = f", experts over {self._experts.mesh.size(2)} ranks"
+        if self._layers is not None:
+            divided = f", layers over {self._layers.mesh.size(2)} ranks"
         offloaded = ""
         if policy.cpu_offload is not None:
             offloaded = " (offloaded)" if offloads_parameters(policy.cpu_offload) else ""
@@ -170,7 +190,49 @@ class Fsdp(WrappedModel):
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        squared = super().grad_norm().square()
+        if self._layers is None:
+            squared = super().grad_norm().square()
+        else:
+            squared = self._joint_squared_norm(self._layers)
         with self.waiting():
             dist.all_reduce(squared, group=self._mesh.get_group("shard"))
         return squared.sqrt()
+
+    def _joint_squared_norm(self, layers: DividedLayers) -> torch.Tensor:
+        """Of the gradients that the ranks hold which divide layers with this one: parameters that
+        each of them has whole count once.
+
+        Before, these ranks sum the gradients of which each has a part, and average the others: a
+        rounding error that differs would let the parameters drift apart.
+        """
+        group, divisors = layers.mesh.get_group("tensor"), list[float]()
+        divided, whole = list[torch.Tensor](), list[torch.Tensor]()
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                if "tensor" in (gradient.device_mesh.mesh_dim_names or ()):
+                    divided.append(gradient.to_local())
+                else:
+                    whole.append(gradient.to_local())
+                    divisors.append(1 if parameter in self._partial else group.size())
+        squared = _squared_norm(divided)
+        with self.waiting():
+            if squared is not None:
+                dist.all_reduce(squared, group=group)
+            if whole:
+                torch._foreach_div_(whole, divisors)
+                flat = torch.cat([gradient.flatten() for gradient in whole])
+                dist.all_reduce(flat, group=group)
+                parts = torch.split(flat, [gradient.numel() for gradient in whole])
+                same = [part.view_as(g) for part, g in zip(parts, whole, strict=True)]
+                torch._foreach_copy_(whole, same)
+        once = _squared_norm(whole)
+        return torch.stack([each for each in (squared, once) if each is not None]).sum()
+
+
+def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """Of all tensors together; None if there are none."""
+    if not tensors:
+        return None
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return norm.square()

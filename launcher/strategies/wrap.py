@@ -13,7 +13,7 @@ from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.ddp import Ddp
-from launcher.strategies.fsdp import Experts, Fsdp, FsdpPolicy
+from launcher.strategies.fsdp import DividedLayers, Experts, Fsdp, FsdpPolicy
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Parts:
     kept: dict[str, Kept] | None = None
     """What the budget of activation checkpointing keeps of each block; None without a budget."""
     experts: Experts | None = None
+    """Those that are divided over ranks."""
+    layers: DividedLayers | None = None
     """Those that are divided over ranks."""
 
 
@@ -68,7 +70,7 @@ def wrap(
         replicate=strategy.replicate,
         sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
     )
-    units = list(blocks.values()), parts.outer_units, parts.experts
+    units = list(blocks.values()), parts.outer_units, parts.experts, parts.layers
     return Fsdp(model, *units, policy=policy, ranks=ranks, init_fn=init_fn)
 
 

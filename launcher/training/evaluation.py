@@ -127,6 +127,8 @@ class Evaluator:
                 if scored is None:
                     return {}
                 answers.append(scored)
+        if ranks.tensor_rank:
+            totals.zero_()
         dist.all_reduce(totals, group=ranks.data_group)
         sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))
         for name, (_, tokens, _), _ in sets:

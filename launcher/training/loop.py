@@ -81,6 +81,7 @@ def train_steps(
     loss: Loss,
     update: Update,
     ranks: int,
+    copies: int = 1,
     heartbeat: Callable[[str], None] = lambda phase: None,
 ) -> Iterator[Step]:
     """Trains on each global batch and yields it as a Step. Calls `heartbeat` with each phase.
@@ -88,6 +89,7 @@ def train_steps(
     The loss of a global batch is the sum over its tokens, divided by the weights of all its tokens
     with a target (without weights their number), of all micro-batches and ranks. The strategy
     averages gradients over `ranks`, hence the factor.
+    `copies` of each of these ranks compute the same tokens.
     """
     model = wrapped.model
     model.train()
@@ -112,7 +114,7 @@ def train_steps(
                 total = total.add_(found) if found.ndim == 0 else total + found
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm(), targets)
-        mean, metrics = total / targets, None
+        mean, metrics = total / (targets if copies == 1 else copies * targets), None
         if mean.ndim:
             mean, metrics = mean[0], mean[1:]
         step = Step(batch.step, mean, norm, skipped, rate, batch, metrics)

@@ -31,11 +31,12 @@ from launcher.models.load import starting_weights
 from launcher.models.lora import Read, add_adapters
 from launcher.models.nf4 import quantize_blocks
 from launcher.models.preference import check_model
+from launcher.models.tensor_parallel import divide_layers
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.fsdp import Experts
+from launcher.strategies.fsdp import DividedLayers, Experts
 from launcher.strategies.wrap import Parts, wrap
 
 
@@ -72,11 +73,12 @@ class PreparedModel:
     ) -> WrappedModel:
         """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
         RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
-        share rows or divide its experts."""
+        share rows or divide its experts or layers."""
         checkpointing, kept = recipe.activation_checkpointing, None
         if ranks.context_group is not None:
-            length = recipe.data.sequence_length
-            share_rows(self.model, ranks.context_group, sequence_length=length)
+            length, divided = recipe.data.sequence_length, ranks.tensor_size
+            group = ranks.context_group
+            share_rows(self.model, group, sequence_length=length, tensor_size=divided)
         if checkpointing is not None and checkpointing.budget is not None:
             # A slow import, which only a budget needs
             from launcher.training.operators import operators_to_keep
@@ -90,13 +92,16 @@ class PreparedModel:
                 device=ranks.device.type,
                 depth=self.depth,
             )
-        experts, strategy = None, recipe.strategy
+        experts, layers, strategy = None, None, recipe.strategy
         if (size := strategy.expert_parallel_size) > 1:
-            mesh = ranks.expert_mesh(size, replicate=strategy.replicate)
+            mesh = ranks.divided_mesh(replicate=strategy.replicate, expert=size)
             experts = Experts(divide_experts(self.model, mesh["expert"]), mesh)
+        if (size := ranks.tensor_size) > 1:
+            mesh = ranks.divided_mesh(replicate=strategy.replicate, tensor=size)
+            layers = DividedLayers(mesh, divide_layers(self.model, mesh["tensor"]))
         return wrap(
             self.model,
-            Parts(self.blocks, self.outer_units, kept, experts),
+            Parts(self.blocks, self.outer_units, kept, experts, layers),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off

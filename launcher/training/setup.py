@@ -88,7 +88,8 @@ class Training:
             ),
             loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
-            ranks=self.ranks.size,
+            ranks=self.ranks.size // self.ranks.tensor_size,
+            copies=self.ranks.tensor_size,
             heartbeat=hooks.heartbeat,
         )
 
@@ -112,7 +113,8 @@ def assemble(
     With `build_data` this process tokenizes what is not cached (one process of a node).
     `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
     log-probabilities that losses on pairs compare with, or gets them."""
-    ranks = ranks.sharing_rows(recipe.strategy.context_parallel_size)
+    strategy = recipe.strategy
+    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
     data = open_run_data(
@@ -129,7 +131,7 @@ def assemble(
         ),
         ranks=ranks,
         build=build_data,
-        skipped_rows=None if ranks.context_rank else skipped_rows,
+        skipped_rows=None if ranks.context_rank or ranks.tensor_rank else skipped_rows,
     )
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
@@ -138,7 +140,7 @@ def assemble(
         data = with_references(
             data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
         )
-    _seed_generators(recipe.run.seed + ranks.rank)
+    _seed_generators(recipe.run.seed + ranks.rank // ranks.tensor_size)
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
         teach_ends(model, recipe.data, model_path=recipe.model.path)
     return Training(
@@ -157,7 +159,8 @@ def assemble(
 
 
 def _seed_generators(seed: int) -> None:
-    """Dropout and the user's own code draw different random numbers on each rank."""
+    """Dropout and the user's own code draw different random numbers on each rank. Ranks that divide
+    layers draw the same ones."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -122,13 +122,8 @@ def train_cases(worker, cases):
     experts._DividedGradient.backward = before
 
 
-def checkpoint_pairs(worker):
-    """Loads the checkpoint of each layout into each other one, exactly."""
-    layouts = {
-        "1 rank": (1, []),
-        "no division": (4, []),
-        **{name: (4, VARIANTS[name]) for name in ("2 of 4", "4 of 4", "2, 2 copies")},
-    }
+def checkpoint_pairs(worker, layouts):
+    """Loads the checkpoint of each layout (ranks, overrides) into each other one, exactly."""
     trained = {}
     for number, (name, (ranks, overrides)) in enumerate(layouts.items()):
         kept = [f"run.seed={number}", "run.max_steps=1", "strategy.kind=fsdp", *overrides]
@@ -216,13 +211,17 @@ def whole(tensors):
     return {name: unsharded(tensor).clone() for name, tensor in tensors.items()}
 
 
-class ExpertWorker(Worker):
+class LayoutWorker(Worker):
+    def __init__(self, folder, config):
+        super().__init__(folder)
+        self.config = config
+
     def train_one(self, overrides, *, ranks):
-        """Trains qwen3_moe, and returns the training; None on other ranks."""
+        """Trains the model of the config, and returns the training; None on other ranks."""
         training = None
         if self.rank < ranks:
             training = assemble(
-                self.recipe(overrides, ranks, 1, QWEN3),
+                self.recipe(overrides, ranks, 1, self.config),
                 ranks=DataParallel(
                     rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
                 ),
@@ -237,11 +236,16 @@ class ExpertWorker(Worker):
 def main(folder, cases):
     # Chunks of 16 vocabulary entries
     chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
-    worker = ExpertWorker(folder)
+    worker = LayoutWorker(folder, QWEN3)
     worker.run_plain_loop = lambda training: None  # the reference is one rank
     train_cases(worker, QUICK_CASES if cases == "quick" else CASES)
+    if cases == "quick":  # one launch for both
+        from tests.distributed import tensor_worker
+
+        tensor_worker.train_cases(worker, tensor_worker.QUICK_CASES)
     if cases != "quick":
-        checkpoint_pairs(worker)
+        layouts = {name: (4, VARIANTS[name]) for name in ("2 of 4", "4 of 4", "2, 2 copies")}
+        checkpoint_pairs(worker, {"1 rank": (1, []), "no division": (4, []), **layouts})
         pretrained(worker)
     if worker.rank == 0:
         (folder / "results.json").write_text(json.dumps(worker.results))

@@ -5,6 +5,7 @@ Losses, gradient norms and final weights must agree."""
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def write_rows(file, count=53):
         for index in range(count):
             start, stride = randomness.randrange(64), randomness.choice([1, 3, 5])
             ids = [(start + stride * i) % 64 for i in range(randomness.randint(2, 32))]
-            row = {"input_ids": ids}
+            row: dict[str, Any] = {"input_ids": ids}
             if index % 3 == 0:
                 row["labels"] = [
                     -100 if i < len(ids) // 2 else token for i, token in enumerate(ids)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import tensor_worker, test_tensor_parallel
 from tests.distributed.expert_worker import CASES, QUICK_CASES, reference_of
 from tests.distributed.launching import torchrun
 from tests.distributed.test_equivalence import deviation, write_rows
@@ -33,11 +34,14 @@ def check_mutation(results):
     assert deviation(results["mutation: undivided"]["norms"], results["qwen3_moe"]["norms"]) > 1e-5
 
 
-def test_ranks_with_different_experts_train_as_one(tmp_path):
+def test_ranks_with_different_experts_or_parts_of_layers_train_as_one(tmp_path):
     results = train(tmp_path, "quick")
     for case in QUICK_CASES:
         check(results, *case)
     check_mutation(results)
+    for case in tensor_worker.QUICK_CASES:
+        test_tensor_parallel.check(results, *case)
+    test_tensor_parallel.check_faults(results)
 
 
 @pytest.mark.long

@@ -250,14 +250,14 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
 
 
 def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
-    """4 -> 2 -> 1 -> 3 ranks with shared rows, fsdp, offloading and ddp. All losses equal those of
+    """4 -> 2 -> 1 -> 3 ranks with shared rows and divided layers, fsdp, offloading and ddp. All losses equal those of
     one rank."""
     elastic = folder / "elastic"
     offload = ["strategy.cpu_offload={pin_memory: false}", "activation_checkpointing={mode: full}"]
     in_files = f"strategy.cpu_offload={{what: optimizer, optimizer_path: {folder}/state}}"
     for ranks, steps, changes in (
-        (4, 3, ["strategy.context_parallel_size=4"]),
-        (2, 6, [in_files, "strategy.context_parallel_size=2"]),
+        (4, 3, ["strategy.context_parallel_size=2", "strategy.tensor_parallel_size=2"]),
+        (2, 6, [in_files, "strategy.tensor_parallel_size=2"]),
         (1, 9, offload),
         (3, 12, ["strategy.kind=ddp", "batch.micro_batch_size=1"]),
     ):

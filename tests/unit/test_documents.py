@@ -111,11 +111,10 @@ def test_small_versions_in_recipe_headers_match_the_recipe(path, command):
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
     same = {"model": complete.model, "data": complete.data, "run": complete.run}
-    if complete.strategy.context_parallel_size > 1:  # two ranks; on CPUs only in float32
-        size, precision = complete.strategy.context_parallel_size, complete.strategy.mixed_precision
-        same["strategy"] = dataclasses.replace(
-            small.strategy, context_parallel_size=size, mixed_precision=precision
-        )
+    if complete.strategy.ranks_of_a_row > 1:  # two ranks; attention on CPUs only in float32
+        names = ("context_parallel_size", "tensor_parallel_size", "mixed_precision")
+        values = {name: getattr(complete.strategy, name) for name in names}
+        same["strategy"] = dataclasses.replace(small.strategy, **values)
     assert dataclasses.replace(small, **same) == complete
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
@@ -141,6 +140,7 @@ CONFIGS = {
     "lora_llama_3_1_8b": LLAMA_8B,
     "qlora_llama_3_1_8b": LLAMA_8B,
 }
+CONFIGS["llama_3_1_70b_tensor"] = CONFIGS["llama_3_1_70b"]
 """Model configs, from the model cards."""
 
 

@@ -98,3 +98,17 @@ def test_ranks_with_different_experts_exchange_tokens_in_place_of_weights(load):
         # Four exchanges of each layer, of the rows for four experts
         moved += 4 * 8 * 1024 * 4 * 512 * 2 * (1 - 1 / size)
         assert step_time(recipe, **slow).communication == pytest.approx(moved / 1e3, rel=0.01)
+
+
+def test_ranks_that_divide_layers_sum_results_and_gather_less(load):
+    """The network is so slow that neither latency nor compute matters."""
+    slow = {"memory_bandwidth": 1e30, "intra_node_bandwidth": 1e3, "half_flops": 1e30}
+    for size in (1, 2, 4):
+        strategy = dataclasses.replace(load().strategy, tensor_parallel_size=size)
+        recipe = dataclasses.replace(load(), strategy=strategy)
+        part = profile_model(recipe, device="cuda").parameters
+        # Two all-gathers in bfloat16, and a reduction in float32, of each micro-batch
+        moved = size * (2 + 2 + 4) * part * (1 - size / 8)
+        # Four sums in each layer: each is a reduction and an all-gather
+        moved += size * 8 * 4 * 2 * 1024 * 512 * 2 * (1 - 1 / size)
+        assert step_time(recipe, **slow).communication == pytest.approx(moved / 1e3, rel=0.01)

@@ -204,3 +204,30 @@ def test_ranks_with_different_experts_gather_their_own(size):
     assert estimate.after_forward.gathered == pytest.approx(
         divided.after_forward.gathered, rel=0.05
     )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_divide_layers_hold_and_gather_their_parts(size):
+    mixed = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
+
+    def written(n):
+        return recipe(reshard_after_forward=False, mixed_precision=mixed, tensor_parallel_size=n)
+
+    whole, divided = (
+        trace_step(written(n), ranks=4, device="cuda", micro_batches=1) for n in (1, size)
+    )
+    common = (2 * LAYERS + 1) * HIDDEN  # norms, and projections to fewer heads than ranks
+    common += LAYERS * 2 * HIDDEN * HIDDEN // 2 if size == 4 else 0
+    assert divided.held.parameters - whole.held.parameters == pytest.approx(
+        4 * common * (size - 1) / 4, abs=64
+    )
+    gathered = 2 * (PARAMETERS - common) / size + 2 * common
+    assert divided.after_forward.gathered == pytest.approx(gathered, rel=0.01)
+    assert divided.after_forward.activations < whole.after_forward.activations
+    profile = profile_model(written(size), device="cuda")
+    assert profile.undivided.parameters == PARAMETERS
+    estimate = estimate_memory(profile, written(size), ranks=4)
+    assert estimate.after_forward.gathered == pytest.approx(
+        divided.after_forward.gathered, rel=0.05
+    )
+    assert estimate.peak.total == pytest.approx(divided.peak.total, rel=0.1)

@@ -1,0 +1,354 @@
+"""Tensor parallelism: the ranks of a group divide the layers of a model by transformers' plan.
+
+A `colwise` layer computes some of its outputs on each rank, such as those of some attention heads,
+and the `rowwise` layer after it takes them as inputs and sums its results over the ranks (Shoeybi
+et al., 2019, arXiv 1909.08053). Divided parameters are DTensors, by which FSDP and checkpoints know
+the division. Layers compute with local tensors and plain collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
+
+from launcher.errors import RecipeError
+from launcher.models.build import embeddings
+from launcher.models.chunked_loss import ChunkedHead, computes_loss
+from launcher.models.shards import chunks, local_part
+from launcher.models.tensor_collectives import copied, gathered, summed
+
+KEY = "strategy.tensor_parallel_size"
+COLUMN, ROW, EMBEDDING = "colwise", "rowwise", "embedding_rowwise"
+GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
+WHOLE = "replicated_with_grad_allreduce"
+"""Entries of transformers' plans. WHOLE: each rank has the layer, and applies it to its heads."""
+_DIMENSION = {COLUMN: 0, GATHERED: 0, EMBEDDING: 0, ROW: 1, SPLIT: 1}
+"""The dimension of a layer's weight that the ranks divide."""
+Styles = Mapping[str, str]
+Forward = Callable[..., torch.Tensor]
+
+
+def find_layers(model: nn.Module) -> dict[str, str]:
+    """The entry of transformers' plan for each module and parameter of the model that has one."""
+    plan = getattr(model, "tp_plan", None) or {}
+    tensors = model.named_parameters(remove_duplicate=False)
+    names = [name for name, _ in (*model.named_modules(), *tensors)]
+    patterns = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+    return {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
+
+
+def divided_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tuple[Any, int]]:
+    """The layers whose weights `size` ranks divide, and the dimension that they divide."""
+    few = _few_heads(model, styles, size)
+    for name, style in styles.items():
+        if style in _DIMENSION and name not in few:
+            yield _base(model.get_submodule(name)), _DIMENSION[style]
+
+
+def divide_layers(model: nn.Module, mesh: DeviceMesh | PlannedRank) -> list[tuple[nn.Module, str]]:
+    """Divides the layers of a meta model, with its adapters, over the ranks of a mesh.
+
+    Returns the parameters that each rank has whole and gets a part of the gradient of, as modules
+    and names. Raises RecipeError if the model cannot be divided over this number of ranks.
+    """
+    styles = find_layers(model)
+    _check(model, styles, mesh.size())
+    # It warns that a whole tensor, for an export, takes two all-gathers
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return _Division(model, styles, mesh).partial
+
+
+@dataclass(frozen=True)
+class PlannedRank:
+    """Stands for a mesh and its group in a plan, which divides layers without a process group: the
+    model gets the first rank's parts as plain parameters."""
+
+    ranks: int
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ranks
+
+    def rank(self) -> int:
+        """The first rank."""
+        return 0
+
+    get_local_rank = rank
+
+    def get_group(self) -> Any:
+        """Itself."""
+        return self
+
+
+def divides_attention(styles: Styles) -> bool:
+    """Whether each rank computes some of the attention heads."""
+    return any(style == COLUMN and "att" in path for path, style in styles.items())
+
+
+class _Division:
+    """Divides a model. `partial` are the parameters that `divide_layers` returns."""
+
+    def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedRank) -> None:
+        self._mesh, self._group, self._rank = mesh, mesh.get_group(), mesh.get_local_rank()
+        self._few, self._model = _few_heads(model, styles, mesh.size()), model
+        self._inputs: dict[str, _SharedInput] = {}
+        self.partial: list[tuple[nn.Module, str]] = []
+        first, head = embeddings(model)
+        tied = head is not None and first.weight is head.weight
+        for layer, dimension in divided_layers(model, styles, mesh.size()):
+            if not (tied and layer is head):
+                self._divide(layer, dimension)
+        for name, style in styles.items():
+            module: Any = model.get_submodule(name)
+            if style == WHOLE:
+                self._add_partial(module)
+            elif style == EMBEDDING:
+                begin = chunks(module.num_embeddings, mesh.size())[self._rank].start
+                module.forward = partial(_look_up, module, module.forward, self._group, begin)
+            elif module is head:
+                self._divide_head(head)
+            elif style in (ROW, SPLIT):
+                self._divide_row(module, split=style == SPLIT)
+            else:
+                self._divide_column(name, module, gather=style == GATHERED)
+        if tied:
+            head.weight = first.weight
+
+    def _divide(self, module: nn.Module, dimension: int) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None or dimension >= parameter.ndim:
+                continue
+            whole, mesh = parameter.detach(), self._mesh
+            if isinstance(mesh, PlannedRank):
+                part = whole.chunk(mesh.size(), dimension)[0].contiguous()
+            else:
+                part = distribute_tensor(whole, mesh, [Shard(dimension)], src_data_rank=None)
+            module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+    def _add_partial(self, *modules: nn.Module) -> None:
+        for module in modules:
+            own = module._parameters.items()
+            self.partial += [(module, name) for name, p in own if p is not None]
+
+    def _divide_head(self, head: Any) -> None:
+        parts = chunks(head.out_features, self._group.size())
+        widths = [len(part) for part in parts]
+        whole = partial(_gathered_head, head, self._group, widths)
+        if computes_loss(self._model):
+            forward: Any = self._model.forward
+            chunked: ChunkedHead = forward.__self__
+            chunked.divide(self._group, parts[self._rank].start, whole)
+        else:
+            head.forward = whole
+
+    def _divide_row(self, module: Any, *, split: bool) -> None:
+        layer = _base(module)
+        for adapter in _adapters(module, "lora_A"):
+            self._divide(adapter, 1)
+            adapter.forward = partial(_linear, adapter)
+        self._add_partial(*_adapters(module, "lora_B"))
+        layer.forward = partial(_linear, layer, with_bias=False)
+        module.forward = partial(_row, layer, module.forward, self._group, split)
+
+    def _divide_column(self, name: str, module: Any, *, gather: bool) -> None:
+        layer, size, rows = _base(module), self._group.size(), None
+        ups, downs = _adapters(module, "lora_B"), _adapters(module, "lora_A")
+        if (heads := self._few.get(name)) is not None:
+            rows = chunks(layer.out_features, heads)[self._rank * heads // size]
+            self._add_partial(layer, *ups)
+            parent: Any = self._model.get_submodule(name.rpartition(".")[0])
+            if name.endswith("k_proj"):
+                parent.num_key_value_groups = parent.num_key_value_groups * heads // size
+        self._add_partial(*downs)
+        for adapter in ups:
+            if rows is None:
+                self._divide(adapter, 0)
+            adapter.forward = partial(_linear, adapter, rows=rows)
+        layer.forward = partial(_linear, layer, rows=rows)
+        widths = [len(part) for part in chunks(layer.out_features, size)] if gather else None
+        shared = self._input_of(name)
+        module.forward = partial(_column, module.forward, self._group, shared, widths)
+
+    def _input_of(self, name: str) -> _SharedInput:
+        parent = name.rpartition(".")[0]
+        if parent not in self._inputs:
+            self._inputs[parent] = _SharedInput(self._model.get_submodule(parent), self._group)
+        return self._inputs[parent]
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _base(module: Any) -> Any:
+    return getattr(module, "base_layer", module)
+
+
+def _adapters(module: Any, name: str) -> list[Any]:
+    return list(getattr(module, name).values()) if hasattr(module, name) else []
+
+
+def _few_heads(model: nn.Module, styles: Styles, size: int) -> dict[str, int]:
+    """The projections with fewer key heads than ranks, and their heads. Each rank has them whole,
+    and computes the head that its query heads need."""
+    found = {}
+    for name, style in styles.items():
+        parent, _, last = name.rpartition(".")
+        if style == COLUMN and last in ("k_proj", "v_proj"):
+            width = getattr(model.get_submodule(parent), "head_dim", None)
+            layer = _base(model.get_submodule(name))
+            heads = layer.out_features // width if width else 0
+            if heads and heads % size and size % heads == 0:
+                found[name] = heads
+    return found
+
+
+def _check(model: nn.Module, styles: Styles, size: int) -> None:
+    """Raises RecipeError if the model has no plan, or one that is not supported or whose layers
+    cannot be divided by this number."""
+    name, (first, head) = type(model).__name__, embeddings(model)
+    problems: dict[str, str] = {}
+    modules = dict(model.named_modules())
+    if not any(modules.get(path) not in (first, head) for path in styles):
+        raise RecipeError(f"{KEY}: transformers has no plan for the layers of {name}; use 1")
+    for path, style in styles.items():
+        module = modules.get(path)
+        known = nn.Embedding if style == EMBEDDING else nn.Linear
+        if style == WHOLE and module is not None:
+            continue
+        if style not in _DIMENSION or module is None:
+            problems.setdefault(style, f"{style} ({path})")
+        elif not isinstance(_base(module), known) or (
+            known is nn.Linear and type(_base(module)) is not known
+        ):
+            kind = type(_base(module)).__name__
+            problems.setdefault(style, f"{style} for {kind} ({path})")
+        elif module is head and _base(module) is not module:
+            problems["lora"] = f"adapters of {path}"
+    if head is not None and first.weight is head.weight and EMBEDDING not in styles.values():
+        problems["tied"] = "a head that is tied to an embedding that is not divided"
+    if problems:
+        what = ", ".join(problems.values())
+        raise RecipeError(f"{KEY}: the plan for {name} has what is not supported: {what}; use 1")
+    if (uneven := _indivisible(model, styles, size)) is not None:
+        config = _text_config(model)
+        fits = range(1, config.num_attention_heads + 1)
+        sizes = ", ".join(str(n) for n in fits if _indivisible(model, styles, n) is None)
+        raise RecipeError(f"{KEY}: {size} does not divide {uneven} of {name}; use one of {sizes}")
+
+
+def _indivisible(model: nn.Module, styles: Styles, size: int) -> str | None:
+    """What this number of ranks does not divide; None if it divides all."""
+    config = _text_config(model)
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    few = _few_heads(model, styles, size)
+    if divides_attention(styles):
+        if heads % size:
+            return f"the {heads} attention heads"
+        if key_heads % size and not few:
+            return f"the {key_heads} key and value heads"
+    for path, style in styles.items():
+        if style in _DIMENSION and path not in few:
+            width = _base(model.get_submodule(path)).weight.shape[_DIMENSION[style]]
+            uneven = width % size if style in (COLUMN, ROW) else len(chunks(width, size)[-1]) == 0
+            if uneven:
+                return f"the {width} features of {path}"
+    return None
+
+
+def _linear(
+    layer: Any, x: torch.Tensor, rows: range | None = None, *, with_bias: bool = True
+) -> torch.Tensor:
+    """A linear layer with this rank's part of its weight, or with some rows of the whole."""
+    weight, bias = local_part(layer.weight), layer.bias if with_bias else None
+    bias = None if bias is None else local_part(bias)
+    if rows is not None:
+        weight = weight[rows.start : rows.stop]
+        bias = None if bias is None else bias[rows.start : rows.stop]
+    return functional.linear(x, weight, bias)
+
+
+def _column(
+    forward: Forward,
+    group: dist.ProcessGroup,
+    shared: _SharedInput,
+    widths: Sequence[int] | None,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Some of the outputs; all of them if there are widths, those of each rank's part."""
+    out = forward(shared.copy(x))
+    return out if widths is None else gathered(out, group, widths)
+
+
+def _row(
+    layer: Any, forward: Forward, group: dist.ProcessGroup, split: bool, x: torch.Tensor
+) -> torch.Tensor:
+    """All outputs. `split`: x is whole, and each rank takes its part of the features."""
+    if split:
+        part = chunks(x.shape[-1], group.size())[group.rank()]
+        x = copied(x, group)[..., part.start : part.stop]
+    out = summed(forward(x), group)
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+
+def _gathered_head(
+    head: Any, group: dist.ProcessGroup, widths: Sequence[int], hidden: torch.Tensor
+) -> torch.Tensor:
+    return gathered(_linear(head, copied(hidden, group)), group, widths)
+
+
+def _look_up(
+    layer: Any, forward: Forward, group: dist.ProcessGroup, begin: int, ids: torch.Tensor
+) -> torch.Tensor:
+    """The embeddings of tokens by `forward`, the layer's own, which may scale them. This rank has
+    the rows from `begin` on."""
+    weight, whole, padding = (
+        local_part(layer.weight),
+        layer._parameters["weight"],
+        layer.padding_idx,
+    )
+    inside = (ids >= begin) & (ids < begin + len(weight))
+    if padding is not None:
+        layer.padding_idx = padding - begin if 0 <= padding - begin < len(weight) else None
+    layer._parameters["weight"] = weight
+    try:
+        found = forward(torch.where(inside, ids - begin, 0))
+    finally:
+        layer._parameters["weight"], layer.padding_idx = whole, padding
+    return summed(found * inside.unsqueeze(-1), group)
+
+
+class _SharedInput:
+    """Replaces the forward method of a module, whose layers get one copy of their common input: the
+    gradients of all of them are then summed by one all-reduce."""
+
+    def __init__(self, parent: Any, group: dist.ProcessGroup) -> None:
+        self._forward, self._group = parent.forward, group
+        self._of: torch.Tensor | None = None
+        self._copied: torch.Tensor | None = None
+        parent.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward method."""
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._of = self._copied = None
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """`copied`, the same tensor for the same input."""
+        if self._copied is None or x is not self._of:
+            self._of, self._copied = x, copied(x, self._group)
+        return self._copied
