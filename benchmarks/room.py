@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import ROOT, publish
 from overhead import use_null_gpus
-from shapes import LLAMA_1B, LLAMA_8B
+from shapes import LLAMA_1B, LLAMA_8B, QWEN3_30B_A3B
 
 sys.path.insert(0, str(ROOT))
 
@@ -29,6 +29,7 @@ SHARES = (1.04, 1.2)
 STEPS = 5
 FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointing.mode=selective"
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.5}"
+EXPERTS = "strategy.expert_parallel_size=8"
 LONG = ("data.packing=false", "data.sequence_length=16384")
 NARROW = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536} | {
     "num_hidden_layers": 2,
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "1B, full, LoRA": (LLAMA_1B, 1, (FULL, "lora.rank=16")),
     "8B, full": (LLAMA_8B, 1, (FULL,)),
     "8B, full, 2 micro-batches": (LLAMA_8B, 2, (FULL,)),
+    "30B-A3B, experts over 8 ranks": (QWEN3_30B_A3B, 1, (FULL, EXPERTS)),
+    "30B-A3B, experts over 8 ranks, 2 micro-batches": (QWEN3_30B_A3B, 2, (FULL, EXPERTS)),
     "8B, budget 0.5, padded rows of 16k": (LLAMA_8B, 1, (BUDGET, *LONG)),
     "narrow, optimizer state on the host": (NARROW, 2, (FULL, "strategy.cpu_offload.what=optimizer")),
     "narrow, CPU offload, 2 micro-batches": (NARROW, 2, (FULL, "strategy.cpu_offload.pin_memory=true")),
@@ -83,7 +86,7 @@ def train(recipe: Any, ranks: Any, gib: float) -> list[tuple[int, int, int]] | N
     return found
 
 
-def measure(ranks: int, files: dict[str, Path]) -> list[str]:
+def measure(ranks: int, files: dict[str, Path], cases: list[str]) -> list[str]:
     """The table, in a process with null GPUs."""
     from launcher.distributed.environment import prepare_cuda
 
@@ -93,11 +96,14 @@ def measure(ranks: int, files: dict[str, Path]) -> list[str]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from launcher.distributed.process_group import DataParallel
+    from launcher.models import experts
     from launcher.planner.machine import known_machine
     from launcher.planner.plan import estimated_plan
     from launcher.planner.profile import profile_model
     from launcher.recipe.load import load_recipe
+    from launcher.training.fake_tensors import uniform_counts
 
+    experts.exchange_counts = uniform_counts  # null GPUs have no routing
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -108,7 +114,8 @@ def measure(ranks: int, files: dict[str, Path]) -> list[str]:
         f"| FSDP, {ranks} ranks | peak, GiB | reserved beyond it | margin and room | retries a step |",
         "|---|---|---|---|---|",
     ]
-    for name, (_, count, overrides) in CASES.items():
+    for name in cases:
+        _, count, overrides = CASES[name]
         batch = ["batch.micro_batch_size=1", f"batch.global_batch_size={count * ranks}"]
         arguments = [f"recipe={files[name]}", *batch, *overrides]
         recipe = load_recipe(arguments, ranks=ranks, files=False).recipe
@@ -141,12 +148,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--files", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.files is not None:
         files = {name: options.files / f"{number}.yaml" for number, name in enumerate(CASES)}
-        publish("\n".join([*measure(options.ranks, files), ""]), options.output)
+        publish("\n".join([*measure(options.ranks, files, options.cases), ""]), options.output)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         for number, (config, *_) in enumerate(CASES.values()):

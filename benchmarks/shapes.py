@@ -1,4 +1,4 @@
-"""Shapes of Llama models from their model cards, as fields of LlamaConfig."""
+"""Shapes of models from their model cards, as fields of the configuration in transformers."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ LLAMA_8B: dict[str, Any] = _LLAMA_3 | {
     "tie_word_embeddings": False,
 }
 """Llama-3.1-8B."""
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-30B-A3B."""
