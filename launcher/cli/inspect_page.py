@@ -15,11 +15,10 @@ from rich.text import Text
 
 from launcher.cli.prepare import DataFiles, model_inputs
 from launcher.cli.tables import make_table, plain
-from launcher.data.batching import make_batch_sampler
+from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import (
     MixtureDataset,
     make_order,
-    mixture_weights,
     open_dataset,
     pack_store,
 )

@@ -6,7 +6,7 @@ hardware, and a checkpoint need only hold the number of samples before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,3 +270,8 @@ def make_batch_sampler(
         return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **part)
     assert lengths is not None
     return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **part)
+
+
+def mixture_weights(sources: Iterable[schema.Source]) -> tuple[float, ...] | None:
+    """The weights of the sources; None: all are `size`."""
+    return tuple(part.weight for part in sources if part.weight != "size") or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from launcher.data import split
-from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder
+from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder, mixture_weights
 from launcher.data.collation import (
     EMPTY,
     NOTHING,
@@ -361,17 +361,8 @@ def open_dataset(
     return MixtureDataset(parts, mixture_weights(source.values()))
 
 
-def mixture_weights(sources: Iterable[schema.Source]) -> tuple[float, ...] | None:
-    """The weights of the sources; None: all are `size`."""
-    return tuple(part.weight for part in sources if part.weight != "size") or None
-
-
 def pack_store(
-    store: TokenStore,
-    data: schema.Data,
-    model: ModelInputs,
-    *,
-    documents: Integers | None = None,
+    store: TokenStore, data: schema.Data, model: ModelInputs, *, documents: Integers | None = None
 ) -> SequenceDataset | ClassificationDataset:
     """Packs all documents, or those with the numbers `documents`. Raises RecipeError if no token
     has loss."""

@@ -1,0 +1,60 @@
+"""Methods of training: adapters, and losses on pairs of answers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool
+
+from launcher.recipe.section import (
+    Folder,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    TextList,
+)
+
+
+class Lora(Section):
+    """Low-rank adapters (Hu et al., 2021), by peft. All else is frozen, in param_dtype."""
+
+    rank: PositiveInt = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    rank_stabilized: StrictBool = False
+    """true: scaled by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
+    dora: StrictBool = False
+    """true: also train the norm of each row of the adapted weights (DoRA: Liu et al., 2024)."""
+    b_ratio: PositiveFloat = 1.0
+    """Learning rate of an adapter's B over that of all else (LoRA+: Hayou et al., 2024)."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: TextList | None = None
+    """Linear layers that get an adapter: ends of names, such as q_proj, or patterns of whole names,
+    such as `model.layers.1?.*`. all-linear: all but the output layer. null: all those of the
+    blocks."""
+    modules_to_save: TextList | None = None
+    """Modules that are trained whole, such as embed_tokens and lm_head: names as above."""
+    path: Folder | None = None
+    """Folder of a trained adapter (of peft) to continue from. rank, alpha, rank_stabilized, dora,
+    target_modules and modules_to_save are its own. null: new adapters."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the frozen linear layers and experts of the blocks in 4 bits (QLoRA: Dettmers et
+    al., 2023). null: in param_dtype."""
+
+
+class Preference(Section):
+    """Training on pairs of answers (data.kind: preference). Each pair counts the same."""
+
+    loss: Literal["dpo", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"] = "dpo"
+    """dpo: Rafailov et al., 2023. ipo: Azar et al., 2023. hinge: Zhao et al., 2023. robust:
+    Chowdhury et al., 2024. apo_zero: D'Oosterlinck et al., 2024. Without a reference: simpo: Meng
+    et al., 2024; orpo: Hong et al., 2024."""
+    beta: PositiveFloat = 0.1
+    """Scale of the rewards: larger values stay closer to the initial weights. orpo: weight of the
+    odds ratio. simpo is usually trained with 2 and more."""
+    label_smoothing: Annotated[Fraction, Field(lt=0.5)] = 0.0
+    """robust: share of the pairs whose answers are assumed to be swapped."""
+    margin: NonNegativeFloat = 0.5
+    """simpo: the least margin of the rewards (gamma)."""
