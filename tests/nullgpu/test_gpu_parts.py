@@ -6,6 +6,8 @@ Parts and tests that compare values fail here, because null GPUs compute none.
 import json
 import sys
 
+import pytest
+
 from tests import REPOSITORY
 from tests.distributed.launching import run
 
@@ -17,6 +19,7 @@ def results(gpus, folder, *parts, timeout=240):
     return json.loads((folder / "gpu.json").read_text())["parts"]
 
 
+@pytest.mark.long
 def test_memory_runs_out_and_configurations_are_measured(null_gpus, tmp_path):
     """The report of an out-of-memory error is the longest text that tests/gpu compares."""
     parts = results(null_gpus(count=1), tmp_path, "memory", "widths", "optimizer", "extras")
