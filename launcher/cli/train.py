@@ -57,7 +57,7 @@ def train(
     Example:
       launcher train recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl'
       launcher train recipe=quickstart run.device=cpu --gpus 2
-      launcher train recipe=fsdp nodes=2 gpus=8 node_rank=0 address=10.0.0.1:29500
+      launcher train recipe=fsdp nodes=2 gpus=4 node_rank=0 address=10.0.0.1:29500
     """
     _check_nodes(nodes, node_rank, address)
     if finished := finished_run(overrides):

@@ -35,7 +35,7 @@ def read_column(
         return column, value
     got = f"got {type(value).__name__}" if column in row else "no such column"
     hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
-    if (kind := kind_of(row, columns)) not in (None, own):
+    if (kind := kind_of(row, columns)) not in (None, "text", own):
         hint = f"those of data.kind={kind}; or {hint}"
     what = f"must hold {what}; {got}; columns: {', '.join(row)} ({hint})"
     raise RowError(f"column {column!r} {what}")

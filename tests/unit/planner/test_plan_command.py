@@ -68,7 +68,7 @@ def test_invalid_options_are_refused(folder, capsys):
     plan = ["plan", "recipe=x.yaml", "gpu=h100"]
     for option, expected in {
         "nodes=0": "Invalid value for '--nodes': ",
-        "gpus_per_node=x": "Invalid value for '--gpus-per-node': ",
+        "gpus_per_node=x": "Invalid value for '--gpus' / '--gpus-per-node': ",
         "--rates": "Option '--rates' requires an argument",
         "gpu_memry=80GiB": "not an option of launcher plan; did you mean gpu_memory?",
         "json=yes": "must be true or false",
