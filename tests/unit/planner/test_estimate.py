@@ -268,10 +268,13 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
     [
         ["strategy.replicate=2", SELECTIVE, "optimizer.name=adafactor"],
         [OFFLOAD, FULL],
-        ["strategy.cpu_offload.pin_memory=false", "optimizer.state_dtype=int8"],
+        pytest.param(
+            ["strategy.cpu_offload.pin_memory=false", "optimizer.state_dtype=int8"],
+            marks=pytest.mark.long,
+        ),
         ["strategy.cpu_offload.pin_memory=false", "optimizer.name=muon"],
         ["lora.rank=4", FULL],
-        ["lora={rank: 4, quantize: nf4}", FULL],
+        pytest.param(["lora={rank: 4, quantize: nf4}", FULL], marks=pytest.mark.long),
         ["lora={rank: 4, dora: true, modules_to_save: [embed_tokens, lm_head]}"],
         pytest.param([DDP, "lora={rank: 4, quantize: nf4}"], marks=pytest.mark.long),
         ["strategy.cpu_offload.what=optimizer", "batch.micro_batch_size=1"],
