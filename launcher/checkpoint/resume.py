@@ -15,12 +15,13 @@ from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.recipe.schema import Lora, Recipe
+from launcher.recipe.schema import Data, Lora, Model, Preference, Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
 _ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "preference", "batch.global_batch_size")
 """Sections and keys that decide what the model learns."""
+_SECTIONS = {"model": Model, "data": Data, "lora": Lora, "preference": Preference}
 _HARMLESS = (
     "model.attention",
     "model.compile",
@@ -86,14 +87,25 @@ def recipe_changes(
 ) -> list[str]:
     """The changes between two recipes, one line each. altering: only those that alter what the
     model learns."""
-    if isinstance(lora := before.get("lora"), Mapping):  # an earlier version knew fewer keys
-        before = {**before, "lora": dataclasses.asdict(Lora()) | {**lora}}
+    before = _with_new_keys(before)
     return [
         _line(key, old, new)
         for key, old, new in _differences(before, now)
         if not _within(key, _UNREPORTED)
         and (not altering or (_within(key, _ALTERS_TRAINING) and not _within(key, _HARMLESS)))
     ]
+
+
+def _with_new_keys(recipe: Mapping[str, object]) -> dict[str, object]:
+    """The recipe with the defaults of keys that the version which wrote it did not know."""
+    complete = dict(recipe)
+    for name, cls in _SECTIONS.items():
+        if isinstance(section := recipe.get(name), Mapping):
+            simple = (
+                f for f in dataclasses.fields(cls) if isinstance(f.default, str | int | float)
+            )
+            complete[name] = {field.name: field.default for field in simple} | {**section}
+    return complete
 
 
 def check_recipe(

@@ -81,10 +81,13 @@ def test_changes_that_alter_the_training_are_refused(tmp_path, change, line):
     assert any(line in shown for shown in changes(change))
 
 
-def test_keys_of_lora_that_an_earlier_version_did_not_know_are_no_changes():
+def test_keys_that_an_earlier_version_did_not_know_are_no_changes():
     now = recipe("lora={rank: 4, alpha: 8}")
     before = {**now, "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": None}}
+    before["data"] = {key: value for key, value in now["data"].items() if key != "loss_on"}
     assert recipe_changes(before, now) == []
+    later = recipe("lora={rank: 4, alpha: 8}", "data.kind=chat", "data.loss_on=all")
+    assert 'data.loss_on: "assistant" -> "all"' in recipe_changes(before, later, altering=True)
     changed = recipe_changes(before, recipe("lora={rank: 4, alpha: 8, dora: true}"), altering=True)
     assert changed == ["lora.dora: false -> true"]
 
