@@ -374,6 +374,7 @@ def test_run_survives_full_disk_but_not_repeated_failures(folder):
     assert [path.parent.name for path in complete] == ["step_00000008", "step_00000012"]
 
 
+@pytest.mark.long
 def test_run_on_a_full_file_system(folder):
     """The disk is full in steps 6 to 13, and from step 22 on. The run continues, writes what was
     kept, and ends with its reason after three failed saves; with space, it resumes."""

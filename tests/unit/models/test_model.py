@@ -332,6 +332,7 @@ def test_invalid_builders_are_refused(builder, arguments, message):
         random_weights(build(builder=builder, arguments=arguments), CPU, CPU, seed=1)
 
 
+@pytest.mark.long
 def test_building_a_model_imports_no_config_of_other_models():
     """The configs of all models take two seconds."""
     code = (
