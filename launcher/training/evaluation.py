@@ -135,7 +135,7 @@ class Evaluator:
             if not tokens:
                 _refuse(name, "no token with loss (for data.builder: CustomData.targets)")
         return {
-            name: Evaluated(loss / weight, int(tokens), weight=weight, **scored)
+            name: Evaluated(loss / (weight or 1.0), int(tokens), weight=weight, **scored)
             for name, (loss, tokens, weight), scored in sets
         }
 
