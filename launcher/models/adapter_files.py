@@ -1,4 +1,4 @@
-"""Gives adapters their initial values: DoRA's magnitudes, and a trained adapter that a run continues."""
+"""Initial values of adapters: DoRA's magnitudes, and a trained adapter that a run continues."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _row_norms(
 
 @torch.no_grad()
 def set_magnitudes(model: nn.Module) -> None:
-    """Sets the magnitudes to the norms of the rows of the loaded weights: each rank its own rows."""
+    """Sets the magnitudes to the norms of the loaded weights' rows: each rank its own rows."""
     for module in model.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             base: Any = module.base_layer

@@ -253,7 +253,7 @@ class StateFile:
     """A file of zeros without a name, which the kernel deletes however this process ends."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Raises TrainingError if the disk is full, and RecipeError if the folder cannot be used."""
+        """Raises TrainingError if the disk is full, RecipeError if the folder cannot be used."""
         self.size = size
         try:
             folder.mkdir(parents=True, exist_ok=True)

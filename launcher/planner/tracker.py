@@ -192,8 +192,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held: Mapping[str, int] | None = None,
         without: frozenset[str] = frozenset(),
     ) -> list[tuple[Place, Held]]:
-        """The highest moment of each place between two events, in order. `held` at the first one
-        takes the place of what was held, and events in the modules `without` are left out."""
+        """The highest moment of each place between two events, in order. held: bytes to begin with,
+        in place of those held at `since`. without: modules whose events are left out."""
         now, last, most = self.at(since) if held is None else dict(held), None, 0
         moments: list[tuple[Place, Held]] = []
         for place, record, delta in self._events[since:until]:

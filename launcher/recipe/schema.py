@@ -124,9 +124,10 @@ class Data(Section):
 
     kind: Annotated[DataKind, _NullIsText] = "text"
     """If it is null or not given, it follows from the columns of the first row of data.train; text
-    if no kind has these columns. text: documents, for next-token training. tokens: rows of input_ids (and labels). chat:
-    messages, loss on the assistant's turns. instruct: prompt and response, loss on the response.
-    classification: text and label. preference: prompt, chosen and rejected."""
+    if no kind has these columns. text: documents, for next-token training. tokens: rows of
+    input_ids (and labels). chat: messages, loss on the assistant's turns. instruct: prompt and
+    response, loss on the response. classification: text and label. preference: prompt, chosen and
+    rejected."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
