@@ -29,10 +29,19 @@ _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 
 
 def _not_fetched(what: str, error: Exception) -> RecipeError:
-    return RecipeError(
-        f"{what} and could not be fetched: {first_line(error)}; without network, run `launcher "
-        "prepare recipe=...` on a machine that has one and shares the cache (HF_HOME)"
-    )
+    from huggingface_hub.errors import RepositoryNotFoundError  # also of gated repositories
+
+    if isinstance(error, RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
+        fix = (
+            "check the name; if it is gated or private, request access on its page, then run "
+            "`hf auth login` or set HF_TOKEN"
+        )
+    else:
+        fix = (
+            "without network, run `launcher prepare recipe=...` on a machine that has one and "
+            "shares the cache (HF_HOME)"
+        )
+    return RecipeError(f"{what} and could not be fetched: {first_line(error)}; {fix}")
 
 
 def is_hub_id(name: str) -> bool:

@@ -6,8 +6,12 @@ import shutil
 import sys
 import threading
 import time
+from unittest import mock
 
+import datasets
+import httpx
 import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 
 from launcher import console
 from launcher.data import token_store
@@ -361,6 +365,25 @@ def test_hub_data_sets(tmp_path, open_files, hub_sets):
     split = r"has no split dev: Unknown split \"dev\". Should be one of .*; name one"
     with pytest.raises(RecipeError, match=rf"^data: me/set:dev: {split}"):
         open_files("me/set:dev")
+
+
+def test_refused_access_to_the_hub_names_the_login(monkeypatch):
+    """A gated repository is no question of the network."""
+    request = httpx.Request("GET", "https://huggingface.co/me/gated")
+    gated = GatedRepoError("403 Client Error.", response=httpx.Response(403, request=request))
+    unknown = datasets.exceptions.DatasetNotFoundError("Dataset 'me/gated' is a gated dataset.")
+    for error, fetch in (
+        (gated, lambda: hub.model_folder("me/gated", key="model.path")),
+        (unknown, lambda: hub.load_data_set("me/gated")),
+    ):
+        monkeypatch.setattr("datasets.load_dataset", mock.Mock(side_effect=error))
+        monkeypatch.setattr(
+            "huggingface_hub.snapshot_download",
+            mock.Mock(side_effect=[LocalEntryNotFoundError("not cached"), error]),
+        )
+        with pytest.raises(RecipeError, match="run `hf auth login` or set HF_TOKEN") as problem:
+            fetch()
+        assert "without network" not in str(problem.value)
 
 
 def test_hub_data_set_is_cached_after_the_first_read(open_files, hub_sets, small_tasks):
