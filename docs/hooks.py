@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import typer.main
@@ -21,6 +22,15 @@ from typer.core import TyperOption
 from launcher.cli.main import app
 from launcher.recipe.decode import json_schema
 from launcher.recipe.other_names import NAMES
+
+COMMANDS = r"(launcher|torchrun|make|python|pip|touch|source) "
+"""Code that begins with one of these words is highlighted as that of a shell."""
+
+
+def on_config(config: Any) -> Any:
+    """Shows the version below each page."""
+    config.copyright = f"launcher {version('launcher')}"
+    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -36,6 +46,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
                 manifest, kubernetes_validate.latest_version(), strict=True
             )
     tables = ("recipe", recipe_reference), ("commands", command_reference), ("names", other_names)
+    markdown = re.sub(rf"^```\n(?={COMMANDS})", "```bash\n", markdown, flags=re.MULTILINE)
     for name, generate in tables:
         comment = f"<!-- generated: {name} -->"
         if comment in markdown:
@@ -75,7 +86,8 @@ def _section(path: str, section: dict[str, Any], key: dict[str, Any]) -> Iterato
     for name, value in section["properties"].items():
         required = name in section.get("required", [])
         default = "required" if required else f"`{json.dumps(value.get('default'))}`"
-        yield _row(f"`{name}`", default, _values(value), value.get("description", ""))
+        anchor = f"`{name}`{{ #{path}.{name} }}"
+        yield _row(anchor, default, _values(value), value.get("description", ""))
 
 
 def _row(*cells: str) -> str:

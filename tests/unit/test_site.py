@@ -30,9 +30,10 @@ def test_reference_lists_every_key_and_option():
     for line in pages["recipe"].splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ").removesuffix(".NAME")
-        elif match := re.match(r"\| `(\w+)` \|(.*)", line):
+        elif match := re.match(r"\| `(\w+)`\{ #(\S+) \} \|(.*)", line):
             found.add(f"{section}.{match[1]}")
-            assert match[2].count(" | ") == 2, line  # no cell contains the separator
+            assert match[2].removesuffix(match[1]).replace(".NAME", "") == f"{section}."
+            assert match[3].count(" | ") == 2, line  # no cell contains the separator
     leaves = {dotted(path) for path in keys() if len(path) > 1}
     assert leaves <= found
     assert {"data.train.files", "slurm.partition", "strategy.mixed_precision.param_dtype"} <= found
