@@ -1,4 +1,4 @@
-"""Draws docs/memory.svg: planned memory of a GPU with each of the three strategies.
+"""Draws docs/memory.svg: planned memory of a GPU under each strategy.
 
     python docs/memory_chart.py
 
@@ -21,11 +21,14 @@ from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 
 SIZES = ["data.sequence_length=4096", "batch.global_batch_size=8", "batch.micro_batch_size=1"]
+FULL = "activation_checkpointing={mode: full}"
 STRATEGIES = {
-    "ddp": "whole model on each GPU",
-    "fsdp": "sharded over 8 GPUs",
-    "fsdp_offload": "shards in host memory, full checkpointing",
+    "whole model on each GPU": ["recipe=ddp"],
+    "sharded over 8 GPUs": ["recipe=fsdp"],
+    "sharded, full activation checkpointing": ["recipe=fsdp", FULL],
+    "shards in host memory, full activation checkpointing": ["recipe=fsdp_offload"],
 }
+"""The rows of the chart, and the recipe of each."""
 PARTS = {
     "weights": (("parameters", "gathered"), "#3b6fb6"),
     "gradients": (("gradients",), "#e08a2e"),
@@ -37,10 +40,10 @@ PARTS = {
 WIDTH, LEFT, SCALE, ROW = 860, 120, 3.3, 52  # pixels; SCALE: per GiB
 
 
-def planned(name: str) -> tuple[dict[str, float], float]:
+def planned(strategy: str) -> tuple[dict[str, float], float]:
     """GiB of each part at the peak, and the memory of the GPU in GiB."""
     config = [f"model.config.{key}={json.dumps(value)}" for key, value in LLAMA_8B.items()]
-    recipe = load_recipe([f"recipe={name}", *config, *SIZES], ranks=8, files=False).recipe
+    recipe = load_recipe([*STRATEGIES[strategy], *config, *SIZES], ranks=8, files=False).recipe
     machine = known_machine(
         "h100", nodes=1, gpus_per_node=8, memory=None, host_memory=None, overrides=None
     )
@@ -63,7 +66,7 @@ def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328">',
-        "<title>Memory of one GPU under three strategies</title>",
+        "<title>Memory of one GPU under each strategy</title>",
         f'<rect x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="8" fill="#ffffff" '
         'stroke="#d0d7de"/>',
         text(20, 28, "Peak memory of one of 8 GPUs, 8 billion parameters", style=bold),
@@ -74,9 +77,10 @@ def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
         lines.append(f'<rect x="{x:.0f}" y="42" width="12" height="12" fill="{color}"/>')
         lines.append(text(x + 17, 53, part, style='font-size="12"'))
         x += 36 + 6.5 * len(part)
-    for row, (name, (parts, memory)) in enumerate(plans.items()):
+    for row, (strategy, (parts, memory)) in enumerate(plans.items()):
         y, x, total = 74 + ROW * row, float(LEFT), sum(parts.values())
-        lines.append(text(LEFT - 10, y + 17, name, style=end))
+        recipe = STRATEGIES[strategy][0].removeprefix("recipe=")
+        lines.append(text(LEFT - 10, y + 17, recipe, style=end))
         for part, size in parts.items():
             fill = PARTS[part][1]
             width = size * SCALE
@@ -85,7 +89,7 @@ def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
                 f"<title>{part}: {size:.1f} GiB</title></rect>"
             )
             x += width
-        lines.append(text(LEFT, y + 38, STRATEGIES[name], style=small))
+        lines.append(text(LEFT, y + 38, strategy, style=small))
         fits = "fits" if total <= memory else "does not fit"
         lines.append(text(x + 8, y + 17, f"{total:.0f} GiB: {fits}"))
     edge, bottom = LEFT + SCALE * memory, 78 + ROW * len(plans)
@@ -106,7 +110,7 @@ def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
 
 def main() -> None:
     file = Path(__file__).with_name("memory.svg")
-    lines = draw({name: planned(name) for name in STRATEGIES})
+    lines = draw({strategy: planned(strategy) for strategy in STRATEGIES})
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(file)
 

@@ -100,7 +100,7 @@ def test_documented_plans_and_selftests_run(tmp_path):
 def test_memory_chart_is_up_to_date():
     """If this fails, `python docs/memory_chart.py` draws the chart again."""
     lines = memory_chart.draw(
-        {name: memory_chart.planned(name) for name in memory_chart.STRATEGIES}
+        {strategy: memory_chart.planned(strategy) for strategy in memory_chart.STRATEGIES}
     )
     numbers = [
         re.findall(r": ([\d.]+) GiB<", text)
