@@ -124,10 +124,16 @@ class Command(TyperCommand):
                 formatter.write_dl(rows)
 
 
-class SubmitCommand(Command):
+class SweepCommand(Command):
+    """Takes sweep.KEY=A,B,C, too."""
+
+    sections = (*Command.sections, "sweep")
+
+
+class SubmitCommand(SweepCommand):
     """Describes the keys of the recipe's section slurm, too, which are arguments of `submit`."""
 
-    sections = (*Command.sections, "sweep", "gpus", *Slurm.__dataclass_fields__)
+    sections = (*SweepCommand.sections, "gpus", *Slurm.__dataclass_fields__)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         super().format_epilog(ctx, formatter)

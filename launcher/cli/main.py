@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from launcher import __version__
-from launcher.cli.app import Command, SubmitCommand
+from launcher.cli.app import Command, SubmitCommand, SweepCommand
 from launcher.cli.doctor import doctor
 from launcher.cli.export import export
 from launcher.cli.inspect import inspect
@@ -66,7 +66,8 @@ _COMMANDS = (
 )
 for function in _COMMANDS:
     about = (function.__doc__ or "").partition("\n")[0]
-    app.command(cls=SubmitCommand if function is submit else Command, short_help=about)(function)
+    kind = {submit: SubmitCommand, train: SweepCommand}.get(function, Command)
+    app.command(cls=kind, short_help=about)(function)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
 from launcher.cli.app import Overrides, flag, option
+from launcher.cli.sweep import Sweep, combinations, labels, take_sweep
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.recipe.find import shown_path
 from launcher.recipe.load import load_recipe, to_yaml
@@ -35,11 +36,6 @@ _SQUEUE_SECONDS = 5.0
 _MOST_PLANS = 8
 """Combinations of a sweep that are planned before submission; each takes seconds."""
 _CHANGE_MEMORY = ("model", "batch", "strategy", "activation_checkpointing", "lora", "data")
-_VALUE = re.compile(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
-"""A value of a sweep: `1,[2,3]` is two of them."""
-
-Sweep = list[tuple[str, list[str]]]
-"""Keys with their values."""
 
 
 class SubmittedRun:
@@ -133,16 +129,14 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
 
     Slurm's arguments stay text: YAML would read 1:30:00 as 5400 and 0123 as another number.
     """
+    arguments, sweep = take_sweep(arguments)
     overrides: list[str] = []
-    sweep: Sweep = []
     lists: dict[str, list[str]] = {}
     keys = {field.name for field in dataclasses.fields(Slurm)} - {"environment", *_LISTS}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         name = "gpus_per_node" if key == "gpus" else key.removeprefix("slurm.")
-        if equals and key.startswith("sweep."):
-            sweep.append((key.removeprefix("sweep."), _VALUE.findall(value) or [value]))
-        elif equals and key in _LISTS:
+        if equals and key in _LISTS:
             lists.setdefault(key, []).append(value)
         elif equals and name in keys:
             plain = name == "preflight" or (name in (*_NUMBERS, "lead") and value.isdigit())
@@ -176,29 +170,16 @@ def _load(arguments: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
-    return itertools.product(*([f"{key}={value}" for value in values] for key, values in sweep))
-
-
 def make_runs(overrides: Sequence[str], sweep: Sweep) -> list[SubmittedRun]:
     """The run, or a run for each combination of a sweep's values, in folders below run.dir."""
     if not sweep:
         return [SubmittedRun(_load(overrides))]
     runs = []
-    short = [key.rsplit(".", 1)[-1] for key, _ in sweep]
-    names = [
-        name if short.count(name) == 1 else key for name, (key, _) in zip(short, sweep, strict=True)
-    ]
-    for values in _combinations(sweep):
+    for label, values in labels(sweep).items():
         recipe = _load([*overrides, *values])
-        plain = [re.sub(r"[^-+.=A-Za-z0-9_]", "_", value.partition("=")[2]) for value in values]
-        label = ",".join(f"{name}={value}" for name, value in zip(names, plain, strict=True))
         folder = str(Path(recipe.run.dir) / label)
         run = dataclasses.replace(recipe.run, name=f"{recipe.run.name} {label}", dir=folder)
         runs.append(SubmittedRun(dataclasses.replace(recipe, run=run), label))
-    if len({run.label for run in runs}) < len(runs):
-        problem = "two runs would have the same name and folder; give each value once"
-        raise RecipeError(f"command line: sweep: {problem}")
     return runs
 
 
@@ -249,7 +230,7 @@ def _plan(overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Sl
         for key, values in sweep
     ]
     status = EXIT_DONE
-    for values in itertools.islice(_combinations(different), _MOST_PLANS):
+    for values in itertools.islice(combinations(different), _MOST_PLANS):
         if values:
             print(" ".join(values), flush=True)
         status = print_plan([*overrides, *values, *size])

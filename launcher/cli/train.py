@@ -11,12 +11,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
+from launcher.cli.status import status
+from launcher.cli.sweep import LocalSweep, Sweep, take_sweep
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -50,16 +52,31 @@ def train(
         str | None,
         option("Machine 0 and a free port of it. Needed with several.", "HOST:PORT"),
     ] = None,
+    throttle: Annotated[
+        int | None,
+        option("Runs of a sweep at the same time. Default: as many as have GPUs.", "N", min=1),
+    ] = None,
 ) -> int:
     """Train: starts torchrun with a process for each GPU.
+
+    sweep.KEY=A,B,C trains a run with each value, in a folder of its own below run.dir; several
+    sweeps make all combinations. With gpus=N, runs that find N free GPUs train side by side.
 
     \b
     Example:
       launcher train recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl'
       launcher train recipe=quickstart run.device=cpu --gpus 2
+      launcher train recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4
       launcher train recipe=fsdp nodes=2 gpus=4 node_rank=0 address=10.0.0.1:29500
     """
     _check_nodes(nodes, node_rank, address)
+    overrides, sweep = take_sweep(overrides)
+    if sweep:
+        if nodes > 1:
+            raise RecipeError("sweep: runs on one machine; `launcher submit` takes several nodes")
+        return _train_sweep(overrides, sweep, gpus, max_restarts, throttle)
+    if throttle is not None:
+        raise RecipeError("throttle: needs a sweep (sweep.KEY=A,B), whose runs it limits")
     if finished := finished_run(overrides):
         print(finished)
         return EXIT_DONE
@@ -81,11 +98,42 @@ def train(
     before = run.read_status()
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
     # Under torchrun a stopped run exits with 0; status.json has the outcome, if this start wrote it
-    status = run.read_status()
-    state = status.get("state") if status != before else None
+    after = run.read_status()
+    state = after.get("state") if after != before else None
     if exit_status == EXIT_DONE and requests.first is not None and state in (None, "running"):
         state = "stopped"  # before a rank had taken the folder, or could write that
     return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status
+
+
+def _train_sweep(
+    overrides: Sequence[str],
+    sweep: Sweep,
+    gpus: int | None,
+    max_restarts: int,
+    throttle: int | None,
+) -> int:
+    """Trains the runs of a sweep, prints their table, and returns the exit status."""
+    options = [f"--max-restarts={max_restarts}", *([] if gpus is None else [f"--gpus={gpus}"])]
+    local = LocalSweep(overrides, sweep, options, ranks=gpus)
+    count = 0
+    if local.device != "cpu":
+        import torch  # takes seconds
+
+        count = torch.cuda.device_count()
+    each = gpus or max(1, count)
+    throttle = throttle or max(1, count // each)
+    if count and throttle * each > max(count, each):
+        raise RecipeError(
+            f"throttle={throttle}: {throttle} runs of {each} GPUs at the same time need "
+            f"{throttle * each}; there are {count}: lower throttle, or give each fewer (gpus=N)"
+        )
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    devices = [
+        names[place * each : (place + 1) * each] for place in range(throttle if count else 0)
+    ]
+    exit_status = local.run(throttle, devices)
+    status(local.parent)
+    return exit_status
 
 
 def _check_nodes(nodes: int, node_rank: int | None, address: str | None) -> None:

@@ -1,0 +1,150 @@
+"""Sweeps: `sweep.KEY=A,B` stands for a run with each value, in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from launcher.errors import EXIT_DONE, EXIT_STOPPED, RecipeError
+from launcher.recipe.load import load_recipe
+
+Sweep = list[tuple[str, list[str]]]
+"""Keys with their values."""
+
+_VALUE = re.compile(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
+"""A value of a sweep: `1,[2,3]` is two of them."""
+
+
+def take_sweep(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
+    """The arguments without `sweep.KEY=A,B`, and these."""
+    rest: list[str] = []
+    sweep: Sweep = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key.startswith("sweep."):
+            sweep.append((key.removeprefix("sweep."), _VALUE.findall(value) or [value]))
+        else:
+            rest.append(argument)
+    return rest, sweep
+
+
+def combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+    """The overrides of each run."""
+    return itertools.product(*([f"{key}={value}" for value in values] for key, values in sweep))
+
+
+def labels(sweep: Sweep) -> dict[str, tuple[str, ...]]:
+    """For the name of each run, which is that of its folder below run.dir, its overrides.
+
+    Raises RecipeError if two runs would have the same name.
+    """
+    short = [key.rsplit(".", 1)[-1] for key, _ in sweep]
+    names = [
+        name if short.count(name) == 1 else key for name, (key, _) in zip(short, sweep, strict=True)
+    ]
+    runs: dict[str, tuple[str, ...]] = {}
+    for values in combinations(sweep):
+        plain = [re.sub(r"[^-+.=A-Za-z0-9_]", "_", value.partition("=")[2]) for value in values]
+        label = ",".join(f"{name}={value}" for name, value in zip(names, plain, strict=True))
+        if label in runs:
+            problem = "two runs would have the same name and folder; give each value once"
+            raise RecipeError(f"command line: sweep: {problem}")
+        runs[label] = values
+    return runs
+
+
+_ENDS = {EXIT_DONE: "finished", EXIT_STOPPED: "stopped"}
+
+
+@contextlib.contextmanager
+def _requests_to(handle: Callable[[int], object]) -> Iterator[None]:
+    """Passes SIGINT and SIGTERM to a function while the block runs."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {n: signal.signal(n, lambda number, _: handle(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class LocalSweep:
+    """Runs `launcher train` on this machine for each combination, `throttle` of them at a time."""
+
+    def __init__(
+        self, overrides: Sequence[str], sweep: Sweep, options: Sequence[str], *, ranks: int | None
+    ) -> None:
+        """options: of `launcher train`. ranks: of each run, if known.
+
+        Raises RecipeError if a recipe of the sweep is wrong.
+        """
+        self.runs: dict[Path, list[str]] = {}
+        """The folder of each run, and the command that trains it."""
+        self.device = "auto"
+        """run.device of the last run."""
+        for label, values in labels(sweep).items():
+            recipe = load_recipe([*overrides, *values], ranks=ranks, hub=True).recipe
+            self.parent, self.device = Path(recipe.run.dir), recipe.run.device
+            """Contains the folders."""
+            name = json.dumps(f"{recipe.run.name} {label}")
+            own = [f"run.dir={json.dumps(str(self.parent / label))}", f"run.name={name}"]
+            command = [sys.executable, "-m", "launcher", "train", *options]
+            self.runs[self.parent / label] = [*command, *overrides, *values, *own]
+
+    def run(self, throttle: int, devices: Sequence[Sequence[str]]) -> int:
+        """Runs all; returns 0, the status of the first that failed, or 75 after a request to stop.
+
+        devices: for each run that may run at the same time, its GPUs; empty: all that are visible.
+        With several at a time, each writes its output to FOLDER.log.
+        """
+        waiting, free = list(self.runs), list(range(throttle))
+        running: dict[int, tuple[Path, subprocess.Popen[bytes]]] = {}
+        requests: list[int] = []
+        statuses: list[int] = []
+        with _requests_to(requests.append):
+            sent = 0
+            while running or (waiting and not requests):
+                while waiting and free and not requests:
+                    folder, place = waiting.pop(0), free.pop(0)
+                    process = self._start(folder, throttle, devices[place] if devices else ())
+                    running[place] = folder, process
+                for number in requests[sent:]:
+                    for _, process in running.values():
+                        process.send_signal(number)
+                sent = len(requests)
+                time.sleep(0.1)
+                for place, (folder, process) in list(running.items()):
+                    if (status := process.poll()) is not None:
+                        print(f"{folder}: {_ENDS.get(status, f'failed with status {status}')}")
+                        statuses.append(status)
+                        free.append(place)
+                        del running[place]
+        if requests or EXIT_STOPPED in statuses:
+            return EXIT_STOPPED
+        return next((status for status in statuses if status != EXIT_DONE), EXIT_DONE)
+
+    def _start(
+        self, folder: Path, throttle: int, devices: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ)
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        several = throttle > 1
+        print(f"{folder}: started{f', output in {folder}.log' * several}", flush=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.log" if several else os.devnull, "ab") as log:
+            return subprocess.Popen(
+                self.runs[folder],
+                env=environment,
+                stdout=log if several else None,
+                stderr=subprocess.STDOUT if several else None,
+            )
