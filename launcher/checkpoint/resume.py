@@ -315,9 +315,9 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
-def newest_recipe(run: RunFolder) -> Json:
-    """The recipe, without `auto`, of the newest checkpoint that can be read; {} without one."""
-    recorded = _newest("auto", list_checkpoints(run.path / "checkpoints"))
+def recorded_recipe(run: RunFolder, source: str) -> Json:
+    """The recipe, without `auto`, of the checkpoint of `Decision.source`; {} without one."""
+    recorded = _recorded(run, source)
     return {} if recorded is None else recorded.recipe
 
 
@@ -332,8 +332,14 @@ class _Recorded(NamedTuple):
 
 def _newest(source: str, checkpoints: Sequence[Path]) -> _Recorded | None:
     """The newest checkpoint of `Decision.source` that can be read."""
-    candidates = reversed(checkpoints) if source == "auto" else [Path(source)]
+    others = [] if source == "never" else [Path(source)]
+    candidates = reversed(checkpoints) if source == "auto" else others
     return next(filter(None, map(_read_recorded, candidates)), None)
+
+
+def _recorded(run: RunFolder, source: str) -> _Recorded | None:
+    own = run.path / "checkpoints"
+    return _newest(source, list_checkpoints(own) if source == "auto" else [])
 
 
 def earlier_strategy(
@@ -344,10 +350,7 @@ def earlier_strategy(
     None if it was written on another number of ranks, or if its batch, strategy or activation
     checkpointing differ in more than the keys `except_for`; then a resume is not exact.
     """
-    if source == "never":
-        return None
-    own = run.path / "checkpoints"
-    recorded = _newest(source, list_checkpoints(own) if source == "auto" else [])
+    recorded = _recorded(run, source)
     if recorded is None or recorded.ranks != ranks:
         return None
     now = yaml.safe_load(to_yaml(recipe))

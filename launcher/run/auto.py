@@ -85,15 +85,16 @@ def _least(sizes: Sequence[int | None]) -> int | None:
 
 
 def resolve_auto(
-    recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: RunFolder
+    recipe: Recipe, machine: Machine, *, resume: str, ranks: DataParallel, run: RunFolder
 ) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto`; every rank must call this.
+    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `resume` is
+    `Decision.source`.
 
     Writes the recipe to RUN_DIR/recipe.yaml. Micro-batch sizes that ran out of memory in an earlier
     start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
-    written, recipe = recipe, resolve_compile(recipe, ranks=ranks, run=run)
+    written, recipe = recipe, resolve_compile(recipe, resume=resume, ranks=ranks, run=run)
     if open_keys(recipe):
         recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
     if recipe is not written and ranks.rank == 0:
@@ -248,7 +249,10 @@ def _choose(
     if choice is None:
         of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
         problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
-        suggestions = search_configurations(recipe, machine).suggestions
+        result = search_configurations(recipe, machine)
+        suggestions = result.suggestions
+        if (best := result.best) is not None:  # in which more changes than what is auto
+            suggestions = (f"{strategy_text(best.recipe)}: {' '.join(best.overrides)}",)
         raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
     return choice
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from launcher.checkpoint.resume import newest_recipe
+from launcher.checkpoint.resume import recorded_recipe
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.recipe.schema import Recipe
 from launcher.reliability.progress import Progress
@@ -22,24 +22,24 @@ COST = "each block then launches some 60 more kernels in a micro-batch"
 """Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
 
 
-def resolve_compile(recipe: Recipe, *, ranks: DataParallel, run: RunFolder) -> Recipe:
+def resolve_compile(recipe: Recipe, *, resume: str, ranks: DataParallel, run: RunFolder) -> Recipe:
     """The recipe with true or false in place of `model.compile: auto`; every rank must call this.
 
-    A run that resumes keeps what its newest checkpoint was trained with, if that is possible here:
-    compiled blocks round differently.
+    A run that resumes keeps what the checkpoint of `resume` (`Decision.source`) was trained with,
+    if that is possible here: compiled blocks round differently.
     """
     if recipe.model.compile != "auto":
         return recipe
     reasons = gather(why_eager(ranks.device, here=True), ranks.group)
     why = next((reason for reason in reasons if reason is not None), None)
-    recorded = newest_recipe(run) if ranks.rank == 0 else {}
+    recorded = recorded_recipe(run, resume) if ranks.rank == 0 else {}
     before = from_rank_0(recorded.get("model", {}).get("compile"), ranks.group)
     on = why is None and before is not False
     text = f"auto: model.compile={str(on).lower()}"
     if why is not None:
         text += f": {why}" + (f"; {COST}" if ranks.device.type == "cuda" else "")
     elif not on:
-        text += ", as in the checkpoint of this run; model.compile=true compiles from here on"
+        text += ", as in the checkpoint; model.compile=true compiles from here on"
     logger.info(text)
     if before is True and not on:
         logger.warning("the checkpoint is of compiled blocks: losses will differ by rounding")

@@ -162,7 +162,8 @@ class TrainingRun:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)
-        self._recipe = recipe = resolve_auto(loaded.recipe, machine, ranks=ranks, run=run)
+        recipe = resolve_auto(loaded.recipe, machine, resume=resume, ranks=ranks, run=run)
+        self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
         prepared = prepare_model(recipe, device=ranks.device)

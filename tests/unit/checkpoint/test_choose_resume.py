@@ -16,8 +16,8 @@ from launcher.checkpoint.resume import (
     decide,
     earlier_strategy,
     finished_run,
-    newest_recipe,
     recipe_changes,
+    recorded_recipe,
 )
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
@@ -325,8 +325,11 @@ def test_changes_are_those_since_the_newest_checkpoint_that_can_be_read(tmp_path
     damaged = [checkpoint(tmp_path, step) for step in (4, 8)][1]
     (damaged / "state.json").write_text("{")
     assert choose(tmp_path) == "auto"
-    assert newest_recipe(RunFolder(tmp_path)) == recipe()
-    assert newest_recipe(RunFolder(tmp_path / "other")) == {}
+    run, other = RunFolder(tmp_path), RunFolder(tmp_path / "other")
+    assert recorded_recipe(run, "auto") == recipe()
+    # That of checkpoint.resume, not the newest of the folder
+    assert recorded_recipe(other, str(tmp_path / "checkpoints/step_00000004")) == recipe()
+    assert recorded_recipe(other, "auto") == recorded_recipe(run, "never") == {}
     words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.seed=7"]
     with pytest.raises(RecipeError, match="step_00000004 is of another recipe"):
         choose_resume(load_recipe(words, ranks=None).recipe, RunFolder(tmp_path))

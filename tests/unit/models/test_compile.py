@@ -135,13 +135,14 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
     monkeypatch.setattr(run_compilation, "gather", lambda value, group: reasons)
     monkeypatch.setattr(run_compilation, "from_rank_0", lambda value, group: value)
     recorded = {} if before is None else {"model": {"compile": before}}
-    monkeypatch.setattr(run_compilation, "newest_recipe", lambda run: recorded)
+    monkeypatch.setattr(run_compilation, "recorded_recipe", lambda run, source: recorded)
     ranks = SimpleNamespace(rank=0, group=None, device=torch.device("cuda"))
     recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
-    resolved = run_compilation.resolve_compile(recipe, ranks=ranks, run=None)
+    resolved = run_compilation.resolve_compile(recipe, resume="auto", ranks=ranks, run=None)
     assert resolved.model.compile is compiles
     assert said in caplog.text
-    assert run_compilation.resolve_compile(resolved, ranks=None, run=None) is resolved
+    again = run_compilation.resolve_compile(resolved, resume="auto", ranks=None, run=None)
+    assert again is resolved
 
 
 def test_compilation_is_logged_and_no_hang(caplog):

@@ -34,7 +34,7 @@ from tests.unit.planner.example_plans import (
 
 
 def test_recipe_without_auto_is_unchanged():
-    assert detect.resolve_auto(RECIPE, machine(), ranks=None, run=None) is RECIPE
+    assert detect.resolve_auto(RECIPE, machine(), resume="never", ranks=None, run=None) is RECIPE
     assert open_keys(RECIPE) == []
     assert open_keys(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
 
@@ -77,6 +77,11 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
         "  16 GPUs instead of 8: gpus_per_node=8 nodes=2",
         "  LoRA: lora={rank: 16}",
     ]
+    other = example_search()
+    monkeypatch.setattr(detect, "search_configurations", lambda *_, **__: other)
+    with pytest.raises(RecipeError) as caught:
+        detect._choose(AUTO_RECIPE, machine(memory=8 * GIB), None)
+    assert caught.value.problems[1].endswith(f": {' '.join(other.best.overrides)}")
     with pytest.raises(RecipeError, match="a micro-batch of 1 ran out of memory in an earlier"):
         detect._choose(AUTO_RECIPE, machine(), 1)
 
