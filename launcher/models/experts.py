@@ -95,8 +95,8 @@ def dispatched(
     hidden: (tokens, features) of this rank; chosen, weights: (tokens, experts of a token). Returns
     the shape of hidden.
     """
-    order = chosen.flatten().argsort(stable=True)
-    sent, received, ids = exchange_counts(chosen, experts.num_experts, group)
+    ranked, order = chosen.flatten().sort(stable=True)
+    sent, received, ids = exchange_counts(ranked, experts.num_experts, group)
     rows = _send(hidden[order // chosen.shape[-1]], group, sent, received)
     if not any(received):  # the backward pass still needs this rank in its collectives
         ids, rows = ids.new_zeros(1), rows.sum(0, keepdim=True)
@@ -108,17 +108,22 @@ def dispatched(
 
 
 def exchange_counts(
-    chosen: torch.Tensor, here: int, group: dist.ProcessGroup
+    ranked: torch.Tensor, here: int, group: dist.ProcessGroup
 ) -> tuple[list[int], list[int], torch.Tensor]:
     """The numbers of rows that this rank sends to each rank and receives from each, and for each
-    received row its expert, of the `here` experts of this rank. Waits for the device. A trace
-    replaces this function."""
+    received row its expert, of the `here` experts of this rank. Waits for the device once. A trace
+    replaces this function.
+
+    ranked: the experts of this rank's rows, in order.
+    """
     ranks = group.size()
-    counts = torch.bincount(chosen.flatten(), minlength=here * ranks).view(ranks, here)
+    # torch.bincount waits for the device twice, to check its input
+    bounds = torch.arange(here * ranks + 1, device=ranked.device)
+    counts = torch.searchsorted(ranked, bounds).diff().view(ranks, here)
     incoming = torch.empty_like(counts)
     dist.all_to_all_single(incoming, counts, group=group)
     sent, received = torch.stack((counts.sum(1), incoming.sum(1))).tolist()
-    ids = torch.arange(here, device=chosen.device).repeat(ranks)
+    ids = torch.arange(here, device=ranked.device).repeat(ranks)
     ids = ids.repeat_interleave(incoming.flatten(), output_size=sum(received))
     return sent, received, ids
 

@@ -111,7 +111,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             moments = {key: _load(state, key, part) for key in _INT8}
             ratio, is_ratio = moments["exp_avg"], _matrix(state["exp_avg"]).dtype == torch.int8
             if is_ratio:
-                moments["exp_avg"] = ratio * moments["exp_avg_sq"].sqrt()
+                moments["exp_avg"] = ratio * _root(moments["exp_avg_sq"])
             torch._fused_adamw_(
                 [weights[part]],
                 [gradient[part]],
@@ -130,7 +130,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                 found_inf=self.found_inf,
             )
             if is_ratio:
-                root = moments["exp_avg_sq"].sqrt().clamp_(min=torch.finfo(torch.float32).tiny)
+                root = _root(moments["exp_avg_sq"]).clamp_(min=torch.finfo(torch.float32).tiny)
                 moments["exp_avg"] /= root
                 moments["exp_avg"] = torch.where(self.found_inf > 0, ratio, moments["exp_avg"])
             rows, columns = part
@@ -207,6 +207,12 @@ def _blocks(part: Rectangle) -> Rectangle:
     return rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
+def _root(numbers: torch.Tensor) -> torch.Tensor:
+    """Square roots, rounded exactly as a GPU's: MKL's float32 roots on CPUs are not (0.6 % are the
+    neighbouring number), and take longer."""
+    return numbers.double().sqrt_().float()
+
+
 def _load(state: State, key: str, part: Rectangle) -> torch.Tensor:
     """A part of a moment in float32; of a float32 moment a view."""
     kept = _matrix(state[key])[part]
@@ -237,7 +243,7 @@ def _store(
     _matrix(state[f"{key}_scale"])[_blocks(part)] = scale
     blocks /= scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)
     codes = blocks.view(rows, -1)[:, :width]
-    codes = codes.sqrt().sqrt_() if kept.dtype == torch.uint8 else codes
+    codes = _root(_root(codes)) if kept.dtype == torch.uint8 else codes
     codes = codes.mul(_LEVELS[kept.dtype])
     codes += (noise + 0.5) / 256
     codes = codes.floor_().clamp_(max=_LEVELS[kept.dtype]).mul_(moment.sign())

@@ -51,12 +51,12 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
 
 
 def uniform_counts(
-    chosen: torch.Tensor, here: int, group: dist.ProcessGroup
+    ranked: torch.Tensor, here: int, group: dist.ProcessGroup
 ) -> tuple[list[int], list[int], torch.Tensor]:
     """What `experts.exchange_counts` returns if every expert gets as many tokens as the others."""
-    rows, ranks = chosen.numel(), group.size()
+    rows, ranks = ranked.numel(), group.size()
     counts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-    return counts, counts, chosen.flatten()
+    return counts, counts, ranked
 
 
 def cuda_attention(

@@ -63,8 +63,21 @@ def test_losses_match_with_two_head_sizes(results):
 def test_losses_match_if_ranks_share_rows(results):
     assert results["shared rows"]["calls"]["backward"] > 0
     assert_same_losses(results["shared rows"], results["document by document"])
-    note, expected = results["bfloat16, shared rows"], results["bfloat16"]
+    assert results["bfloat16, shared rows"]["losses"] != results["shared rows"]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("divided", "whole"),
+    [
+        ("shared rows", "bfloat16"),
+        ("divided layers", "bfloat16"),
+        ("divided experts", "bfloat16, all experts"),
+    ],
+)
+def test_losses_match_in_bfloat16(results, divided, whole):
+    """Ranks that share rows, divide layers or have different experts, with packed rows."""
+    note, expected = results[f"bfloat16, {divided}"], results[whole]
     assert note["calls"]["backward"] > 0
+    assert expected["calls"]["backward"] > 0
     assert note["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert note["norms"] == pytest.approx(expected["norms"], rel=1e-2)
-    assert note["losses"] != results["shared rows"]["losses"]

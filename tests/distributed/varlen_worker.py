@@ -40,6 +40,11 @@ LATENT = (
     "num_key_value_heads: 4, max_position_embeddings: 64, q_lora_rank: 16, kv_lora_rank: 16, qk_nope_head_dim: 12, "
     "qk_rope_head_dim: 8, v_head_dim: 12}"
 )
+EXPERTS = (
+    "{model_type: qwen3_moe, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 64, num_experts: 4, num_experts_per_tok: 2, "
+    "moe_intermediate_size: 16}"
+)
 STRATEGIES = {
     "ddp": ["strategy.kind=ddp"],
     "fsdp": ["strategy.kind=fsdp"],
@@ -115,6 +120,12 @@ def main(folder, cases):
     results["shared rows"] = train(folder, shared, ranks)
     results["bfloat16"] = train(folder, [*STRATEGIES["fsdp"], *bfloat16], ranks)
     results["bfloat16, shared rows"] = train(folder, [*shared, *bfloat16], ranks)
+    layers = [*STRATEGIES["fsdp"], "strategy.tensor_parallel_size=2"]
+    results["bfloat16, divided layers"] = train(folder, [*layers, *bfloat16], ranks)
+    mixture = [*STRATEGIES["fsdp"], f"model.config={EXPERTS}", *bfloat16]
+    results["bfloat16, all experts"] = train(folder, mixture, ranks)
+    divided = [*mixture, "strategy.expert_parallel_size=2"]
+    results["bfloat16, divided experts"] = train(folder, divided, ranks)
     if ranks.rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -106,7 +106,7 @@ def _compile(source: Path, target: Path, options: list[str]) -> Path:
 
 def _run(*command: str | Path) -> str:
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=120
+        [str(part) for part in command], capture_output=True, text=True, timeout=400
     )
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{done.stderr[-4000:]}")

@@ -35,8 +35,8 @@ def fused(self, x, y, z):
 
 interpreter.InterpreterBuilder.create_fma = fused  # its own one rounds the product
 for state_dtype in ("int8", "bfloat16"):
-    # Widths: whole blocks, a block in part, less than a counter of Philox
-    for shape in ((8, 512), (5, 300), (3, 8)):
+    # Widths: whole blocks, a block in part, less than a counter of Philox. The numbers fill vectors
+    for shape in ((8, 512), (4, 300), (4, 8)):
         (expected,), eager = optimizer_of(shape, state_dtype, "cpu")
         (found,), kernel = optimizer_of(shape, state_dtype, "cpu")
         for step in range(4):
@@ -49,15 +49,10 @@ for state_dtype in ("int8", "bfloat16"):
             kernel.step()
             low_precision.has_kernel = plain
             where = (state_dtype, shape, step)
-            # Sums may differ in the last bit, and so may what is rounded with the same noise
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+            assert torch.equal(found, expected), where
             for key, value in eager.state[expected].items():
-                other = kernel.state[found][key]
-                if key.endswith("scale"):
-                    torch.testing.assert_close(other, value, rtol=1e-5, atol=0)
-                else:
-                    assert (other != value).float().mean() < 0.01, (where, key)
-print("same values")
+                assert torch.equal(kernel.state[found][key], value), (where, key)
+print("same bits")
 """
 LAUNCHES = """
 import json
@@ -138,10 +133,10 @@ def printed(output, word):
     return json.loads(line.removeprefix(word))
 
 
-def test_kernel_of_the_optimizer_has_the_values_of_the_cpu():
+def test_kernel_of_the_optimizer_has_the_bits_of_the_cpu():
     variables = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = run([sys.executable, "-c", OPTIMIZER + BITS], timeout=200, **variables).check()
-    assert "same values" in result.output
+    assert "same bits" in result.output
 
 
 def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):

@@ -49,6 +49,16 @@ TO_HOST = [
     "model.config.num_hidden_layers=4",
 ]
 SHARED = ["strategy.context_parallel_size=2", "run.max_steps=12"]
+LAYERS_OVER_RANKS = ["strategy.tensor_parallel_size=2", "run.max_steps=12"]
+EXPERTS = [
+    "strategy.expert_parallel_size=2",
+    "run.max_steps=12",
+    "model.config.model_type=qwen3_moe",
+    "model.config.head_dim=16",
+    "model.config.num_experts=4",
+    "model.config.num_experts_per_tok=2",
+    "model.config.moe_intermediate_size=64",
+]
 REDUCE_ONCE = ["strategy.sync_every_micro_batch=false"]
 STEADY = 7
 """First steady step. Earlier steps allocate memory, reorder DDP's buckets and pin memory for
@@ -182,22 +192,45 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
         )
 
 
-def check_order(found, *, ranks):
-    """The ranks launch the collectives of a step in one order. Those of different communicators
-    could otherwise wait for each other for ever."""
+def collectives(found, name, *, ranks):
+    """Counts the collectives of a steady step by name, size of the group and bytes.
+
+    The ranks launch them in one order. Those of different communicators could otherwise wait for
+    each other for ever.
+    """
     orders = []
     for parts in found:
-        calls = [event.arguments for event in parts["shared"].steps()[STEADY]]
-        calls = [
-            call for call in calls if call[0] in ("all_gather", "reduce_scatter", "all_to_all")
-        ]
-        orders.append([(name, of, size) for name, _, of, size in calls])
+        calls = [event for event in parts[name].steps()[STEADY] if event.kind == "nccl"]
+        orders.append([(call, of, size) for call, _, of, size in (e.arguments for e in calls)])
+    assert len(orders) == ranks
     assert all(order == orders[0] for order in orders)
-    names = Counter((name, of) for name, of, _ in orders[0])
-    # Queries, keys, values and outputs, and in the backward pass their gradients, in four
-    # micro-batches
-    assert names["all_to_all", "ranks=2"] == 4 * LAYERS * 2 * 4
-    assert names["all_gather", f"ranks={ranks}"] > 2 * LAYERS
+    return Counter(orders[0])
+
+
+def check_order(found, *, ranks):
+    """The collectives of ranks that share rows, divide layers (both: in four micro-batches of
+    2 x 512 tokens) or hold different experts (in two), beside those of FSDP."""
+    counts, tokens = {}, 2 * 512
+    for name in {"shared", "layers", "experts"} & set(found[0]):
+        counts = collectives(found, name, ranks=ranks)
+        pair, calls = "ranks=2", Counter()
+        for (call, of, _), count in counts.items():
+            calls[call, of] += count
+        if ranks > 2 or name == "shared":
+            assert calls["all_gather", pair if name != "shared" else f"ranks={ranks}"] > 2 * LAYERS
+        if name == "shared":
+            # Queries, keys, values and outputs, and in the backward pass their gradients
+            assert calls["all_to_all", pair] == 4 * LAYERS * 2 * 4
+        elif name == "layers":
+            # The embedding and the outputs of attention and MLP, and in the backward pass the
+            # gradients of their inputs, in bfloat16
+            assert counts["all_reduce", pair, f"bytes={tokens * 64 * 2}"] == 4 * (4 * LAYERS + 1)
+        else:
+            # The numbers of rows. The rows and their results, half of them to each rank, and in the
+            # backward pass their gradients
+            assert calls["all_to_all", pair] == 2 * LAYERS
+            rows = f"bytes={tokens // 2 * 2 * 64 * 2}"
+            assert counts["send", pair, rows] == 2 * LAYERS * 4 * 2
 
 
 def check_contexts(gpus):
@@ -228,15 +261,24 @@ def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
     )
 
 
+FOUR_RANKS = {
+    "hybrid": ["strategy.replicate=2"],
+    "shared": SHARED,
+    "layers": LAYERS_OVER_RANKS,
+    "experts": EXPERTS,
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "training", [{"packed": ["strategy.replicate=2"]}, {"shared": SHARED}], ids=["hybrid", "shared"]
-)
-def test_groups_of_four_ranks_have_no_unexpected_waits(null_gpus, tmp_path, training):
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_groups_of_four_ranks_have_no_unexpected_waits(null_gpus, tmp_path, name):
     """One training for each process: in a second one, split_group of torch 2.13 crashes here."""
-    gpus = null_gpus(count=4)
-    found = run_trainings(tmp_path, gpus, training, ranks=4)
-    check(found, {name: {} for name in training})
-    if "shared" in training:
+    # On older GPUs, torch's products of groups of rows wait for the device
+    gpus = null_gpus(count=4, capability=90 if name == "experts" else 80)
+    found = run_trainings(tmp_path, gpus, {name: FOUR_RANKS[name]}, ranks=4)
+    # In each layer and micro-batch, the host needs the numbers of rows for each rank
+    waits = {"copy": 2 * LAYERS} if name == "experts" else None
+    check(found, {name: {"each_step": waits}})
+    if name != "hybrid":
         check_order(found, ranks=4)
     check_contexts(gpus)
