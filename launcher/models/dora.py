@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.models.nf4 import dequantize, is_packed
+from launcher.models.nf4 import dequantize, is_packed, without_autocast
 from launcher.models.shards import local_rows
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -47,7 +47,7 @@ def _row_norms(
     weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """The norms of the rows of weight + scale * up @ down, in float32, without that sum."""
-    with torch.autocast(weight.device.type, enabled=False):
+    with without_autocast(weight):
         down, up = down.float(), up.float()
         norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
         squares = norms.square()

@@ -9,6 +9,7 @@ others, so any shard by rows is complete, and has the same bytes on any number o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -169,8 +170,14 @@ def _prepared(inputs: torch.Tensor, name: str) -> torch.Tensor:
             f"lora.quantize: {name} gets integers: the model's code casts its inputs to the dtype "
             "of its weight; set lora.quantize: null for this model"
         )
-    enabled = torch.is_autocast_enabled(device)
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
     return inputs.to(torch.get_autocast_dtype(device)) if enabled else inputs
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on a tensor's device. The meta device, on which attention is chosen, has none."""
+    device = tensor.device.type
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 class Nf4Linear(nn.Linear):
@@ -179,7 +186,7 @@ class Nf4Linear(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = _prepared(inputs, "a linear layer")
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
-        with torch.autocast(inputs.device.type, enabled=False):
+        with without_autocast(inputs):
             function: Any = _Product
             made: torch.Tensor = function.apply(inputs, self.weight, bias)
         return made
@@ -200,7 +207,7 @@ class Nf4Experts(nn.Module):
         ends = counts.cumsum(0, dtype=torch.int32)
 
         def product(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            with torch.autocast(inputs.device.type, enabled=False):
+            with without_autocast(inputs):
                 arguments = getattr(self, name), ends, self.is_transposed
                 function: Any = _GroupedProduct
                 made: torch.Tensor = function.apply(inputs, *arguments)

@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 import typer.main
 import yaml
-from shapes import LLAMA_1B, LLAMA_8B
+from shapes import LLAMA_1B, LLAMA_8B, QWEN3_30B_A3B
 from typer.core import TyperGroup
 
 from launcher.cli.main import app, main
@@ -112,8 +112,10 @@ def test_small_versions_in_recipe_headers_match_the_recipe(path, command):
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
     same = {"model": complete.model, "data": complete.data, "run": complete.run}
-    if complete.strategy.ranks_of_a_row > 1:  # two ranks; attention on CPUs only in float32
-        names = ("context_parallel_size", "tensor_parallel_size", "mixed_precision")
+    divided = complete.strategy.ranks_of_a_row * complete.strategy.expert_parallel_size > 1
+    if divided:  # two ranks; attention of parts of rows on CPUs only in float32
+        names = ("context_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+        names += ("mixed_precision",)
         values = {name: getattr(complete.strategy, name) for name in names}
         same["strategy"] = dataclasses.replace(small.strategy, **values)
     assert dataclasses.replace(small, **same) == complete
@@ -140,6 +142,7 @@ CONFIGS = {
     | {"num_hidden_layers": 80, "num_attention_heads": 64},
     "lora_llama_3_1_8b": LLAMA_8B,
     "qlora_llama_3_1_8b": LLAMA_8B,
+    "qwen3_30b_a3b": QWEN3_30B_A3B,
 }
 CONFIGS["llama_3_1_70b_tensor"] = CONFIGS["llama_3_1_70b"]
 """Model configs, from the model cards."""

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.errors import RecipeError
 from launcher.models import nf4
+from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model, find_blocks
 from launcher.models.initialization import clean_name, random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -262,3 +263,17 @@ def test_experts_beside_layers_of_their_names_are_quantized_without_adapters():
     named = dict(made.model.named_parameters())
     assert nf4.is_packed(named["model.layers.1.mlp.experts.down_proj"])
     assert not any(".mlp." in name for name, p in named.items() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("lora", [Lora(quantize="nf4"), Lora(dora=True)], ids=["nf4", "dora"])
+def test_packed_rows_use_the_kernel_for_documents(kind, lora):
+    """It is chosen by a run on the meta device, which has no autocast."""
+    config = {"model_type": kind, "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = build_model(Model(config=config), sequence_length=32)
+    add_adapters(model, lora, base_dtype=torch.float32)
+    if lora.quantize:
+        nf4.quantize_blocks(find_blocks(model).values())
+    options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    assert isolate_documents(model, sequence_length=32, **options) == "varlen"
