@@ -31,6 +31,8 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.prompt_column", "data.kind", "instruct preference"),
     ("data.response_column", "data.kind", "instruct"),
     ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
+    ("data.margin_column", "model.task", "reward"),
+    ("preference", "model.task", "causal_lm"),
     ("preference.label_smoothing", "preference.loss", "robust"),
     ("preference.margin", "preference.loss", "simpo"),
     ("lora.dropout", "preference", False),

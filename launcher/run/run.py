@@ -115,7 +115,7 @@ class TrainingRun:
         prepared = self._resolve(loaded, source, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
-        recorder = StepRecorder(rank.ranks)
+        recorder = StepRecorder(rank.ranks, recipe.model.task)
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),

@@ -125,6 +125,7 @@ def assemble(
             tokenizer=recipe.model.path,
             vocabulary=prepared.vocabulary,
             classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
+            task=recipe.model.task,
             padding=padding_id(model),
             masking=prepared.masking,
             part=row_part(ranks),

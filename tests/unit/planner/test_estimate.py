@@ -301,10 +301,13 @@ def test_estimate_agrees_with_the_trace(load, overrides):
     assert (traced.disk > 0) == (IN_FILES in overrides)
 
 
-@pytest.mark.parametrize(("loss", "noted"), [("dpo", True), ("simpo", False)])
-def test_plan_of_pairs_names_the_reference_pass(load, loss, noted):
+@pytest.mark.parametrize(
+    ("method", "noted"),
+    [("preference.loss=dpo", True), ("preference.loss=simpo", False), ("model.task=reward", False)],
+)
+def test_plan_of_pairs_names_the_reference_pass(load, method, noted):
     """Only losses that compare with a reference need the pass. The step is traced with pairs."""
-    recipe = load(*SMALL, "model.config.num_hidden_layers=2", "data.kind=preference", f"preference.loss={loss}")  # fmt: skip
+    recipe = load(*SMALL, "model.config.num_hidden_layers=2", "data.kind=preference", method)
     machine = known_machine("h100", nodes=1, gpus_per_node=2)
     plan = make_plan(recipe, machine)
     assert plan.traced
