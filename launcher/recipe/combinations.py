@@ -71,6 +71,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
     (_OFFLOADED_STATE, "optimizer.momentum", True),
+    (_OFFLOADED_STATE, "optimizer.ema", False),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
     ("activation_checkpointing.budget", "model.builder data.builder", False),
@@ -78,6 +79,9 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("activation_checkpointing.budget", "strategy.tensor_parallel_size", "1"),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
+    ("optimizer.ema", "checkpoint.every_steps", True),
+    ("evaluation.ema", "optimizer.ema", True),
+    ("evaluation.ema", "strategy.shard_optimizer", False),
     ("schedule.decay_steps", "schedule.kind", "wsd"),
     (
         "evaluation.at_start evaluation.stop_after",

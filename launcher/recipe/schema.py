@@ -339,6 +339,9 @@ class Optimizer(Section):
     """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
+    ema: Annotated[Fraction, Field(gt=0)] | None = None
+    """Decay rate, such as 0.999, of a moving average of the trained weights, in float32, for
+    evaluation.ema and `launcher export weights=ema`; null: none."""
 
 
 class Schedule(Section):

@@ -306,11 +306,12 @@ class TrainingRun:
                 self._progress.heartbeat(phase)
                 advance(1)
 
-            results = evaluator.evaluate(
-                self._training.wrapped,
-                stop_requested=self._rank.stop.requested,
-                heartbeat=heartbeat,
-            )
+            with self._training.evaluated_weights():
+                results = evaluator.evaluate(
+                    self._training.wrapped,
+                    stop_requested=self._rank.stop.requested,
+                    heartbeat=heartbeat,
+                )
         if not results:
             return None
         scores = self._reporter.evaluation(step, results, time.perf_counter() - started)

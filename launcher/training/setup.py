@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from launcher.models.build import (
     recomputed_flops,
 )
 from launcher.models.hugging_face_files import export_hugging_face
+from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import LossScale, learning_rate
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import is_checkpointed
@@ -92,6 +94,10 @@ class Training:
             copies=self.ranks.tensor_size,
             heartbeat=hooks.heartbeat,
         )
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Around an evaluation: the averages of the weights in their place with evaluation.ema."""
+        return averages_in_place(self.optimizer) if self.recipe.evaluation.ema else nullcontext()
 
     @property
     def all_steps(self) -> Iterator[Step]:

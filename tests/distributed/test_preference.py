@@ -128,7 +128,7 @@ def test_a_reward_model(folder):
     one = [*words, "strategy.kind=ddp", "batch.micro_batch_size=4", "checkpoint.export=at_end"]
     train(folder, "reward-one", *one, ranks=1)
     train(folder, "reward-two", *words, "run.max_steps=3", ranks=2)
-    train(folder, "reward-two", *words, "strategy.kind=ddp", ranks=1)
+    train(folder, "reward-two", *words, "strategy.kind=ddp", "run.max_steps=6", ranks=1)
     whole = list(read_lines(folder / "runs/reward-one/metrics.jsonl"))
     parts = list(read_lines(folder / "runs/reward-two/metrics.jsonl"))
     assert [line["step"] for line in parts] == [line["step"] for line in whole]
