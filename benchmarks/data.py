@@ -30,7 +30,7 @@ from bench import ROOT, publish
 LAUNCHER = """
 import json, sys, time
 started = time.perf_counter()
-from launcher.data.dataset import open_dataset
+from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.recipe.schema import Data
 folder, processes = sys.argv[1], int(sys.argv[2])

@@ -14,6 +14,7 @@ from torch import nn
 
 from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
+from launcher.checkpoint.state import AVERAGE
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
@@ -46,12 +47,13 @@ def export_checkpoint(
     dtype: str | None,
     merged: bool,
     base: str | None,
+    ema: bool,
     trust_run: bool,
 ) -> bool:
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
     Without a dtype it is the one that the run would export. merged: merges an adapter into its base
-    model. base, trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are
+    model. base, ema, trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are
     missing, DamagedCheckpointError if they cannot be read.
     """
     recipe = recipe_of(checkpoint)
@@ -60,7 +62,7 @@ def export_checkpoint(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
-    stored = open_checkpoint_weights(checkpoint, base=base, trust_run=trust_run)
+    stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
@@ -104,15 +106,18 @@ def recipe_of(checkpoint: Path) -> Recipe:
 
 
 def open_checkpoint_weights(
-    checkpoint: Path, *, base: str | None = "original", trust_run: bool
+    checkpoint: Path, *, base: str | None = "original", ema: bool = False, trust_run: bool
 ) -> StoredModel:
     """The recipe's model, with its adapters, and the weights of a checkpoint of the run.
 
-    base: as checkpoint.export_base, for which None stands. trust_run: whether code that the recipe
+    base: as checkpoint.export_base, for which None stands. ema: the averages of the trained weights
+    in their place. trust_run: whether code that the recipe
     names may be run. Raises RecipeError if it may not.
     """
     recipe, state = recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
+    if ema and recipe.optimizer.ema is None:
+        raise RecipeError(f"export: weights: ema: the run of {checkpoint} has no optimizer.ema")
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     read_frozen: Read | None = None
     dtype = torch.float32
@@ -133,7 +138,8 @@ def open_checkpoint_weights(
     stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
-        for key in (f"model.{name}", f"buffer.{name}"):
+        averages = (f"optimizer.{name}.{AVERAGE}",) if ema else ()
+        for key in (*averages, f"model.{name}", f"buffer.{name}"):
             if key in stored.tensors:
                 return stored.read(key)
         if read_frozen is None:

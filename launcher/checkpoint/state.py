@@ -12,6 +12,9 @@ from torch import nn
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import Tensors
 
+AVERAGE = "ema"
+"""Name of the moving average of the weights in the optimizer state of a parameter."""
+
 
 def model_and_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """Tensors of model and optimizer, to be saved or to be loaded in place.

@@ -38,12 +38,12 @@ _TEXTS = (
 
 
 def verify_export(
-    checkpoint: Path, out: Path, *, base: str | None = None, trust_run: bool
+    checkpoint: Path, out: Path, *, base: str | None = None, ema: bool = False, trust_run: bool
 ) -> list[str]:
-    """Returns how an exported folder differs from a checkpoint, one line per difference. base,
+    """Returns how an exported folder differs from a checkpoint, one line per difference. base, ema,
     trust_run: see `open_checkpoint_weights`."""
     recipe = recipe_of(checkpoint)
-    stored = open_checkpoint_weights(checkpoint, base=base, trust_run=trust_run)
+    stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     if (out / ADAPTER_CONFIG).is_file() and recipe.lora is None:
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)

@@ -47,6 +47,13 @@ def export(
             "BASE",
         ),
     ] = None,
+    weights: Annotated[
+        Literal["trained", "ema"],
+        option(
+            "trained | ema: the averages of optimizer.ema in place of the trained weights.",
+            "WEIGHTS",
+        ),
+    ] = "trained",
     verify: Annotated[
         bool, flag("--verify", "Load OUT in a fresh process and compare it with the run.")
     ] = False,
@@ -68,10 +75,18 @@ def export(
         raise RecipeError("command line: base: needs merged=true")
     if not (verify and out.is_dir() and any(out.iterdir())):
         try:
-            _write(run, out, dtype, merged=merged, base=base, trust_run=trust_run)
+            _write(
+                *(run, out, dtype),
+                merged=merged,
+                base=base,
+                ema=weights == "ema",
+                trust_run=trust_run,
+            )
         except (OSError, DamagedCheckpointError) as error:
             raise RecipeError(f"export: {out} was not written: {error}") from None
-    return _verify(run, out, base=base, trust_run=trust_run) if verify else EXIT_DONE
+    if not verify:
+        return EXIT_DONE
+    return _verify(run, out, base=base, ema=weights == "ema", trust_run=trust_run)
 
 
 def _write(
@@ -81,11 +96,12 @@ def _write(
     *,
     merged: bool,
     base: str | None,
+    ema: bool,
     trust_run: bool,
 ) -> None:
     weights, checkpoint = run / "hf", None
     # The adapter alone does not say which weights were quantized
-    exported = base != "quantized" and any(weights.glob("*.safetensors"))
+    exported = base != "quantized" and not ema and any(weights.glob("*.safetensors"))
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
         checkpoint = _checkpoint(run)
@@ -96,6 +112,7 @@ def _write(
             step = valid
     if checkpoint is None and not exported:
         what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
+        what = "has no checkpoint" if ema else what
         raise RecipeError(
             f"command line: {run}: {what if run.is_dir() else 'there is no such folder'}"
         )
@@ -107,7 +124,7 @@ def _write(
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
 
         adapter = export_checkpoint(
-            checkpoint, out, dtype=dtype, merged=merged, base=base, trust_run=trust_run
+            checkpoint, out, dtype=dtype, merged=merged, base=base, ema=ema, trust_run=trust_run
         )
     else:
         adapter = (weights / "adapter_config.json").is_file()
@@ -128,13 +145,13 @@ def _newest_step(run: Path) -> float:
     return files.step_of(listed[-1]) if listed else -math.inf
 
 
-def _verify(run: Path, out: Path, *, base: str | None, trust_run: bool) -> int:
+def _verify(run: Path, out: Path, *, base: str | None, ema: bool, trust_run: bool) -> int:
     checkpoint = _checkpoint(run)
     if checkpoint is None:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
 
-    differences = verify_export(checkpoint, out, base=base, trust_run=trust_run)
+    differences = verify_export(checkpoint, out, base=base, ema=ema, trust_run=trust_run)
     for difference in differences:
         print(f"differs: {difference}")
     print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")

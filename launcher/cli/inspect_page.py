@@ -16,14 +16,10 @@ from rich.text import Text
 from launcher.cli.prepare import DataFiles, model_inputs
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
-from launcher.data.dataset import (
-    MixtureDataset,
-    make_order,
-    open_dataset,
-    pack_store,
-)
+from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
+from launcher.data.opening import make_order, open_dataset, pack_store
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows

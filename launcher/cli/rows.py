@@ -77,7 +77,7 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
         recipe = recorded_recipe(file.read_text(encoding="utf-8"), file=file)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
-    if loss and recipe.preference is not None:
+    if loss and recipe.data.kind == "preference":
         what = "the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
         raise RecipeError(f"command line: --loss: not available for kind preference: {what}")
     if recipe.data.streaming:

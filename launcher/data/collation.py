@@ -123,6 +123,30 @@ def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -
     return made | {"loss_tokens": count // 2, "documents": np.concatenate(names)[::2] // 2}
 
 
+def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArray[np.int64]:
+    """(tokens,): 0 at the last token that is not `padding`, and IGNORED elsewhere."""
+    targets = np.full(len(ids), IGNORED, dtype=np.int64)
+    targets[np.flatnonzero(ids != padding)[-1:]] = 0
+    return targets
+
+
+def collate_scored(rows: list[Sample], *, length: int | None, masking: Masking) -> Collated:
+    """A micro-batch of `collate_sequences` from rows of `RewardDataset`, padded to `length` or to
+    the longest row, without targets. `ends` (pairs, 2) are the positions in the flattened rows
+    whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).
+    `loss_tokens` is the number of pairs."""
+    width = length or max(1, *(len(row["input_ids"]) for row in rows))
+    made = collate_sequences(rows, length=width, packed=True, masking=masking)
+    tensors = made["tensors"]
+    tensors.pop("target_positions", None)
+    ends = (tensors.pop("targets").flatten() != IGNORED).nonzero().view(-1, 2)
+    margins = torch.from_numpy(np.concatenate([row["margins"] for row in rows]))
+    return made | {
+        "tensors": tensors | {"ends": ends, "margins": margins},
+        "loss_tokens": len(ends),
+    }
+
+
 def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:
     """A micro-batch of these tensors and rows; `part` of each row is this rank's."""
     trained = tensors["targets"] != IGNORED

@@ -54,6 +54,17 @@ def read_integers(row: Values, column: str) -> Ids:
         raise RowError(f"{column} has an id beyond 32 bits") from None
 
 
+def read_margin(row: Values, column: str | None) -> float | None:
+    """The number in a column; None without a column. Raises RowError."""
+    if column is None:
+        return None
+    value: Any = row.get(column)
+    if type(value) in (int, float) and abs(value) < 1e30:
+        return float(value)
+    got = f"got {value!r}" if column in row else "no such column"
+    raise RowError(f"column {column!r} must hold a number; {got} (data.margin_column names it)")
+
+
 def read_weights(row: Values, column: str, tokens: int | None = None) -> Weights:
     """A number, or a list with one number for each of `tokens` tokens: (1,) or (tokens,). Raises
     RowError."""

@@ -69,6 +69,7 @@ class CustomDataset:
     name: str
     seed: int = 0
     packed: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ()
     lengths: ClassVar[None] = None
     skipped: ClassVar[list[dict[str, str]]] = []
 

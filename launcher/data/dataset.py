@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.data import split
-from launcher.data.batching import NO_SAMPLE, MixtureOrder, Order, SampleOrder, mixture_weights
+from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import (
     EMPTY,
     NOTHING,
@@ -28,19 +26,11 @@ from launcher.data.collation import (
     padded,
 )
 from launcher.data.custom import CustomDataset
-from launcher.data.packing import (
-    Integers,
-    Sequences,
-    first_names,
-    no_targets,
-    pack,
-    pack_pairs,
-)
-from launcher.data.token_store import ModelInputs, TokenStore, open_store
-from launcher.errors import RecipeError
+from launcher.data.packing import Sequences
+from launcher.data.token_store import TokenStore
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import summed_classification_loss, summed_loss
-from launcher.models.preference import Reference, summed_preference_loss
+from launcher.models.preference import METRICS, Reference, summed_preference_loss
 from launcher.recipe import schema
 
 
@@ -126,6 +116,10 @@ class SequenceDataset(_Stored):
     masking: Masking = "mask"
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of the further sums that `loss` returns."""
+    trains_tokens: ClassVar[bool] = True
+    """Whether the loss is one of tokens."""
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
@@ -166,7 +160,7 @@ class SequenceDataset(_Stored):
             how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
             padding = 1 - tokens / (count * self.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
-        if self.store.labels is not None:
+        if self.store.labels is not None and self.trains_tokens:
             text += f"; {self.sequences.targets / tokens:.1%} of these tokens carry loss"
         return [text, *self._problems()]
 
@@ -181,21 +175,28 @@ class PreferenceDataset(SequenceDataset):
     reference: Reference | None = None
     """Log-probabilities of the answers by the initial weights; None: not known, or not needed."""
     unit: ClassVar[str] = "pairs"
+    metrics: ClassVar[tuple[str, ...]] = METRICS
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's pairs, and the sums of METRICS; float32."""
         assert self.settings is not None
         return summed_preference_loss(model, tensors, self.settings)
 
+    def pairs(self, index: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+        """The number of each pair of a sequence, and the first token and the end of its answers, as
+        positions in the store."""
+        assert self.store.classes is not None
+        for document, start, end in () if index == NO_SAMPLE else self.pieces(index):
+            middle = start + int(self.store.classes[document])
+            yield document, ((start, middle), (middle, end))
+
     def __getitem__(self, index: int) -> Sample:
         """As of SequenceDataset; and for each token `answers`, twice the number of the pair, plus 1
         if rejected, or -1 without a target, and `reference`, that of the answer."""
         store, answers = self.store, [NOTHING]
         pieces: list[Piece] = [(NOTHING, NOTHING)]
-        assert store.classes is not None
-        for document, start, end in () if index == NO_SAMPLE else self.pieces(index):
-            middle = start + int(store.classes[document])
-            for answer, (first, last) in enumerate(((start, middle), (middle, end))):
+        for document, bounds in self.pairs(index):
+            for answer, (first, last) in enumerate(bounds):
                 targets = np.full(last - first, IGNORED, dtype=np.int64)
                 targets[:-1] = store.targets[first + 1 : last]
                 pieces.append((store.ids[first:last], targets))
@@ -220,6 +221,7 @@ class ClassificationDataset(_Stored):
     padding: int
     """The model's padding id, by which it finds the last token."""
     packed: bool = False
+    metrics: ClassVar[tuple[str, ...]] = ()
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's rows; a float32 scalar."""
@@ -272,6 +274,7 @@ class MixtureDataset:
         self._first = next(iter(parts.values()))
         self.packed = self._first.packed
         self.collate, self.loss = self._first.collate, self._first.loss
+        self.metrics = self._first.metrics
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -321,78 +324,3 @@ class MixtureDataset:
 
 MapData = SequenceDataset | ClassificationDataset | MixtureDataset | CustomDataset
 """All have the members of `SequenceDataset`."""
-
-
-def open_dataset(
-    data: schema.Data,
-    source: tuple[str, ...] | dict[str, schema.Source],
-    *,
-    tokenizer: str | None,
-    model: ModelInputs,
-    build: bool,
-    validation: bool = False,
-    held_out: bool = False,
-) -> SequenceDataset | ClassificationDataset | MixtureDataset:
-    """Opens (see `open_store`) and packs the files of a source, or of each source of the mixture
-    data.train.
-
-    With data.validation_split, training data is without the held-out documents, or with `held_out`
-    only these.
-    """
-
-    def opened(
-        data: schema.Data, files: tuple[str, ...]
-    ) -> SequenceDataset | ClassificationDataset:
-        store = open_store(
-            files, data, tokenizer=tokenizer, model=model, build=build, validation=validation
-        )
-        if validation or data.validation_split is None:
-            return pack_store(store, data, model)
-        mask = split.held_out(store.documents, data.validation_split)
-        if held_out:
-            return pack_store(split.copy_documents(store, np.flatnonzero(mask)), data, model)
-        return pack_store(store, data, model, documents=np.flatnonzero(~mask))
-
-    if not isinstance(source, dict):
-        return opened(data, source)
-    parts = {
-        name: opened(of_source, source[name].files) for name, of_source in data.sources().items()
-    }
-    return MixtureDataset(parts, mixture_weights(source.values()))
-
-
-def pack_store(
-    store: TokenStore, data: schema.Data, model: ModelInputs, *, documents: Integers | None = None
-) -> SequenceDataset | ClassificationDataset:
-    """Packs all documents, or those with the numbers `documents`. Raises RecipeError if no token
-    has loss."""
-    length, kind, pairs = data.sequence_length, data.kind, data.kind == "preference"
-    options: Any = {"sequence_length": length, "packing": data.packing, "documents": documents}
-    if pairs:
-        assert store.classes is not None
-        sequences = pack_pairs(store.offsets, store.classes, store.targets, **options)
-    else:
-        sequences = pack(store.offsets, kind, labels=store.labels, **options)
-    if kind == "classification":  # the tokenizer has cut its documents
-        sequences = dataclasses.replace(
-            sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
-        )
-        return ClassificationDataset(store, sequences, length, model.padding)
-    if not sequences.targets:
-        names = store.fingerprint.get("files", ())
-        raise RecipeError(no_targets(first_names(names), data))
-    made = PreferenceDataset if pairs else SequenceDataset
-    return made(store, sequences, length, data.packing, model.masking, model.part)
-
-
-def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """The order of the samples of a data set."""
-    if not isinstance(dataset, MixtureDataset) or dataset.weights is None:
-        draws = isinstance(dataset, CustomDataset)  # random numbers, others in each epoch
-        return SampleOrder(
-            samples=len(dataset), with_epoch=draws, seed=seed, shuffle=shuffle, epochs=epochs
-        )
-    sizes = [len(part) for part in dataset.parts.values()]
-    return MixtureOrder(
-        sizes=sizes, weights=dataset.weights, seed=seed, shuffle=shuffle, epochs=epochs
-    )

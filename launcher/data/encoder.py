@@ -23,7 +23,7 @@ from launcher.data.chat import (
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
-from launcher.data.columns import Weights, read_column, read_integers, read_weights
+from launcher.data.columns import Weights, read_column, read_integers, read_margin, read_weights
 from launcher.data.pairs import with_shared_prompt
 from launcher.data.rendering import load_template, render
 from launcher.data.sources import Row, Values
@@ -53,6 +53,7 @@ _WITH_TEMPLATE = ("chat", "instruct", "preference")
 """Kinds whose rows may be rendered with a chat template."""
 _SETTINGS = {
     "weights_column": ("tokens", "chat"),
+    "margin_column": ("preference",),
     "system_column": _WITH_TEMPLATE,
     "system": _WITH_TEMPLATE,
     "loss_on": ("chat", "instruct"),
@@ -76,7 +77,7 @@ class Encoded:
     cut_tokens: int = 0
     """Tokens that a text for classification was longer than data.sequence_length."""
     weights: Weights | None = None
-    """The weight of each token as a target; None: each counts 1."""
+    """The weight of each token as a target; None: each counts 1. For kind preference the margin."""
     problem: str = ""
     """Why the row cannot be used."""
 
@@ -226,10 +227,6 @@ def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
     return ids, counted, None, 0, weights
 
 
-def _encode_tokens(encoder: Encoder, batch: list[_Tokens]) -> list[_Tokens]:
-    return batch
-
-
 def _read_chat(encoder: Encoder, row: Values) -> Rendered:
     names = ("messages", "conversations")
     column, value = read_column(
@@ -334,14 +331,18 @@ def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
     assert chosen is not None
     assert rejected is not None
     row = with_shared_prompt(row, prompt, chosen, rejected)
-    return [_read_instruct(encoder, row, f"{which}_column", ()) for which in ("chosen", "rejected")]
+    answers = ("chosen_column", "rejected_column")
+    pair = [_read_instruct(encoder, row, column, ()) for column in answers]
+    return [*pair, read_margin(row, encoder.settings.get("margin_column"))]
 
 
 def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_Tokens]:
     """The chosen answer after its prompt, and then the rejected one after the same prompt."""
-    answers = iter(_encode_instruct(encoder, list(itertools.chain.from_iterable(batch))))
-    for (ids, labels, *_), (other, targets, *_) in zip(answers, answers, strict=True):
-        yield np.concatenate([ids, other]), np.concatenate([labels, targets]), len(ids)
+    answers = iter(_encode_instruct(encoder, [text for *both, _ in batch for text in both]))
+    for (ids, labels, *_), (other, targets, *_), row in zip(answers, answers, batch, strict=True):
+        both, margin = np.concatenate([ids, other]), row[-1]
+        margins = None if margin is None else np.full(len(both), margin, np.float32)
+        yield both, np.concatenate([labels, targets]), len(ids), 0, margins
 
 
 def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
@@ -384,7 +385,7 @@ _Read = Callable[[Encoder, Values], Any]
 _Encode = Callable[[Encoder, list[Any]], Iterable[_Tokens]]
 _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
     "text": (_read_text, _encode_texts),
-    "tokens": (_read_tokens, _encode_tokens),
+    "tokens": (_read_tokens, lambda encoder, batch: batch),
     "chat": (_read_chat, _encode_chats),
     "instruct": (_read_instruct, _encode_instruct),
     "classification": (_read_classification, _encode_classification),

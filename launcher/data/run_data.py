@@ -22,7 +22,7 @@ from launcher.data.batching import (
 )
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import MapData, MixtureDataset, make_order, open_dataset
+from launcher.data.dataset import MapData, MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.loader import (
@@ -33,6 +33,7 @@ from launcher.data.loader import (
     make_loader,
     to_device,
 )
+from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs

@@ -250,6 +250,7 @@ class StreamingDataset(IterableDataset[Collated]):
     """
 
     packed = True
+    metrics: tuple[str, ...] = ()
     lengths: Sequence[int] | None = None
 
     def __init__(

@@ -10,13 +10,20 @@ import numpy as np
 import torch
 
 from launcher.data.batching import rows_of
-from launcher.data.collation import collate_pairs, collate_sequences, make_sample
+from launcher.data.collation import (
+    collate_pairs,
+    collate_scored,
+    collate_sequences,
+    last_target,
+    make_sample,
+)
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
+from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
-from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
 from launcher.models.preference import summed_preference_loss
+from launcher.models.reward import summed_reward_loss
 from launcher.recipe import schema
 
 
@@ -43,21 +50,16 @@ def synthetic_data(
     data: schema.Data,
     batch: schema.Batch,
     *,
-    vocabulary: int | None,
-    classes: int | None,
+    model: ModelInputs,
     packed: bool,
-    masking: Masking,
-    part: RowPart = WHOLE_ROW,
 ) -> SyntheticData:
-    """A micro-batch of full sequences; with data.builder, of its first samples.
-
-    vocabulary: ids are below it. packed: rows of two documents. part is that of each row.
-    """
+    """A micro-batch of full sequences; with data.builder, of its first samples. packed: rows of two
+    documents."""
     length = data.sequence_length
     rows = rows_of(batch, sequence_length=length)
     summed: Loss = summed_loss
     drawn = np.random.default_rng(0)
-    ids = [drawn.integers(0, vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
+    ids = [drawn.integers(0, model.vocabulary or 2, length, dtype=np.int64) for _ in range(rows)]
     if data.builder is not None:
         custom = build_custom_data(data.builder, data.arguments)
         samples = CustomDataset(custom.train, custom, data.builder)
@@ -69,10 +71,17 @@ def synthetic_data(
         tensors = {
             "input_ids": torch.from_numpy(np.stack(ids)),
             "attention_mask": mask,
-            "targets": torch.from_numpy(drawn.integers(0, classes or 2, rows, dtype=np.int64)),
+            "targets": torch.from_numpy(
+                drawn.integers(0, model.classes or 2, rows, dtype=np.int64)
+            ),
         }
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = summed_classification_loss
+    elif model.task == "reward":  # a pair in each row
+        answers = ((half, last_target(half)) for half in np.array_split(ids[0], 2))
+        scored = make_sample(answers) | {"margins": np.zeros(1, dtype=np.float32)}
+        collated = collate_scored([scored] * rows, length=length, masking=model.masking)
+        summed = summed_reward_loss
     elif data.kind == "preference":  # a pair in each row, whose tokens all have a loss
         halves = [np.array_split(row, 2) for row in ids]
         pairs = [
@@ -83,7 +92,7 @@ def synthetic_data(
             }
             for number, both in enumerate(halves)
         ]
-        collated = collate_pairs(pairs, length=length, masking=masking)
+        collated = collate_pairs(pairs, length=length, masking=model.masking)
         # The other losses take as much memory and time
         summed = partial(summed_preference_loss, settings=schema.Preference())
     else:
@@ -91,6 +100,6 @@ def synthetic_data(
             make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids
         ]
         collated = collate_sequences(
-            sequences, length=length, packed=packed, masking=masking, part=part
+            sequences, length=length, packed=packed, masking=model.masking, part=model.part
         )
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

@@ -72,6 +72,7 @@ class ModelInputs:
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None
     """Number of classes of a sequence classifier."""
+    task: str = "causal_lm"
     padding: int = 0
     """Id of the padding token."""
     masking: Masking = "mask"
@@ -121,7 +122,7 @@ def open_store(
     data: schema.Data,
     *,
     tokenizer: str | None,
-    model: ModelInputs | None = None,
+    model: ModelInputs = ModelInputs(),
     validation: bool = False,
     build: bool,
 ) -> TokenStore:
@@ -149,7 +150,6 @@ def open_store(
         finally:
             lock.release()
     store = _load(folder, parts, encoder)
-    model = model or ModelInputs()
     classes = 0 if store.classes is None else int(store.classes.max()) + 1
     too_large = model.vocabulary is not None and store.largest_id >= model.vocabulary
     if too_large or (model.classes is not None and classes > model.classes):

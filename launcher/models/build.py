@@ -67,7 +67,7 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     transformers.utils.logging.set_verbosity_error()
     folder = checkpoint_folder(model)
     auto = transformers.AutoModelForCausalLM
-    if model.task == "sequence_classification":
+    if model.classifies:
         auto = transformers.AutoModelForSequenceClassification
     with _refusals(folder, model.attention):
         config = _make_config(model, folder, labels)
@@ -118,9 +118,10 @@ def _make_config(
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-    if model.task == "sequence_classification":
-        if labels is None and model.num_labels is not None:
-            labels = [f"LABEL_{index}" for index in range(model.num_labels)]
+    if model.classifies:
+        count = 1 if model.task == "reward" else model.num_labels
+        if labels is None and count is not None:
+            labels = [f"LABEL_{index}" for index in range(count)]
         if labels is not None:
             config.id2label = dict(enumerate(labels))
             config.label2id = {name: index for index, name in enumerate(labels)}

@@ -28,7 +28,8 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         near = suggestion(model_type, CONFIG_MAPPING) or "; llama, qwen3 and gpt2 are some"
         what = f"must be a model type of transformers; got {model_type}{near}"
         raise loaded.refuse(("model", "config", "model_type"), what)
-    if model_type not in getattr(modeling_auto, f"MODEL_FOR_{model.task.upper()}_MAPPING_NAMES"):
+    task = "sequence_classification" if model.classifies else model.task
+    if model_type not in getattr(modeling_auto, f"MODEL_FOR_{task.upper()}_MAPPING_NAMES"):
         what = f"{model_type} is not available with model.task: {model.task}"
         raise loaded.refuse(("model", "config", "model_type"), what)
     config_class = CONFIG_MAPPING[model_type]

@@ -14,6 +14,7 @@ from launcher.errors import RecipeError
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
+from launcher.optimizers.average import average_weights
 from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
 from launcher.optimizers.muon import Muon, is_matrix
 from launcher.optimizers.offload import OffloadedOptimizer
@@ -77,6 +78,8 @@ def make_optimizer(
         return OffloadedOptimizer(made, cpu_offload)
     shard_update(made, pairs)
     create_state(made)
+    if optimizer.ema is not None:
+        average_weights(made, optimizer.ema)
     return made
 
 

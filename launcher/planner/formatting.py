@@ -91,6 +91,8 @@ def strategy_text(recipe: Recipe) -> str:
         parts.append(recipe.optimizer.name)
     if recipe.optimizer.state_dtype != "float32":
         parts.append(f"optimizer state in {recipe.optimizer.state_dtype}")
+    if recipe.optimizer.ema is not None:
+        parts.append("EMA of weights")
     return ", ".join(parts)
 
 

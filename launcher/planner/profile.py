@@ -293,9 +293,7 @@ def _profile_of_shapes(
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         chunked_loss=prepared.chunked_loss,
         hidden=hidden,
-        vocabulary=0
-        if recipe.model.task == "sequence_classification"
-        else prepared.vocabulary or 0,
+        vocabulary=0 if recipe.model.classifies else prepared.vocabulary or 0,
         heads=(heads, configured("head_dim") or (hidden // heads if heads else 0)),
         packed_attention=prepared.masking == "varlen",
         experts=configured("num_experts_per_tok") or 1,

@@ -61,6 +61,8 @@ STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 45, "int8": 45} | _OTHERS
 """Bytes that the optimizer moves for a parameter, AdamW by the dtype of its state: the inputs and
 outputs of all operators. In low precision 20 and 16, and 28 in the time of the noise (estimated:
 some 9 ms for 10^9 parameters on an H100, by its rate of integer multiplications)."""
+AVERAGE_BYTES = 12
+"""Bytes that optimizer.ema moves for a parameter: two are read, one is written, in float32."""
 NORM_BYTES = 4
 """Bytes per gradient that clipping reads in addition to AdamW."""
 DDP_BUCKET = 25e6
@@ -259,6 +261,7 @@ def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float
     forward = backward = waits = 0.0
     adamw = optimizer.name == "adamw"
     updating = STEP_BYTES[optimizer.state_dtype if adamw else optimizer.name]
+    updating += 0 if optimizer.ema is None else AVERAGE_BYTES
     moved = updating / work.state_shards * work.shards + NORM_BYTES
     update = moved * trained / rates.memory_bandwidth
     if work.ddp and strategy.shard_optimizer:

@@ -46,7 +46,8 @@ def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
     if optimizer.name == "sgd" and not optimizer.momentum:
         each = 0.0
     momenta = sum(map(math.prod, profile.orthogonalized)) if optimizer.name == "muon" else 0
-    return each * (profile.trained - momenta) + 4 * momenta
+    average = 0 if optimizer.ema is None else 4
+    return each * (profile.trained - momenta) + 4 * momenta + average * profile.trained
 
 
 def with_most_saved(profile: ModelProfile, recipe: Recipe) -> ModelProfile:

@@ -23,7 +23,7 @@ def kind_of(
 ) -> str | None:
     """The kind of data that has these columns, or None.
 
-    data: the keys data.*_column. task: model.task. pairs: the recipe has the section preference.
+    data: the keys data.*_column. task: model.task. pairs: training is on pairs.
     """
 
     def has(key: str, *names: str) -> bool:

@@ -262,7 +262,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> None:
         if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
             continue
         found = None if source.get("kind") is not None else first_columns(files, hub=hub)
-        pairs = plain.get("preference") is not None
+        pairs = plain.get("preference") is not None or task == "reward"
         columns = data | {key: value for key, value in source.items() if value is not None}
         kind = found and kind_of(found[1], columns, task=task, pairs=pairs)
         path: KeyPath = (

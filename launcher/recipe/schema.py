@@ -98,8 +98,9 @@ class Model(Section):
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
-    task: Literal["causal_lm", "sequence_classification"] = "causal_lm"
-    """Class in transformers: AutoModelForCausalLM or AutoModelForSequenceClassification."""
+    task: Literal["causal_lm", "sequence_classification", "reward"] = "causal_lm"
+    """Class in transformers: AutoModelForCausalLM or AutoModelForSequenceClassification; reward:
+    the latter with one label, which scores answers, for data.kind preference."""
     num_labels: Annotated[PositiveInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
@@ -117,6 +118,11 @@ class Model(Section):
     logits are the output of a linear layer."""
     freeze: TextList | None = None
     """Parameters that are not trained: patterns of names, such as `model.embed_tokens.*`."""
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the class in transformers is AutoModelForSequenceClassification."""
+        return self.task in ("sequence_classification", "reward")
 
 
 class Data(Section):
@@ -172,6 +178,9 @@ class Data(Section):
     """Column of kind preference with the better answer."""
     rejected_column: Text = "rejected"
     """Column of kind preference with the worse answer."""
+    margin_column: Text | None = None
+    """Column of kind preference with a number, for model.task reward: how much larger the score of
+    the better answer should be; null: 0 for all pairs."""
     label_column: Text = "label"
     """Column of kind classification."""
     labels: TextList | None = None
@@ -330,6 +339,9 @@ class Optimizer(Section):
     """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
+    ema: Annotated[Fraction, Field(gt=0)] | None = None
+    """Decay rate, such as 0.999, of a moving average of the trained weights, in float32, for
+    evaluation.ema and `launcher export weights=ema`; null: none."""
 
 
 class Schedule(Section):
@@ -358,7 +370,7 @@ class Recipe(Section):
     lora: Lora | None = None
     """Train low-rank adapters and freeze all else; null: train everything."""
     preference: Preference | None = None
-    """The loss on pairs of answers; null: data.kind is not preference."""
+    """The loss on pairs of answers; null: data.kind is not preference, or model.task is reward."""
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

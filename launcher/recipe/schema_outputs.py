@@ -39,6 +39,8 @@ class Evaluation(Section):
     """Evaluate before the first step, too."""
     generate: Generate | None = None
     """{prompts: 32, max_new_tokens: 64, metrics: [exact_match]}: score generated answers."""
+    ema: StrictBool = False
+    """Evaluate the averages of optimizer.ema in place of the trained weights."""
     stop_after: PositiveInt | None = None
     """End the run after this many evaluations in a row without a better value of
     checkpoint.keep_best (null: eval_loss); null: never."""

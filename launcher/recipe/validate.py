@@ -26,6 +26,9 @@ _TEMPLATE_VALUES = (
     *("continue_final_message", "return_assistant_tokens_mask"),
 )
 
+_KINDS_OF_TASK = {"sequence_classification": {"classification"}, "reward": {"preference"}}
+"""data.kind by model.task; other tasks take all but classification."""
+
 
 class _UnsoundError(Exception):
     """A rule reads a key without a sound value."""
@@ -128,7 +131,8 @@ def _classification(recipe: Recipe) -> Found:
     model, data = recipe.model, recipe.data
     if data.builder is not None:
         return
-    if (data.kind == "classification") != (model.task == "sequence_classification"):
+    kinds = _KINDS_OF_TASK.get(model.task, kinds_of(recipe) - {"classification"})
+    if data.kind not in kinds:
         yield "data.kind", f"{data.kind} is not for model.task: {model.task}"
     labels = data.labels
     if labels is not None and model.num_labels not in (None, len(labels)):
@@ -145,7 +149,8 @@ def _classification(recipe: Recipe) -> Found:
 
 def _preference(recipe: Recipe) -> Found:
     section, data = recipe.preference, recipe.data
-    if section is None and data.kind == "preference" and data.builder is None:
+    pairs = data.kind == "preference" and data.builder is None
+    if section is None and pairs and recipe.model.task == "causal_lm":
         yield "data.kind", "needs the section preference; give preference.loss, such as dpo"
     if section is not None and section.loss == "robust" and not section.label_smoothing:
         yield "preference.label_smoothing", "loss: robust needs a share above 0; else use dpo"
@@ -194,6 +199,8 @@ def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     scores = {"classification": ("accuracy", "f1")}
     scores["preference"] = ("rewards/accuracies", "rewards/margins")
+    if recipe.model.task == "reward":
+        scores["preference"] = ("accuracy", "margin")
     known = ["eval_loss", *(f"eval_{name}" for name in scores.get(recipe.data.kind, ()))]
     if generate is not None:
         if recipe.data.kind not in ("chat", "instruct"):

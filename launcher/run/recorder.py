@@ -16,7 +16,7 @@ import torch.distributed as dist
 from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel, all_gather_single
-from launcher.models.preference import METRICS
+from launcher.models import preference, reward
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
@@ -153,8 +153,10 @@ class StepRecorder:
     calls. Neither `add` nor `launch` waits for the device; `collect` does.
     """
 
-    def __init__(self, ranks: DataParallel) -> None:
+    def __init__(self, ranks: DataParallel, task: str = "causal_lm") -> None:
+        """task: model.task."""
         self._ranks = ranks
+        self._metrics = reward.METRICS if task == "reward" else preference.METRICS
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
@@ -274,7 +276,7 @@ class StepRecorder:
 
     def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
-        further = () if step.metrics is None else METRICS
+        further = () if step.metrics is None else self._metrics
         names = (*GATHERED[:1], *further, *GATHERED[1:])
         gathered = dict(zip(names, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]

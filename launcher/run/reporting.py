@@ -246,7 +246,7 @@ class Reporter:
         if not self._main:
             return known
         record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
-        unit = "tokens" if self._recipe.preference is None else "pairs"
+        unit = "pairs" if self._recipe.data.kind == "preference" else "tokens"
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} {unit} "
             f"({seconds_as_text(seconds)})"

@@ -115,7 +115,7 @@ class TrainingRun:
         prepared = self._resolve(loaded, source, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
-        recorder = StepRecorder(rank.ranks)
+        recorder = StepRecorder(rank.ranks, recipe.model.task)
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),
@@ -307,11 +307,12 @@ class TrainingRun:
                 self._progress.heartbeat(phase)
                 advance(1)
 
-            results = evaluator.evaluate(
-                self._training.wrapped,
-                stop_requested=self._rank.stop.requested,
-                heartbeat=heartbeat,
-            )
+            with self._training.evaluated_weights():
+                results = evaluator.evaluate(
+                    self._training.wrapped,
+                    stop_requested=self._rank.stop.requested,
+                    heartbeat=heartbeat,
+                )
         if not results:
             return None
         scores = self._reporter.evaluation(step, results, time.perf_counter() - started)

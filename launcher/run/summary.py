@@ -92,7 +92,7 @@ def _model(training: Training) -> Iterator[str]:
     yield training.wrapped.description()
     if recipe.lora is not None and recipe.lora.quantize is not None:
         yield _quantized(blocks.values())
-    sequences = recipe.data.builder is None and recipe.data.kind != "classification"
+    sequences = recipe.data.builder is None and not recipe.model.classifies
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
     if unused := parts_without_text(module):

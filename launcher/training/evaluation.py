@@ -19,7 +19,6 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.models.loss import class_losses, classification_logits
-from launcher.models.preference import METRICS
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 from launcher.training.generation import Generator, Scored
@@ -107,9 +106,9 @@ class Evaluator:
                         return {}
                     stop_requests = StepStatistics(StepTotals(stop_requests=int(not going)), ranks)
                     micro_batch = to_device(collated["tensors"], device)
-                    loss, added = _loss_and_counts(dataset, wrapped, micro_batch)
-                    total[0] += loss if loss.ndim == 0 else loss[0]
                     tokens = collated["loss_tokens"]
+                    loss, added = _loss_and_counts(dataset, wrapped, micro_batch, tokens)
+                    total[0] += loss if loss.ndim == 0 else loss[0]
                     total[1] += tokens
                     total[2] += collated.get("loss_weight", tokens)
                     if added is not None:
@@ -119,8 +118,8 @@ class Evaluator:
                 scored: Scored | None = {}
                 if counts is not None:
                     dist.all_reduce(counts, group=ranks.data_group)
-                    score = _preference_scores if counts.ndim == 1 else _classification_scores
-                    scored = score(counts)
+                    metrics = dataset.metrics
+                    scored = _means(counts, metrics) if metrics else _classification_scores(counts)
                 elif self._generator is not None:
                     store = dataset.store  # type: ignore[union-attr]
                     scored = self._generator.answer(wrapped, store, ranks, proceed)
@@ -145,20 +144,19 @@ def _refuse(name: str, problem: str) -> NoReturn:
 
 
 def _loss_and_counts(
-    dataset: MapData, wrapped: WrappedModel, micro_batch: Mapping[str, Any]
+    dataset: MapData, wrapped: WrappedModel, micro_batch: Mapping[str, Any], targets: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The summed loss of a micro-batch, and for a classifier `_class_counts`; for pairs the sums of
-    METRICS and the number of pairs."""
+    their metrics and the number of pairs, `targets`."""
     with wrapped.forward_context():
         if not isinstance(dataset, ClassificationDataset):
             loss = dataset.loss(wrapped.model, micro_batch)
             if loss.ndim == 0:
                 return loss, None
-            pairs = loss.new_full((1,), len(micro_batch["answer_tokens"]))
-            return loss, torch.cat([loss[1:], pairs]).double()
+            return loss, torch.cat([loss[1:], loss.new_full((1,), targets)]).double()
         logits = classification_logits(wrapped.model, micro_batch)
-    targets = micro_batch["targets"]
-    return class_losses(logits, targets), _class_counts(logits, targets)
+    classes = micro_batch["targets"]
+    return class_losses(logits, classes), _class_counts(logits, classes)
 
 
 def _class_counts(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -183,9 +181,9 @@ def _classification_scores(counts: torch.Tensor) -> Scored:
     return {"scores": scores, "scored": scored}
 
 
-def _preference_scores(counts: torch.Tensor) -> Scored:
+def _means(counts: torch.Tensor, metrics: Sequence[str]) -> Scored:
     *sums, pairs = counts.tolist()
-    means = {name: value / max(pairs, 1.0) for name, value in zip(METRICS, sums, strict=True)}
+    means = {name: value / max(pairs, 1.0) for name, value in zip(metrics, sums, strict=True)}
     return {"scores": means, "scored": int(pairs)}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData, synthetic_data
+from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
@@ -31,6 +32,7 @@ from launcher.models.load import starting_weights
 from launcher.models.lora import Read, add_adapters
 from launcher.models.nf4 import quantize_blocks
 from launcher.models.preference import check_model
+from launcher.models.reward import TokenScores
 from launcher.models.tensor_parallel import divide_layers
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
@@ -50,6 +52,8 @@ class PreparedModel:
     """A model on the meta device, ready to be wrapped."""
 
     model: nn.Module
+    task: str
+    """model.task"""
     blocks: dict[str, nn.Module]
     init_fn: InitFn
     export_dtype: torch.dtype
@@ -128,11 +132,14 @@ class PreparedModel:
         return synthetic_data(
             data,
             batch,
-            vocabulary=self.vocabulary,
-            classes=class_count(self.model),
+            model=ModelInputs(
+                vocabulary=self.vocabulary,
+                classes=class_count(self.model),
+                masking=self.masking,
+                part=part,
+                task=self.task,
+            ),
             packed=self.packed,
-            masking=self.masking,
-            part=part,
         )
 
     def check_logits(self, wrapped: WrappedModel, ranks: DataParallel) -> None:
@@ -197,9 +204,12 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
-    sequences = data.builder is None and data.kind != "classification"
     # A pair is two documents in a row, also without packing
-    packed = (data.packing or data.kind == "preference") and sequences
+    pairs = data.kind == "preference"
+    sequences = data.builder is None and data.kind != "classification"
+    packed = (data.packing or pairs) and sequences
+    if recipe.model.task == "reward":
+        TokenScores(model)
     if recipe.preference is not None:
         check_model(model, data.sequence_length)
     if sequences and not packed:
@@ -214,6 +224,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
     return PreparedModel(
         model,
+        recipe.model.task,
         blocks,
         init_fn,
         export_dtype=export_dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from launcher.models.build import (
     recomputed_flops,
 )
 from launcher.models.hugging_face_files import export_hugging_face
+from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import LossScale, learning_rate
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import is_checkpointed
@@ -93,6 +95,10 @@ class Training:
             heartbeat=hooks.heartbeat,
         )
 
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Around an evaluation: the averages of the weights in their place with evaluation.ema."""
+        return averages_in_place(self.optimizer) if self.recipe.evaluation.ema else nullcontext()
+
     @property
     def all_steps(self) -> Iterator[Step]:
         """Trains from the beginning."""
@@ -125,6 +131,7 @@ def assemble(
             tokenizer=recipe.model.path,
             vocabulary=prepared.vocabulary,
             classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
+            task=recipe.model.task,
             padding=padding_id(model),
             masking=prepared.masking,
             part=row_part(ranks),

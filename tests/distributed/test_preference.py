@@ -4,6 +4,8 @@ import shutil
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
@@ -109,3 +111,44 @@ def test_adapters_and_other_losses(folder, loss):
     train(folder, f"{loss}-one", *words, "strategy.kind=ddp", "data.packing=true", ranks=1)
     assert_close(lines(folder, f"{loss}-two"), lines(folder, f"{loss}-one"))
     assert (folder / f"runs/{loss}-two/reference.safetensors").exists() == (loss == "ipo")
+
+
+@pytest.mark.long
+def test_a_reward_model(folder):
+    """Losses and metrics do not depend on strategy, packing and ranks, nor on a resume with other
+    ranks, and transformers loads the export with the weights that were evaluated."""
+    rows = [pair(number) | {"gap": number / 30} for number in range(60)]
+    write_lines(folder / "margins.jsonl", rows)
+    write_lines(folder / "far_margins.jsonl", [pair(n) | {"gap": 1} for n in range(60, 70)])
+    words = [
+        *("model.task=reward", "preference=null", "data.train=[margins.jsonl]"),
+        "data.validation=[far_margins.jsonl]",
+        *("data.margin_column=gap", "model.config.pad_token_id=0", "model.init=random"),
+    ]
+    one = [*words, "strategy.kind=ddp", "batch.micro_batch_size=4", "checkpoint.export=at_end"]
+    train(folder, "reward-one", *one, ranks=1)
+    train(folder, "reward-two", *words, "run.max_steps=3", ranks=2)
+    train(folder, "reward-two", *words, "strategy.kind=ddp", "run.max_steps=6", ranks=1)
+    whole = list(read_lines(folder / "runs/reward-one/metrics.jsonl"))
+    parts = list(read_lines(folder / "runs/reward-two/metrics.jsonl"))
+    assert [line["step"] for line in parts] == [line["step"] for line in whole]
+    names = ("loss", "accuracy", "margin", "mean_reward")
+    for first, second in zip(parts, whole, strict=True):
+        for name in (*names, *(f"eval_{name}" for name in names)):
+            assert (name in first) == (name in second)
+            if name in first:
+                assert first[name] == pytest.approx(second[name], rel=1e-6, abs=1e-6), name
+    assert whole[-1]["eval_accuracy"] > 0.5
+    exported, info = AutoModelForSequenceClassification.from_pretrained(
+        folder / "runs/reward-one/hf", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert exported.config.num_labels == 1
+    margins = []
+    for number in range(60, 70):
+        texts = [pair(number)["prompt"] + pair(number)[which] for which in ("chosen", "rejected")]
+        with torch.no_grad():
+            ids = [torch.tensor([[*text.encode(), 256]]) for text in texts]
+            chosen, rejected = (exported(input_ids=each).logits.item() for each in ids)
+        margins.append(chosen - rejected)
+    assert sum(margins) / 10 == pytest.approx(whole[-1]["eval_margin"], abs=1e-4)

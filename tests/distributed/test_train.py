@@ -167,7 +167,7 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     run_dir, _ = ddp
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
-    from launcher.data.dataset import open_dataset
+    from launcher.data.opening import open_dataset
     from launcher.data.token_store import ModelInputs
     from launcher.models.loss import summed_loss
     from launcher.recipe.load import load_recipe

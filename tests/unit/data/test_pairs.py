@@ -118,7 +118,7 @@ def test_rows_that_cannot_be_used(row, problem, tmp_path):
 
 
 def test_no_pair_fits(tmp_path):
-    from launcher.data.dataset import open_dataset
+    from launcher.data.opening import open_dataset
     from launcher.data.token_store import ModelInputs
 
     file = write(tmp_path / "x.jsonl", [{"prompt": "a" * 30, "chosen": "b", "rejected": "c"}])

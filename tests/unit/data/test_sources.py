@@ -16,8 +16,9 @@ from datasets import Dataset, DatasetDict
 
 from launcher.data import packing
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.dataset import SequenceDataset, make_order, open_dataset
+from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
+from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import file_part, find_parts, read_rows
 from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store

@@ -4,12 +4,15 @@ import copy
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from launcher.errors import RecipeError
+from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.muon import newton_schulz
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
@@ -213,3 +216,34 @@ def test_skipped_step_changes_nothing(name):
             states = (value for state in optimizer.state.values() for value in state.values())
             assert not any(value.any() for value in states)
     assert all((p < b).all() for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon", "int8"])
+def test_averages_of_weights_are_those_of_torch(name):
+    """The average starts with the initial weights, for which torch needs an update before the first
+    step. A skipped step does not change it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 24), nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)))
+    dtype = {"state_dtype": "int8", "name": "adamw"} if name == "int8" else {"name": name}
+    section = schema.Optimizer(learning_rate=0.05, ema=0.9, **dtype)
+    optimizer: Any = make_optimizer(model, section, blocks=[model[1]])
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    expected.update_parameters(model)
+    first = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(5):
+        skipped = step == 3
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(skipped))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        if not skipped:
+            expected.update_parameters(model)
+    trained = [parameter.detach().clone() for parameter in model.parameters()]
+    with averages_in_place(optimizer):
+        for parameter, before, wanted in zip(
+            model.parameters(), first, expected.module.parameters(), strict=True
+        ):
+            torch.testing.assert_close(parameter, wanted, rtol=1e-6, atol=1e-7)
+            assert not torch.equal(parameter, before)
+    assert all(map(torch.equal, model.parameters(), trained))
+    assert optimizer.state[model[0].weight]["ema"].dtype == torch.float32

@@ -273,7 +273,7 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
             marks=pytest.mark.long,
         ),
         ["strategy.cpu_offload.pin_memory=false", "optimizer.name=muon"],
-        ["lora.rank=4", FULL],
+        ["lora.rank=4", FULL, "optimizer.ema=0.999"],
         pytest.param(["lora={rank: 4, quantize: nf4}", FULL], marks=pytest.mark.long),
         ["lora={rank: 4, dora: true, modules_to_save: [embed_tokens, lm_head]}"],
         pytest.param([DDP, "lora={rank: 4, quantize: nf4}"], marks=pytest.mark.long),
@@ -281,7 +281,7 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
         [IN_FILES, FULL],
         ["activation_checkpointing={mode: selective, budget: 0.5}", "optimizer.state_dtype=bfloat16"],
         [DDP, "activation_checkpointing={mode: selective, budget: 40MiB}", "optimizer.name=sgd"],
-        [DDP, "strategy.shard_optimizer=true"],
+        [DDP, "strategy.shard_optimizer=true", "optimizer.ema=0.999"],
         [ACTIVATION_OFFLOAD, "optimizer.name=muon", "optimizer.state_dtype=int8"],
     ],
     ids=str,
@@ -301,10 +301,13 @@ def test_estimate_agrees_with_the_trace(load, overrides):
     assert (traced.disk > 0) == (IN_FILES in overrides)
 
 
-@pytest.mark.parametrize(("loss", "noted"), [("dpo", True), ("simpo", False)])
-def test_plan_of_pairs_names_the_reference_pass(load, loss, noted):
+@pytest.mark.parametrize(
+    ("method", "noted"),
+    [("preference.loss=dpo", True), ("preference.loss=simpo", False), ("model.task=reward", False)],
+)
+def test_plan_of_pairs_names_the_reference_pass(load, method, noted):
     """Only losses that compare with a reference need the pass. The step is traced with pairs."""
-    recipe = load(*SMALL, "model.config.num_hidden_layers=2", "data.kind=preference", f"preference.loss={loss}")  # fmt: skip
+    recipe = load(*SMALL, "model.config.num_hidden_layers=2", "data.kind=preference", method)
     machine = known_machine("h100", nodes=1, gpus_per_node=2)
     plan = make_plan(recipe, machine)
     assert plan.traced

@@ -94,6 +94,7 @@ MISTAKES_IN_A_FILE = [
     (3, "  max_steps: !!int x", " not YAML: invalid literal for int() with base 10: 'x'"),
 ]
 PREFER = ("data.kind=preference", "preference.loss=dpo")
+REWARD = ("data.kind=preference", "model.task=reward")
 CLASSIFY = ("data.kind=classification", "model.task=sequence_classification")
 LONG = "é" * 128
 MISTAKES_IN_ARGUMENTS = [
@@ -279,6 +280,25 @@ MISTAKES_IN_ARGUMENTS = [
      "...preference.label_smoothing: loss: robust needs a share above 0; else use dpo"),
     (None, ["data.kind=preference", "preference={loss: robust, label_smoothing: 0.5}"],
      "...preference.label_smoothing: must be less than 0.5; got 0.5"),
+    (None, ["optimizer.ema=1.0"], "optimizer.ema=1.0: must be less than 1; got 1.0"),
+    (None, ["optimizer.ema=0"], "optimizer.ema=0: must be greater than 0; got 0"),
+    (None, ["optimizer.ema=0.9", "checkpoint.every_steps=null"], "optimizer.ema=0.9: needs checkpoint.every_steps"),
+    (None, ["optimizer.ema=0.9", "strategy.cpu_offload.what=optimizer"],
+     "strategy.cpu_offload.what=optimizer: not available with optimizer.ema"),
+    (None, ["evaluation.ema=true"], "evaluation.ema=true: needs optimizer.ema"),
+    (None, ["optimizer.ema=0.9", "evaluation.ema=true", "strategy={kind: ddp, shard_optimizer: true}"],
+     "evaluation.ema=true: not available with strategy.shard_optimizer"),
+    (None, ["data.kind=text", "model.task=reward"], "data.kind=text: text is not for model.task: reward"),
+    (None, [*PREFER, "model.task=reward"], "preference...: needs model.task: causal_lm"),
+    (None, [*REWARD, "model.num_labels=2"], "model.num_labels=2: needs model.task: sequence_classification"),
+    (None, [*REWARD, "data.streaming=true"],
+     "data.streaming=true: needs data.kind: text or tokens or chat or instruct"),
+    (None, [*REWARD, "strategy.tensor_parallel_size=2"],
+     "strategy.tensor_parallel_size=2: needs data.kind: text or tokens or chat or instruct"),
+    (None, [*REWARD, "data.margin_column=3"], "data.margin_column=3: must be text; got 3; put it in quotes"),
+    (None, [*PREFER, "data.margin_column=x"], "data.margin_column=x: needs model.task: reward"),
+    (None, [*REWARD, "data.validation=data.txt", "checkpoint.keep_best=eval_f1"],
+     "...no such metric: eval_f1; this run has eval_loss, eval_accuracy, eval_margin"),
     (None, [*PREFER, "lora.dropout=0.1"], "lora.dropout=0.1: not available with preference"),
     (None, [*PREFER, "data.streaming=true"],
      "data.streaming=true: needs data.kind: text or tokens or chat or instruct"),

@@ -36,6 +36,7 @@ def write(name, row):
         ("chat", {**PAIR, **CHAT}, []),  # UltraFeedback
         ("preference", {**PAIR, **CHAT}, ["preference.loss=dpo"]),
         ("preference", PAIR, ["preference.loss=dpo"]),
+        ("preference", {**PAIR, **CHAT}, ["model.task=reward"]),
         ("instruct", INSTRUCT, []),
         ("instruct", {"prompt": "a", "completion": "b"}, []),
         ("tokens", {"input_ids": [1]}, []),

@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launcher.data import token_store
 from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.collation import EMPTY, collate_sequences
-from launcher.data.dataset import MixtureDataset, open_dataset
+from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import StepStatistics, StepTotals
+from launcher.data.opening import open_dataset
 from launcher.data.sources import file_part, read_rows
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
