@@ -89,9 +89,13 @@ class StoredModel:
     """Dtype of the weights that the run started from; float32 if it started from none."""
 
     @torch.no_grad()
-    def load(self, device: torch.device | None = None) -> nn.Module:
-        """The model for inference, in float32."""
+    def load(
+        self, device: torch.device | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> nn.Module:
+        """The model for inference, with parameters of this dtype."""
         device = device or torch.device("cpu")
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
         materialize(self.model, parameters=device, buffers=device)
         tensors = named_weights(self.model)
         initialize(self.model, seed=0, loaded=tensors)  # computes the buffers that are not stored

@@ -104,7 +104,7 @@ def _write(
     exported = base != "quantized" and not ema and any(weights.glob("*.safetensors"))
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
-        checkpoint = _checkpoint(run)
+        checkpoint = find_checkpoint(run)
         valid = files.read_marker(checkpoint).step if checkpoint is not None else None
         if step is not None and valid is not None and valid <= step:
             checkpoint = None  # the newer ones are damaged
@@ -146,7 +146,7 @@ def _newest_step(run: Path) -> float:
 
 
 def _verify(run: Path, out: Path, *, base: str | None, ema: bool, trust_run: bool) -> int:
-    checkpoint = _checkpoint(run)
+    checkpoint = find_checkpoint(run)
     if checkpoint is None:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
@@ -158,7 +158,7 @@ def _verify(run: Path, out: Path, *, base: str | None, ema: bool, trust_run: boo
     return EXIT_NO if differences else EXIT_DONE
 
 
-def _checkpoint(run: Path) -> Path | None:
+def find_checkpoint(run: Path) -> Path | None:
     """`run` if it is a checkpoint, else the newest valid one of that run; None if there is none."""
     if (run / MARKER).is_file():
         problem = files.verify(run)

@@ -11,9 +11,11 @@ import typer
 
 from launcher import __version__
 from launcher.cli.app import Command, SubmitCommand, SweepCommand
+from launcher.cli.chat import chat
 from launcher.cli.doctor import doctor
 from launcher.cli.export import export
 from launcher.cli.inspect import inspect
+from launcher.cli.new import new
 from launcher.cli.plan import plan
 from launcher.cli.prepare import prepare
 from launcher.cli.report import report
@@ -61,8 +63,8 @@ def launcher(
 
 
 _COMMANDS = (
-    *(train, plan, show, inspect, prepare, status, report, rows, submit, export, selftest),
-    *(doctor, schema),
+    *(new, train, plan, show, inspect, prepare, status, report, rows, submit, export, chat),
+    *(selftest, doctor, schema),
 )
 for function in _COMMANDS:
     about = (function.__doc__ or "").partition("\n")[0]

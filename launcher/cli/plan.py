@@ -142,13 +142,16 @@ def _report(
     from rich.console import Console
 
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import fastest, measurement, plan, recipes, search
+    from launcher.planner import fastest, known_models, measurement, plan, recipes, search
 
     gc.freeze()  # collections would scan the imported modules again and again
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe = loaded.recipe
     progress = Console(stderr=True, quiet=quiet).status
+    if not (verify or measure_fastest):
+        recipe, known = known_models.with_known_config(recipe)
+        notes = [*notes, known] if known else notes
     if recipe.model.compile == "auto":
         here = verify or measure_fastest
         recipe, note = recipes.with_compile(recipe, machine.device, here=here)

@@ -253,16 +253,16 @@ def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
     length = written.data.sequence_length // 2
     while length >= SHORTEST:
         data = dataclasses.replace(written.data, sequence_length=length)
-        if shorter := _fitting(dataclasses.replace(written, data=data), machine):
+        if shorter := smallest_that_fits(dataclasses.replace(written, data=data), machine):
             yield f"shorter sequences: {_overrides(written, shorter)}"
             break
         length //= 2
     if written.lora is None and written.model.freeze is None:
-        if adapted := _fitting(dataclasses.replace(written, lora=Lora()), machine):
+        if adapted := smallest_that_fits(dataclasses.replace(written, lora=Lora()), machine):
             yield f"adapters instead of all weights: {_overrides(written, adapted)}"
     elif written.lora is not None and written.lora.quantize is None:
         lora = dataclasses.replace(written.lora, quantize="nf4")
-        if quantized := _fitting(dataclasses.replace(written, lora=lora), machine):
+        if quantized := smallest_that_fits(dataclasses.replace(written, lora=lora), machine):
             yield f"frozen weights in 4 bits: {_overrides(written, quantized)}"
 
 
@@ -270,8 +270,8 @@ def _overrides(written: Recipe, changed: Recipe) -> str:
     return " ".join(overrides_between(written, changed))
 
 
-def _fitting(recipe: Recipe, machine: Machine) -> Recipe | None:
-    """The fastest of the smallest configurations that fits; None if none fits."""
+def smallest_that_fits(recipe: Recipe, machine: Machine) -> Recipe | None:
+    """The fastest of the smallest configurations that fits, by the estimate; None if none fits."""
     try:
         profile = profile_model(recipe, device=machine.device)
     except RecipeError:  # such as sequences too short for the model
@@ -285,7 +285,7 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
     unit = "GPU" if machine.device == "cuda" else "CPU rank"
     for nodes in NODES:
         more = dataclasses.replace(machine, nodes=nodes)
-        fitting = _fitting(written, more) if nodes > machine.nodes else None
+        fitting = smallest_that_fits(written, more) if nodes > machine.nodes else None
         if fitting is not None:
             hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
             text = f"more {unit}s: {hardware}, with {_overrides(written, fitting)}"

@@ -128,7 +128,7 @@ WHOLE_RECIPE = {
     "checkpoint": "export resume",
     "diagnostics": "selftest",
     "models": "config_keys",
-    "planner": "candidates estimate fastest formatting measurement plan plan_as_json profile recipes search speed"
+    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipes search speed"
     " trace work",
     "training": "prepare setup",
 }

@@ -1,0 +1,143 @@
+"""`launcher chat`: talks with the model of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launcher.checkpoint.files import MARKER, checkpoint_name, list_checkpoints, step_of
+from launcher.cli.app import flag, option
+from launcher.cli.export import find_checkpoint
+from launcher.console import configure_logging
+from launcher.errors import EXIT_DONE, RecipeError
+from launcher.recipe.functions import TRUST_HELP
+from launcher.recipe.hub import is_model_id, model_folder
+
+if TYPE_CHECKING:
+    from launcher.training.chat import Sampling, Speaker
+
+
+def chat(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="Folder of a run, one of its checkpoints, or a Hugging Face folder or hub id.",
+        ),
+    ],
+    step: Annotated[
+        int | None, option("Checkpoint of this step. Default: the newest.", "N")
+    ] = None,
+    temperature: Annotated[
+        float, option("Of the sampling; 0: always the most likely token.", "T")
+    ] = 0.7,
+    top_p: Annotated[
+        float, option("Sample from the most likely tokens with this probability.", "P")
+    ] = 0.95,
+    max_new_tokens: Annotated[int, option("Tokens of an answer at most.", "N")] = 512,
+    system: Annotated[
+        str | None, option("System prompt. Default: data.system of the run.", "TEXT")
+    ] = None,
+    plain: Annotated[
+        bool | None,
+        flag(
+            "--plain/--template",
+            "Complete texts, or use the chat template. Default: as the run did.",
+        ),
+    ] = None,
+    cpu: Annotated[bool, flag("--cpu", "Use the CPU although there is a GPU.")] = False,
+    trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
+) -> int:
+    """Talk with the model of a run: a line for each turn, from the terminal or a pipe.
+
+    It answers with the chat template and the system prompt of the run; a model that was trained
+    without a template completes each line. /reset begins another conversation. Ctrl-C stops an
+    answer, Ctrl-D ends.
+
+    \b
+    Example:
+      launcher chat runs/quickstart temperature=0
+    """
+    configure_logging(stream="stderr")
+    if temperature < 0 or not 0 < top_p <= 1:
+        wrong = "temperature" if temperature < 0 else "top_p"
+        limits = "at least 0" if temperature < 0 else "above 0 and at most 1"
+        raise RecipeError(f"command line: {wrong} must be {limits}")
+    folder, checkpoint = _find(run, step)
+
+    import torch
+
+    from launcher.training.chat import Sampling, open_speaker
+
+    speaker = open_speaker(folder, checkpoint=checkpoint, plain=plain, trust_run=trust_run)
+    on_gpu = torch.cuda.is_available() and not cpu
+    speaker.load(torch.device("cuda" if on_gpu else "cpu"))
+    if speaker.template is None:
+        print(f"{folder}: no chat template; each line is completed", file=sys.stderr)
+        if system is not None:
+            raise RecipeError("command line: system: needs a chat template")
+    sampling = Sampling(max_new_tokens, temperature, top_p)
+    _talk(speaker, sampling, speaker.system if system is None else system)
+    return EXIT_DONE
+
+
+def _find(run: Path, step: int | None) -> tuple[Path, bool]:
+    """The folder with the weights, and whether it is a checkpoint. Raises RecipeError."""
+    if step is not None:
+        folder = run / "checkpoints" / checkpoint_name(step)
+        if not (folder / MARKER).is_file():
+            steps = [str(step_of(one)) for one in list_checkpoints(run / "checkpoints")]
+            there = f"there are those of steps {', '.join(steps)}" if steps else "there is none"
+            raise RecipeError(f"command line: step={step}: {run} has no such checkpoint; {there}")
+        run = folder
+    found = find_checkpoint(run)
+    if found is not None:
+        return found, True
+    for folder in (run, run / "hf"):
+        if any((folder / name).is_file() for name in ("adapter_config.json", "config.json")):
+            return folder, False
+    if is_model_id(str(run)):
+        return model_folder(str(run), key="command line"), False
+    what = "it has neither a checkpoint nor a model" if run.is_dir() else "there is no such folder"
+    raise RecipeError(f"command line: {run}: {what}")
+
+
+def _talk(speaker: Speaker, sampling: Sampling, system: str | None) -> None:
+    from launcher.data.chat import RowError
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() then has a history)
+
+    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:  # at the prompt: another line
+            print()
+            continue
+        if line == "/reset":
+            messages = list(start)
+        elif line:
+            parts: list[str] = []
+
+            def write(part: str, parts: list[str] = parts) -> None:
+                parts.append(part)
+                print(part, end="", flush=True)
+
+            turns = [*messages, {"role": "user", "content": line}]
+            try:
+                speaker.answer(turns, sampling, write)
+            except KeyboardInterrupt:
+                print(" [stopped]", end="")
+            except (RowError, RecipeError) as error:
+                print(f"not answered: {error}", file=sys.stderr)
+                continue
+            print()
+            messages = [*turns, {"role": "assistant", "content": "".join(parts)}]

@@ -1,0 +1,311 @@
+"""`launcher new`: writes a recipe for a model, data and GPUs, with the fastest configuration that fits
+by the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from launcher.cli.app import option
+from launcher.cli.plan import detect_gpus
+from launcher.console import bytes_as_text, two_digits
+from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
+from launcher.planner.formatting import speed_text
+from launcher.planner.machine import Machine, known_machine
+from launcher.recipe.columns import first_columns, kind_of
+from launcher.recipe.hub import model_folder
+from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Recipe
+from launcher.recipe.section import Section
+from launcher.recipe.yaml_text import parse_yaml
+
+if TYPE_CHECKING:
+    from launcher.planner.search import SearchResult
+
+LENGTH = 4096
+"""Tokens of a sequence, by default."""
+_METHODS = {
+    "full": (32, "1.0e-5", ""),
+    "lora": (16, "2.0e-4", "lora: {rank: 16, alpha: 32}"),
+    "qlora": (16, "2.0e-4", "lora: {rank: 16, alpha: 32, quantize: nf4}  # base weights in 4 bits"),
+    "dpo": (32, "1.0e-6", "preference: {loss: dpo, beta: 0.1}"),
+}
+"""Of each method: sequences per step, learning rate, and the section that it adds."""
+_LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
+"""Methods that need less memory."""
+_NOT_PACKED = ("bloom", "gpt_oss")
+"""Model types that cannot keep packed documents apart, which only a run finds (docs/models.md)."""
+
+
+def new(
+    model: Annotated[str, option("Folder or hub id of the model.", "MODEL")],
+    data: Annotated[str, option("Training data: a file, a pattern, a folder or a hub id.", "DATA")],
+    method: Annotated[
+        Literal["full", "lora", "qlora", "dpo"],
+        option("full | lora | qlora | dpo: what is trained, and how.", "METHOD"),
+    ] = "full",
+    gpu: Annotated[
+        str | None,
+        option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME"),
+    ] = None,
+    gpus: Annotated[
+        int | None, option("GPUs per node. Default: those of this machine, or 1.", "N")
+    ] = None,
+    nodes: Annotated[int, option("Nodes.", "N")] = 1,
+    sequence_length: Annotated[int, option("Tokens of a sequence.", "N", min=2)] = LENGTH,
+) -> int:
+    """Write a recipe with the fastest configuration that fits, to standard output.
+
+    Needs no GPU. The memory of other configurations is in its comments. Where the hub cannot be
+    reached, it knows the sizes of some thirty models.
+
+    Exit status 3: nothing fits; it prints what would.
+
+    \b
+    Example:
+      launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full > my.yaml
+    """
+    memory = None
+    if gpu is None and (present := detect_gpus()) is not None:
+        gpu, memory, count = present
+        gpus = gpus or count
+    machine = known_machine(gpu, nodes=nodes, gpus_per_node=gpus or 1, memory=memory)
+    if machine.memory is None:
+        raise RecipeError(
+            "command line: gpu=cpu: a recipe is written for GPUs; name one, such as h100"
+        )
+    wanted = Wanted(model, data, _kind(data, method), method, sequence_length)
+    draft = load_text(wanted.text(machine.ranks), machine)
+
+    from rich.console import Console
+
+    from launcher.planner.search import search_configurations
+
+    with Console(stderr=True).status("searching for the fastest configuration that fits"):
+        planned, note = plannable(draft, machine)
+        result = search_configurations(planned, machine)
+        if result.best is None:
+            print("\n".join(_nothing_fits(wanted, result, machine)), file=sys.stderr)
+            return EXIT_NO
+    kept = dataclasses.replace(draft.data, packing=planned.data.packing)
+    best = dataclasses.replace(result.best.recipe, data=kept)
+    lines = [*_header(wanted, result, machine, note), wanted.text(machine.ranks, best)]
+    text = "\n".join(lines)
+    load_text(text, machine)
+    print(text, end="")
+    return EXIT_DONE
+
+
+def load_text(text: str, machine: Machine) -> Recipe:
+    """The recipe in a text. Raises RecipeError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "new.yaml")
+        file.write_text(text, encoding="utf-8")
+        try:
+            return load_recipe([f"recipe={file}"], ranks=machine.ranks).recipe
+        except RecipeError as error:
+            where = rf"{re.escape(str(file))}(:\d+)?"
+            lines = (re.sub(where, "the new recipe", problem) for problem in error.problems)
+            raise RecipeError(list(lines)) from None
+
+
+def _kind(data: str, method: str) -> str:
+    """data.kind, by the columns of the data. Raises RecipeError if the method is for others."""
+    found = first_columns([data], hub=True)
+    if found is None:
+        return "text"
+    kind, columns = kind_of(found[1], {}, pairs=method == "dpo"), ", ".join(found[1])
+    if kind is None:
+        what = "no kind of data has these; a recipe of yours can name them (docs/data.md)"
+        raise RecipeError(f"command line: data={data}: columns {columns}: {what}")
+    if (kind == "preference") != (method == "dpo"):
+        what = "method=dpo needs chosen and rejected"
+        if kind == "preference":
+            what = "chosen and rejected are for method=dpo"
+        raise RecipeError(f"command line: data={data}: columns {columns}: {what}")
+    return kind
+
+
+def plannable(recipe: Recipe, machine: Machine) -> tuple[Recipe, str]:
+    """The recipe with a known config in place of a model that is not here, and without packing if
+    the model cannot have it; and a note or an empty text. Raises RecipeError."""
+    from launcher.planner.known_models import known_models, with_known_config
+    from launcher.planner.profile import profile_model
+
+    path = str(recipe.model.path)
+    planned, note = with_known_config(recipe)
+    config = planned.model.config
+    try:
+        if config is None:
+            folder = model_folder(path, key="command line: model", weights=False)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except RecipeError as error:
+        raise RecipeError(f"{error}{suggestion(path, known_models())}") from None
+    unpacked = dataclasses.replace(planned, data=dataclasses.replace(planned.data, packing=False))
+    if config.get("model_type") in _NOT_PACKED:
+        return unpacked, note
+    try:
+        profile_model(planned, device=machine.device)
+    except RecipeError as error:
+        if not str(error).startswith("data.packing"):
+            raise
+        return unpacked, note
+    return planned, note
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to train, and how."""
+
+    model: str
+    data: str
+    kind: str
+    method: str
+    sequence_length: int
+
+    def command(self, machine: Machine) -> str:
+        """The command that asks for it."""
+        words = [f"model={self.model}", f"data={self.data}", f"method={self.method}"]
+        words += [f"gpu={machine.name.lower().replace(' ', '-')}", f"gpus={machine.gpus_per_node}"]
+        words += [f"nodes={machine.nodes}"] if machine.nodes > 1 else []
+        if self.sequence_length != LENGTH:
+            words.append(f"sequence_length={self.sequence_length}")
+        return f"launcher new {shlex.join(words)}"
+
+    def text(self, ranks: int, best: Recipe | None = None) -> str:
+        """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
+        size, rate, section = _METHODS[self.method]
+        size = -(-size // ranks) * ranks
+        name = re.sub(r"\W+", "_", Path(self.model).name.lower()).strip("_") or "model"
+        micro = 1 if best is None else best.batch.micro_batch_size
+        lines = [
+            *("run:", f"  name: {name}_{self.method}", "  epochs: 2  # passes over the data"),
+            *("model:", f"  path: {_scalar(self.model)}"),
+            *(["  compile: auto  # torch.compile on GPUs"] if best and best.model.compile else ()),
+            *("data:", f"  kind: {self.kind}  # by the columns of the data"),
+            f"  train: [{_scalar(self.data)}]",
+            "  validation_split: 0.02  # one document in fifty is not trained on",
+            f"  sequence_length: {self.sequence_length}  # tokens; longer chats are cut",
+        ]
+        if best is not None and not best.data.packing:
+            lines.append("  packing: false  # this model cannot keep packed documents apart")
+        lines += [
+            "batch:",
+            f"  global_batch_size: {size}  # sequences per optimizer step, over all ranks",
+            f"  micro_batch_size: {micro}  # of a rank and forward pass; the rest is accumulated",
+        ]
+        if best is not None:
+            lines.append(f"strategy: {_flow(best.strategy, 'kind')}")
+            if best.activation_checkpointing is not None:
+                mode = _flow(best.activation_checkpointing, "mode")
+                lines.append(f"activation_checkpointing: {mode}")
+        lines += [
+            *([section] if section else ()),
+            f"optimizer: {{learning_rate: {rate}, weight_decay: 0.0}}",
+            "schedule: {warmup_steps: 20}",
+            "evaluation: {every_steps: 100}",
+            "checkpoint: {every_steps: 200, export: at_end}  # RUN_DIR/hf, for from_pretrained",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _flow(section: Section, first: str) -> str:
+    """The keys of a section that differ from their defaults, and the first one."""
+    pairs = []
+    for name, value in vars(section).items():
+        if name == first or value != getattr(type(section)(), name):
+            nested = isinstance(value, Section)
+            inner = _flow(value, next(iter(vars(value)))) if nested else _scalar(value)
+            pairs.append(f"{name}: {inner}")
+    return f"{{{', '.join(pairs)}}}"
+
+
+def _scalar(value: object) -> str:
+    """A value in YAML; a text in quotes only where it would be something else without."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    plain = re.fullmatch(r"[\w.][\w./-]*", value) and parse_yaml(value)[0] == value
+    return value if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _header(wanted: Wanted, result: SearchResult, machine: Machine, note: str) -> Iterator[str]:
+    from launcher.planner.candidates import overrides_between
+
+    best = result.best
+    assert best is not None
+    assert machine.memory is not None
+    where = f"gpus={machine.gpus_per_node}"
+    start = f"launcher train recipe=THIS_FILE {where}"
+    if machine.nodes > 1:
+        start = f"launcher submit recipe=THIS_FILE nodes={machine.nodes} {where}"
+    yield f"# {wanted.command(machine)}"
+    yield "# wrote this recipe. To start it:"
+    yield f"#   {start}"
+    if best.offloads:
+        yield f"# A node needs {bytes_as_text(best.plan.host.total)} of host memory by plan."
+    yield (
+        f"# A GPU needs {bytes_as_text(best.plan.needed)} of {bytes_as_text(machine.memory)} by plan, "
+        "which is not measured: " + speed_text(best.tokens_per_second, best.tokens_per_second_range)
+    )
+    others = [
+        other
+        for other in result.configurations
+        if other.recipe not in (best.recipe, result.written.recipe) and other.plan.fits is not False
+    ]
+    if others:
+        yield "# What else fits, with the words to add to the command:"
+    for other in others:
+        words = shlex.join(overrides_between(best.recipe, other.recipe))
+        speed = two_digits(other.tokens_per_second)
+        yield f"#   {bytes_as_text(other.plan.needed)}, {speed} tokens/s: {words}"
+    if note:
+        yield f"# {note}"
+
+
+def _nothing_fits(wanted: Wanted, result: SearchResult, machine: Machine) -> Iterator[str]:
+    least = min(row.plan.needed for row in result.configurations)
+    memory = f" of {bytes_as_text(machine.memory)}" if machine.memory is not None else ""
+    yield (
+        f"{wanted.model} with method={wanted.method} does not fit: each of {machine.ranks} "
+        f"{machine.name}{memory} needs at least {bytes_as_text(least)}."
+    )
+    fits = [_first_fit(changes) for changes in _changes(wanted, machine)]
+    yield "What fits:" if any(fits) else "No change of method, length or number of GPUs helps."
+    yield from (f"  {command}" for command in fits if command)
+
+
+def _changes(wanted: Wanted, machine: Machine) -> Iterator[list[tuple[Wanted, Machine]]]:
+    """Lists of changes that help more and more: of the method, of the length, of the GPUs."""
+    from launcher.planner.search import NODES, SHORTEST
+
+    yield [(replace(wanted, method=method), machine) for method in _LESS.get(wanted.method, ())]
+    lengths = [wanted.sequence_length // 2**n for n in range(1, 20)]
+    yield [
+        (replace(wanted, sequence_length=length), machine)
+        for length in lengths
+        if length >= SHORTEST
+    ]
+    per_node = [(1, count) for count in (2, 4, 8) if count > machine.gpus_per_node]
+    count = max(machine.gpus_per_node, 8)
+    sizes = per_node if machine.nodes == 1 else []
+    sizes += [(nodes, count) for nodes in NODES if nodes > machine.nodes]
+    yield [(wanted, replace(machine, nodes=n, gpus_per_node=gpus)) for n, gpus in sizes]
+
+
+def _first_fit(changes: list[tuple[Wanted, Machine]]) -> str | None:
+    """The command of the first change that fits by the estimate."""
+    from launcher.planner.search import smallest_that_fits
+
+    for wanted, machine in changes:
+        recipe, _ = plannable(load_text(wanted.text(machine.ranks), machine), machine)
+        if smallest_that_fits(recipe, machine) is not None:
+            return wanted.command(machine)
+    return None

@@ -1,0 +1,159 @@
+"""Answers of a stored model to one person, token by token, for `launcher chat`.
+
+transformers generates: with a cache of keys and values, in one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.checkpoint.export import (
+    StoredModel,
+    open_checkpoint_weights,
+    open_exported_weights,
+    recipe_of,
+)
+from launcher.data.chat import Message
+from launcher.data.chat_template import ChatTemplate
+from launcher.data.encoder import make_encoder
+from launcher.data.rendering import load_template
+from launcher.data.run_data import teach_ends
+from launcher.data.tokenizer import Tokenizer, hugging_face_tokenizer, load_tokenizer
+from launcher.errors import RecipeError
+from launcher.models.hugging_face_files import end_ids
+from launcher.recipe import schema
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_new_tokens: int
+    temperature: float
+    """0: the most likely token."""
+    top_p: float
+    """Only the most likely tokens with this probability together."""
+
+
+class Speaker:
+    """A model that answers."""
+
+    def __init__(
+        self, stored: StoredModel, tokenizer: str, template: ChatTemplate | None, system: str | None
+    ) -> None:
+        """Without a template it completes texts. system: the run's system prompt."""
+        self.template, self.system = template, system
+        self._decoder: Any = hugging_face_tokenizer(tokenizer)
+        self._tokenizer: Tokenizer = load_tokenizer(tokenizer)
+        self._stored, self._model = stored, stored.model
+
+    def load(self, device: torch.device) -> None:
+        """Loads the weights: in bfloat16 on a GPU, else in float32."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._model = self._stored.load(device, dtype=dtype)
+
+    def _ids(self, messages: list[Message]) -> list[int]:
+        """The tokens to continue. Raises RowError if the template refuses the conversation."""
+        if self.template is None:
+            text = messages[-1]["content"]
+            return [*self._tokenizer.begin, *self._tokenizer.ids([text])[0].tolist()]
+        text = self.template.apply(messages, None, add_generation_prompt=True)
+        ids: list[int] = self._decoder(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def answer(
+        self, messages: list[Message], sampling: Sampling, write: Callable[[str], None]
+    ) -> None:
+        """Calls `write` with each part of the answer. Raises RowError if the template refuses the
+        conversation, RecipeError if it is too long for the model."""
+        from transformers import GenerationConfig, TextStreamer
+
+        ids = self._ids(messages)
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        room = positions - len(ids) if isinstance(positions, int) else sampling.max_new_tokens
+        if room < 1 or not ids:
+            what = f"the conversation has {len(ids)} tokens, and the model {positions} positions"
+            raise RecipeError(f"{what}; /reset begins another one" if ids else "it is empty")
+        ends = sorted({self._decoder.eos_token_id, *end_ids(self._model)} - {None})
+        chosen: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature:
+            chosen = {"do_sample": True, "temperature": sampling.temperature}
+            chosen["top_p"] = sampling.top_p
+        config = GenerationConfig(
+            max_new_tokens=min(sampling.max_new_tokens, room),
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            **chosen,
+        )
+
+        class Streamer(TextStreamer):  # type: ignore[misc]
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                write(text)
+
+        prompt = torch.tensor([ids], device=self._model.device)
+        self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            streamer=Streamer(self._decoder, skip_prompt=True, skip_special_tokens=True),
+        )
+
+
+def open_speaker(folder: Path, *, checkpoint: bool, plain: bool | None, trust_run: bool) -> Speaker:
+    """The model of a checkpoint of a run, or of an exported folder, without its weights.
+
+    plain: complete texts without a chat template; None: where the run did not train with one.
+    Raises RecipeError if the model cannot generate, or cannot be opened.
+    """
+    if checkpoint:
+        recipe = recipe_of(folder)
+        if recipe.model.builder is not None:
+            raise RecipeError(f"chat: {folder}: model.builder: its model has no method `generate`")
+        stored = open_checkpoint_weights(folder, trust_run=trust_run)
+        name = recipe.data.tokenizer or recipe.model.path
+        _check(stored, folder, name)
+        teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
+        assert name is not None
+        if plain is None:
+            plain = not _with_template(recipe.data, name)
+        template = None if plain else _template_of(recipe.data, name)
+        return Speaker(stored, name, template, recipe.data.system)
+    stored, name = open_exported_weights(folder), str(folder)
+    _check(stored, folder, name)
+    if (folder / "generation_config.json").is_file():  # also of an adapter
+        from transformers import GenerationConfig
+
+        stored.model.generation_config = GenerationConfig.from_pretrained(folder)
+    tokenizer = hugging_face_tokenizer(name)
+    plain = not tokenizer.chat_template if plain is None else plain
+    template = None if plain else ChatTemplate(tokenizer, name, None)
+    return Speaker(stored, name, template, None)
+
+
+def _check(stored: StoredModel, folder: Path, tokenizer: str | None) -> None:
+    model = stored.model
+    if not hasattr(model, "can_generate") or not model.can_generate():
+        raise RecipeError(f"chat: {folder}: {type(model).__name__} does not generate text")
+    if tokenizer is None:
+        raise RecipeError(f"chat: {folder}: the run has no tokenizer (data.tokenizer)")
+
+
+def _with_template(data: schema.Data, tokenizer: str) -> bool:
+    """Whether the run trained with a chat template."""
+    kinds = {source.kind for source in data.sources().values()}
+    if "chat" in kinds:
+        return True
+    pairs = "preference" in kinds and bool(hugging_face_tokenizer(tokenizer).chat_template)
+    return data.chat_template is not None or pairs
+
+
+def _template_of(data: schema.Data, tokenizer: str) -> ChatTemplate:
+    encoder = make_encoder("chat", data, tokenizer=tokenizer)
+    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
+    return load_template(tokenizer, encoder.template, encoder.day, values)

@@ -1,0 +1,117 @@
+"""`launcher new`: the recipe that it writes, and what it suggests where nothing fits."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from launcher.cli import new
+from launcher.cli.main import main
+from launcher.planner.machine import known_machine
+from launcher.planner.plan import make_plan
+from launcher.recipe.load import load_recipe
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 20,
+}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT))
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "two words.jsonl").write_text(json.dumps(pair))
+    return tmp_path
+
+
+def written(capsys, *words, status=0):
+    assert main(["new", "model=model", *words]) == status
+    return capsys.readouterr()
+
+
+def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
+    larger = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    (here / "model/config.json").write_text(json.dumps(CONFIG | larger))
+    words = ("data=chat.jsonl", "method=lora", "gpu=h100", "gpus=4", "sequence_length=2048")
+    text = written(capsys, *words).out
+    (here / "my.yaml").write_text(text)
+    assert main(["show", "recipe=my.yaml", "gpus=4"]) == 0
+    recipe = load_recipe(["recipe=my.yaml"], ranks=4).recipe
+    assert (recipe.data.kind, recipe.run.name) == ("chat", "model_lora")
+    assert recipe.lora is not None
+    assert recipe.data.sequence_length == 2048
+    assert f"# launcher new model=model {' '.join(words[:2])} gpu=h100" in text
+    machine = known_machine("h100", nodes=1, gpus_per_node=4)
+    compiled = recipe.model.compile == "auto"
+    model = dataclasses.replace(recipe.model, compile=compiled)
+    plan = make_plan(dataclasses.replace(recipe, model=model), machine)
+    stated = re.search(r"A GPU needs ([\d.]+) GiB of 79.1 GiB", text)[1]
+    assert float(stated) == pytest.approx(plan.needed / 2**30, abs=0.06)
+    others = re.findall(r"^#   [\d.]+ GiB, [\d,]+ tokens/s: (.+)", text, re.MULTILINE)
+    assert others
+    for other in others:
+        load_recipe(["recipe=my.yaml", *other.split()], ranks=4)
+
+
+@pytest.mark.long
+def test_pairs_need_the_method_dpo(here, capsys):
+    arguments = ("data=two words.jsonl", "gpu=h100", "gpus=1", "sequence_length=256")
+    refused = written(capsys, *arguments, status=2).err
+    assert "method=dpo" in refused
+    (here / "my.yaml").write_text(written(capsys, *arguments, "method=dpo").out)
+    recipe = load_recipe(["recipe=my.yaml"], ranks=1).recipe
+    assert recipe.data.kind == "preference"
+    assert recipe.data.train == ("two words.jsonl",)
+    refused = written(capsys, "data=chat.jsonl", "gpu=h100", "method=dpo", status=2).err
+    assert "method=dpo needs chosen and rejected" in refused
+
+
+@pytest.mark.long
+def test_where_nothing_fits_it_says_what_does(here, capsys, monkeypatch):
+    """Long sequences in little memory: shorter ones fit."""
+
+    def small(gpu, **options):
+        return known_machine(gpu, **options | {"memory": 800 * 2**20})
+
+    monkeypatch.setattr(new, "known_machine", small)
+    long = ("data=chat.jsonl", "gpu=h100", "gpus=1", "sequence_length=262144")
+    printed = written(capsys, *long, status=3)
+    assert printed.out == ""
+    assert "model with method=full does not fit: each of 1 H100 of 800.0 MiB needs" in printed.err
+    shorter = re.search(r"^  launcher (new .*sequence_length=\d+)$", printed.err, re.MULTILINE)[1]
+    assert main(shorter.split()) == 0
+
+
+def test_unknown_models_data_and_gpus_are_refused(here, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for words, problem in (
+        (["model=Qwen/Qwen3-8C", "data=chat.jsonl", "gpu=h100"], "did you mean Qwen/Qwen3-8B?"),
+        (["model=model", "data=none.jsonl", "gpu=h100"], "none.jsonl"),
+        (["model=model", "data=chat.jsonl", "gpu=h1000"], "gpu=h1000: is not known"),
+        (["model=model", "data=chat.jsonl", "gpu=cpu"], "a recipe is written for GPUs"),
+        (["model=model", "data=chat.jsonl", "gpu=h100", "method=sft"], "method"),
+        (["data=chat.jsonl", "gpu=h100"], "model"),
+    ):
+        assert main(["new", *words]) == 2
+        assert problem in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_model_that_cannot_be_packed(here, capsys):
+    config = CONFIG | {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}
+    (here / "model/config.json").write_text(json.dumps(config))
+    text = written(capsys, "data=chat.jsonl", "gpu=h100", "gpus=1", "sequence_length=256").out
+    (here / "my.yaml").write_text(text)
+    assert load_recipe(["recipe=my.yaml"], ranks=1).recipe.data.packing is False
