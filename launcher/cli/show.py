@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from typing import Annotated
 
@@ -34,12 +35,15 @@ def show(
     text = to_yaml(loaded.recipe)
     _, lines = parse_yaml(text)
     keys = {line: path for path, line in lines.items() if not isinstance(path[-1], int)}
-    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    dim, plain, column = "", "", 60
+    if sys.stdout.isatty():
+        dim, plain = "\x1b[2m", "\x1b[0m"
+        column = min(column, shutil.get_terminal_size().columns - 36)  # for the name of a file
     for number, line in enumerate(text.rstrip("\n").split("\n"), start=1):
         if line.endswith(":"):  # a section
             print(line)
         else:
-            print(f"{line:<60} {dim}# {loaded.origins.of(keys[number])}{plain}")
+            print(f"{line:<{max(column, 0)}} {dim}# {loaded.origins.of(keys[number])}{plain}")
     return EXIT_DONE
 
 

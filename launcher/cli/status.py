@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
-from launcher.cli.tables import make_table, plain, print_parts
+from launcher.cli.tables import fitting_table, make_table, plain, print_parts
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import shown
@@ -23,6 +23,8 @@ from launcher.reliability.run_directory import RunFolder
 
 _STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
 _SHOWN_ATTEMPTS = 12
+_OPTIONAL = ("restarts", "checkpoint", "tokens/s", "reason")
+"""Columns of the table of runs that are left out on a narrow terminal, in this order."""
 _OF_STEP = ("step", "loss", "time", "tokens_per_second", "step_seconds")
 
 
@@ -321,4 +323,4 @@ def _print_runs(summaries: list[Summary], now: float) -> None:
                 "" if state in ("running", "finished") else summary.reason,
             )
         )
-    print_parts(make_table(columns, rows))
+    print_parts(fitting_table(columns, rows, _OPTIONAL))

@@ -37,6 +37,24 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> 
     return table
 
 
+def fitting_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Text]], optional: Sequence[str]
+) -> Table:
+    """A table without empty columns; on a terminal that is too narrow, also without those of
+    `optional`, the first ones first."""
+    from rich.console import Console
+
+    console = Console()
+    kept = [n for n in range(len(columns)) if any(str(row[n]) for row in rows)]
+    dropped = iter(optional)
+    while True:
+        table = make_table([columns[n] for n in kept], [[row[n] for n in kept] for row in rows])
+        width = console.measure(table, options=console.options.update(width=1000)).maximum
+        if not console.is_terminal or width <= console.width or (name := next(dropped, "")) == "":
+            return table
+        kept = [n for n in kept if columns[n].removeprefix(">") != name]
+
+
 def print_parts(*parts: Table | Text) -> None:
     """Prints tables and texts. Lines stay whole where the output is not a terminal."""
     from rich.console import Console

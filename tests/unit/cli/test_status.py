@@ -7,7 +7,7 @@ import time
 import pytest
 
 from launcher.checkpoint.files import commit, scratch_folder, write_file
-from launcher.cli import main, status
+from launcher.cli import main, status, tables
 from launcher.cli.rows import positions_of
 from launcher.distributed.environment import Environment
 from launcher.reliability.json_files import append_line
@@ -232,3 +232,16 @@ def test_folder_that_cannot_be_listed_is_refused(run, capsys, monkeypatch):
 
 def describe_all(run):
     return list(status.describe(status.summarize(run.path, NOW), NOW))
+
+
+def test_table_fits_a_narrow_terminal(monkeypatch):
+    """Columns that matter less are left out, instead of shortening all; empty ones always."""
+    columns = ("run", "state", ">loss", ">restarts", "reason", ">evaluation")
+    rows = [("learning_rate=1e-4", "finished", "5.5", "0", "", "")]
+    for width, kept in ((80, 4), (36, 3), (10, 2)):
+        monkeypatch.setattr("rich.console.Console.is_terminal", True)
+        monkeypatch.setenv("COLUMNS", str(width))
+        table = tables.fitting_table(columns, rows, ("restarts", "loss"))
+        assert [column.header for column in table.columns] == [
+            name.removeprefix(">") for name in columns[:kept]
+        ]
