@@ -10,6 +10,7 @@ PyTorch's CUDA build (`make test-cuda` installs one).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -91,6 +92,34 @@ def table(results: dict[tuple[str, str, str], list[float]]) -> list[str]:
     return lines
 
 
+def measure(
+    size: str,
+    folder: Path,
+    sides: list[str],
+    arguments: argparse.Namespace,
+    results: dict[tuple[str, str, str], list[float]],
+) -> list[str]:
+    """Adds the measurements of a size to the results; returns the names of the failed runs."""
+    shape = replace(SIZES[size], micro_batch_size=1)
+    bench = OverheadBench(folder, shape, arguments.ranks, arguments.steps, arguments.limit)
+    bench.prepare()
+    failed = []
+    for strategy, turn, side in itertools.product(
+        arguments.strategies, range(arguments.rounds + 1), sides
+    ):
+        name, found = f"{size} {strategy} {side}", results.setdefault((size, strategy, side), [])
+        try:
+            milliseconds = bench.cpu_milliseconds(side, strategy, arguments.skip)
+        except RunFailedError as error:
+            print(error, file=sys.stderr)
+            failed.append(name)
+            continue
+        print(f"{name}: {milliseconds:.1f} ms", file=sys.stderr, flush=True)
+        if turn:  # the first round warms the file cache and is not counted
+            found.append(milliseconds)
+    return failed
+
+
 def main() -> int:
     """Runs the measurements and returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -116,36 +145,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if gpu_name() is None:
             use_null_gpus(Path(folder), arguments.ranks)
-        for size in arguments.sizes:
-            path = Path(folder, size)
-            path.mkdir()
-            bench = OverheadBench(
-                path,
-                replace(SIZES[size], micro_batch_size=1),
-                arguments.ranks,
-                arguments.steps,
-                arguments.limit,
-            )
-            bench.prepare()
-            for strategy in arguments.strategies:
-                for turn in range(
-                    arguments.rounds + 1
-                ):  # the first round warms the file cache and is not counted
-                    for side in sides:
-                        found = results.setdefault((size, strategy, side), [])
-                        try:
-                            milliseconds = bench.cpu_milliseconds(side, strategy, arguments.skip)
-                        except RunFailedError as error:
-                            print(error, file=sys.stderr)
-                            failed.append(f"{size} {strategy} {side}")
-                            continue
-                        print(
-                            f"{size} {strategy} {side}: {milliseconds:.1f} ms",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                        if turn:
-                            found.append(milliseconds)
+        try:
+            for size in arguments.sizes:
+                path = Path(folder, size)
+                path.mkdir()
+                failed += measure(size, path, sides, arguments, results)
+        except KeyboardInterrupt:  # report the runs that are complete
+            failed.append("what follows it (interrupted)")
     gpus = machine["gpu"] or "null GPUs (no kernels)"
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores; {arguments.ranks} x {gpus}; torch {machine['torch']}, "

@@ -1,10 +1,12 @@
 """Tests of the GPU code paths on real GPUs: `pytest -m gpu tests/gpu`.
 
-One GPU is enough. More GPUs run more of the tests on several ranks.
+One GPU is enough. More GPUs run more of the tests on several ranks. Null GPUs (tests/nullgpu) run the tests
+without comparing what kernels compute.
 """
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,12 +17,17 @@ from collections import Counter
 import pytest
 import torch
 
+from launcher.errors import EXIT_DONE, EXIT_NO
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
 from tests.run_files import read_lines
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no CUDA device here")]
+NULL = "NULLGPU_COUNT" in os.environ
+"""Whether the GPUs are null GPUs, which compute no values."""
+UNCHECKED = ["data.packing=false"] if NULL else []
+"""Overrides without which a start checks the values of logits: a mask must separate documents."""
 DEVICE = "cuda"
 TRAIN = REPOSITORY / "launcher/train.py"
 FAULTY_TRAIN = REPOSITORY / "tests/distributed/faulty_train.py"
@@ -36,10 +43,12 @@ MODEL = [
         "data.sequence_length=512",
     ),
     *("data.validation=null", "checkpoint.export=null", "run.max_steps=12"),
+    "model.compile=false",  # compiling takes longer than training; some tests switch it on
 ]
 DETERMINISTIC = [
     *("run.deterministic=true", "schedule.kind=constant", "schedule.warmup_steps=2"),
     *("model.config.attention_dropout=0.1", "model.attention=eager", "checkpoint.every_steps=3"),
+    *UNCHECKED,
 ]
 
 
@@ -61,7 +70,12 @@ def train(recipe, run_dir, *overrides, **options):
 
 
 def figures(records):
-    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+    keys = ("step",) if NULL else ("step", "loss", "grad_norm")
+    return [tuple(record[key] for key in keys) for record in records]
+
+
+def learns(records):
+    return NULL or records[-1]["loss"] < records[0]["loss"]
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +101,29 @@ def test_selftest_finds_equal_losses(precision, ranks):
         "recipe=fsdp",
         "shrink=true",
         "data.sequence_length=128",
+        *UNCHECKED,
     ]
-    result = run(
-        [*command, f"ranks={ranks}", f"strategy.mixed_precision={precision}"], timeout=300
-    ).check()
+    result = run([*command, f"ranks={ranks}", f"strategy.mixed_precision={precision}"], timeout=300)
     print(result.output)
+    assert result.status == EXIT_DONE or (NULL and result.status == EXIT_NO), result.output
     assert torch.cuda.get_device_name(0) in result.output
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
 def test_recipes_reduce_the_loss(recipe, tmp_path):
-    records, output = train(recipe, tmp_path / "run", ranks=GPUS)
+    records, output = train(recipe, tmp_path / "run", "model.compile=auto", ranks=GPUS)
     print(output)
-    assert records[-1]["loss"] < records[0]["loss"]
+    assert learns(records)
     if any(name in torch.cuda.get_device_name(0) for name in ("A100", "H100", "H200", "B200")):
         assert 0 < records[-1]["mfu"] < 1
-    assert 0 < records[-1]["peak_memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
+    memory = torch.cuda.get_device_properties(0).total_memory
+    assert NULL or 0 < records[-1]["peak_memory_bytes"] < memory
 
 
 def test_offload_uses_less_gpu_memory(tmp_path):
     kept = train("fsdp", tmp_path / "fsdp")[0][-1]["peak_memory_bytes"]
     offloaded = train("fsdp_offload", tmp_path / "offload")[0][-1]["peak_memory_bytes"]
-    assert offloaded < kept
+    assert NULL or offloaded < kept
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
@@ -116,9 +131,7 @@ def test_deterministic_runs_are_bit_identical(recipe, tmp_path):
     first, second = (
         train(recipe, tmp_path / name, "run.deterministic=true")[0] for name in ("a", "b")
     )
-    assert [(r["loss"], r["grad_norm"]) for r in first] == [
-        (r["loss"], r["grad_norm"]) for r in second
-    ]
+    assert figures(first) == figures(second)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -128,7 +141,7 @@ def test_compiled_blocks_have_close_losses(kind, tmp_path):
         0
     ]
     for a, b in zip(plain, compiled, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=5e-3)
+        assert NULL or b["loss"] == pytest.approx(a["loss"], rel=5e-3)
 
 
 def test_profile_writes_trace_and_memory_snapshot(tmp_path):
@@ -195,13 +208,14 @@ def test_varlen_attention_matches_separate_documents(model_type):
     packed = model(
         input_ids=ids, position_ids=position_ids, use_cache=False, **lengths
     ).logits.float()
-    assert float((packed - alone).detach().abs().max() / alone.detach().abs().max()) < 3e-2
+    difference = float((packed - alone).detach().abs().max() / alone.detach().abs().max())
+    assert NULL or difference < 3e-2
     packed.square().mean().backward()
     for name, gradient in expected.items():
         difference = (
             model.get_parameter(name).grad - gradient
         ).float().norm() / gradient.float().norm()
-        assert float(difference) < 5e-2, name
+        assert NULL or float(difference) < 5e-2, name
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +260,7 @@ def test_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters,
     ]
     output = torchrun(TRAIN, *command, ranks=GPUS, timeout=300, device=DEVICE).check().output
     records = read(run_dir)
-    assert records[-1]["loss"] < records[0]["loss"]
+    assert learns(records)
     assert "kept apart by variable-length attention" in output
     written = {file.name for file in (run_dir / "hf").iterdir()}
     assert (
@@ -349,7 +363,7 @@ def test_auto_strategy_trains(tmp_path):
     records, output = train("fsdp", tmp_path / "run", *overrides, ranks=GPUS)
     print(output)
     assert "The fastest that fits: by plan" in output
-    assert records[-1]["loss"] < records[0]["loss"]
+    assert learns(records)
 
 
 def test_plan_matches_the_allocator(tmp_path):

@@ -1,9 +1,11 @@
 """The parts of `make test-gpu` on null GPUs, with small models: what a GPU would run is not broken.
 
-Parts and tests that compare values fail here, because null GPUs compute none.
+Null GPUs compute no values, so that the tests of tests/gpu do not compare any here.
 """
 
 import json
+import os
+import shutil
 import sys
 
 import pytest
@@ -11,23 +13,107 @@ import pytest
 from tests import REPOSITORY
 from tests.distributed.launching import run
 
+NVIDIA_SMI = """\
+#!/bin/sh
+# Answers the queries of tests and benchmarks for one null GPU
+case "$1" in
+    --query-compute-apps=*)
+        for log in "$NULLGPU_LOG"/*; do
+            if [ -d "/proc/${log##*.}" ] && grep -q " context 0$" "$log"; then
+                echo "GPU-00000000-0000-0000-0000-000000000000, ${log##*.}"
+            fi
+        done ;;
+    --query-gpu=name) echo "$NULLGPU_NAME" ;;
+    --query-gpu=driver_version) echo 580.00 ;;
+    *) exit 9 ;;
+esac
+"""
 
-def results(gpus, folder, *parts, timeout=240):
-    """What gpu.json has of each part, after a run of these parts."""
-    words = [REPOSITORY / "benchmarks/gpu.py", "--quick", "--results", folder, "--parts", *parts]
-    run([sys.executable, *words], timeout=timeout, **gpus.variables)
-    return json.loads((folder / "gpu.json").read_text())["parts"]
+
+@pytest.fixture
+def parts(null_gpus, tmp_path):
+    """Returns a function that runs parts on one GPU, and returns what gpu.json has of each.
+
+    It asserts that each of them has the status.
+    """
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text(NVIDIA_SMI)
+    (programs / "nvidia-smi").chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    gpus = null_gpus(count=1, capability=90)  # the plan counts its cuBLAS workspaces
+
+    def run_parts(*names, folder=tmp_path / "results", timeout=240, status="passed"):
+        options = ["--quick", "--limit", 2 * timeout, "--results", folder, "--parts"]
+        words = [REPOSITORY / "benchmarks/gpu.py", *options]
+        done = run([sys.executable, *words, *names], timeout=timeout, **gpus.variables, PATH=path)
+        found = json.loads((folder / "gpu.json").read_text())["parts"]
+        ended = {name: found[name]["status"] for name in names}
+        assert ended == dict.fromkeys(names, status), done.output[-8000:]
+        done.check(0 if status == "passed" else 1)
+        return found
+
+    return run_parts
+
+
+def rows(found, part):
+    return [row for command in found[part]["commands"] for row in command["figures"]]
+
+
+def test_results_of_several_machines_are_merged(parts, tmp_path):
+    """A later call adds to the files of an earlier one, which are all that a machine gives back."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    found = parts("optimizer", folder=first)
+    states = ["fused", "float32", "bfloat16", "int8"]
+    assert [row["state"] for row in rows(found, "optimizer")] == states
+    second.mkdir()
+    files = sorted(file for file in first.iterdir() if file.is_file())
+    assert [file.name for file in files] == ["gpu-logs.tar.gz", "gpu.json", "gpu.md"]
+    for file in files:
+        shutil.copy(file, second)
+    found = parts("extras", folder=second)
+    assert list(found) == ["optimizer", "extras"]
+    assert rows(found, "extras")[0]["block"] == "eager"
+    logs = {file.name for file in (second / "logs").iterdir()}
+    assert logs == {"optimizer-optimizer.log", "extras-extras.log"}
+    assert "## optimizer: optimizer" in (second / "gpu.md").read_text()
+
+
+def test_doctor_measures(parts):
+    """Null GPUs add no numbers, which is the only finding against them."""
+    found = rows(parts("doctor", status="doctor: failed with status 3"), "doctor")
+    bad = [row for row in found if row["found"].startswith("bad")]
+    assert bad == [{"what": "all-reduce", "found": "bad: gives a wrong sum"}]
+    assert {row["what"] for row in found} >= {"torch", "half_flops", "memory_bandwidth"}
+
+
+def test_checkpoints_are_saved_and_loaded(parts):
+    first, second = parts("checkpoint")["checkpoint"]["commands"]
+    names = [row["what"] for row in first["figures"]]
+    assert names == [row["what"] for row in second["figures"]]
+    assert {"synchronous", "stall", "load"} <= set(names)
 
 
 @pytest.mark.long
-def test_memory_runs_out_and_configurations_are_measured(null_gpus, tmp_path):
+def test_memory_runs_out_and_configurations_are_measured(parts):
     """The report of an out-of-memory error is the longest text that tests/gpu compares."""
-    parts = results(null_gpus(count=1), tmp_path, "memory", "widths", "optimizer", "extras")
-    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "passed")
-    rows = {name: part["commands"][0]["figures"] for name, part in parts.items()}
-    assert [row["outcome"] for row in rows["memory"]] == ["passed"]
-    assert rows["widths"][0]["configuration"] == "eager-full-packed"
-    assert rows["widths"][0]["retries"] == "0"
-    assert [row["state"] for row in rows["optimizer"]] == ["fused", "float32", "bfloat16", "int8"]
-    assert rows["extras"][0]["block"] == "eager"
-    assert (tmp_path / "gpu-logs.tar.gz").stat().st_size > 0
+    found = parts("memory", "widths")
+    assert [row["outcome"] for row in rows(found, "memory")] == ["passed"]
+    assert rows(found, "widths")[0]["configuration"] == "eager-full-packed"
+    assert rows(found, "widths")[0]["retries"] == "0"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["contexts", "resume", "tests"])
+def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
+    found = rows(parts(part, timeout=600), part)
+    assert found
+    assert {row["outcome"] for row in found} == {"passed"}
+
+
+@pytest.mark.long
+def test_benchmarks_run_to_their_end(parts):
+    found = parts("plan", "compare", "overhead", timeout=600)
+    assert [row["strategy"] for row in rows(found, "plan")] == ["ddp", "fsdp, full"]
+    assert {row.get("mode") for row in rows(found, "compare")} >= {"fsdp-bf16", "fsdp-bf16-packed"}
+    assert [row["side"] for row in rows(found, "overhead")] == 2 * ["raw", "launcher"]

@@ -4,8 +4,11 @@ import importlib
 import json
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from launcher.errors import TrainingError
 
 LOG = """
 collecting ... collected 9 items / 3 deselected / 6 selected
@@ -167,3 +170,35 @@ def test_processes_of_a_nested_run_are_ended(gpu, tmp_path, monkeypatch):
     assert bench.exit_status([sys.executable, "-c", inner], log=tmp_path / "log", limit=60) == 0
     assert find(marks[0]) == []
     assert len(marks) > 1, "the remaining process must be found and ended"
+
+
+def test_interrupted_plan_keeps_its_rows(monkeypatch, capsys):
+    """A launch that fails, such as one that runs out of memory, takes only its rows with it."""
+    memory = importlib.import_module("memory")
+    cases = [
+        SimpleNamespace(name=f"case {n}", arguments=[str(n)], plan=SimpleNamespace(step=None))
+        for n in range(2 * memory.AT_ONCE + 1)
+    ]
+    launches = []
+
+    def measure(recipes, **_):
+        launches.append(recipes)
+        if len(launches) == 1:
+            raise TrainingError("no memory")
+        if len(launches) == 3:
+            raise KeyboardInterrupt
+        return recipes
+
+    monkeypatch.setattr(memory, "detect_gpus", lambda: None)
+    monkeypatch.setattr(memory, "planned", lambda *_: iter(cases))
+    monkeypatch.setattr(memory, "measure_recipes", measure)
+    monkeypatch.setattr(memory, "peak_holds", lambda step, found: True)
+    monkeypatch.setattr(memory, "row", lambda case, found: f"| {case.name} | {found[0]} |")
+    monkeypatch.setattr(sys, "argv", ["memory.py"])
+    with pytest.raises(KeyboardInterrupt):
+        memory.main()
+    printed = capsys.readouterr()
+    rows = [line for line in printed.out.splitlines() if line.startswith("| case")]
+    assert rows == [f"| case {n} | {n} |" for n in range(memory.AT_ONCE, 2 * memory.AT_ONCE)]
+    assert "not measured: case 0; case 1" in printed.err
+    assert [len(recipes) for recipes in launches] == [memory.AT_ONCE, memory.AT_ONCE, 1]
