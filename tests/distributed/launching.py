@@ -1,14 +1,19 @@
 """Runs commands in real processes with a hard time limit. No process outlives its test."""
 
 import contextlib
+import multiprocessing
 import os
 import random
+import runpy
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass
+from multiprocessing import connection
 
 import torch
 
@@ -60,6 +65,25 @@ class Result:
         return self
 
 
+def with_device(command, device):
+    """The words of a command, with run.device if it trains and does not set it."""
+    words = [str(word) for word in command]
+    trains = any(word.endswith("train.py") for word in words) and any(
+        word.startswith("recipe=") for word in words
+    )
+    if trains and not any("run.device" in word for word in words):
+        words.append(f"run.device={device}")
+    return words
+
+
+def inherited():
+    """The environment variables of a process that a test starts."""
+    # torch sets TORCHINDUCTOR_CACHE_DIR when it is first used in this process
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    return kept | {"TOKENIZERS_PARALLELISM": "false"}
+
+
 def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **variables):
     """Runs a command and calls `during(process)` while it runs.
 
@@ -69,22 +93,9 @@ def run(command, *, timeout=120, cwd=REPOSITORY, during=None, device=DEVICE, **v
     timeout: seconds, multiplied by PATIENCE.
     device: run.device of a training that does not set it.
     """
-    command = [str(part) for part in command]
-    trains = any(part.endswith("train.py") for part in command) and any(
-        part.startswith("recipe=") for part in command
-    )
-    if trains and not any("run.device" in part for part in command):
-        command.append(f"run.device={device}")
-    # torch sets TORCHINDUCTOR_CACHE_DIR when it is first used in this process
-    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_CACHE_DIR")
-    environment = {k: v for k, v in os.environ.items() if k not in own}
+    command = with_device(command, device)
     mark = SESSION + uuid.uuid4().hex
-    environment |= {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        MARK: mark,
-        **variables,
-    }
+    environment = inherited() | {"PYTHONUNBUFFERED": "1", MARK: mark, **variables}
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -130,3 +141,82 @@ def torchrun(*arguments, ranks, **options):
         ],
         **options,
     )
+
+
+PRELOADED = ["launcher.run.run", "torch._dynamo", "transformers.models.llama.modeling_llama"]
+
+
+def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, **variables):
+    """Runs a Python script on `ranks` ranks without torchrun, and without the 5 CPU seconds that
+    each process needs to import torch and transformers: the processes are forked from one that has
+    imported them, once for all tests of this process.
+
+    For tests of what ranks compute. `run` and `torchrun` are for tests of how they start and end:
+    here a failed rank ends the others at once, and `cwd` is not on `sys.path`.
+
+    timeout: seconds, multiplied by PATIENCE.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    words = with_device([script, *arguments], DEVICE)
+    deadline = time.monotonic() + PATIENCE * timeout
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        processes = [
+            context.Process(
+                target=_forked_rank, args=(words, cwd, environment | variables, log.name)
+            )
+            for environment in _environments(ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            waiting, failed = list(processes), []
+            while waiting and not failed and time.monotonic() < deadline:
+                connection.wait([p.sentinel for p in waiting], deadline - time.monotonic())
+                waiting = [process for process in waiting if process.is_alive()]
+                failed = [process.exitcode for process in processes if process.exitcode]
+        finally:
+            left = _end(processes)
+        output = log.read()
+    assert failed or not waiting, f"not finished after {PATIENCE * timeout} s: {words}\n{output}"
+    assert failed or not left, f"processes were left behind by {words}\n{output[-4000:]}"
+    return Result(failed[0] if failed else 0, output)
+
+
+def _environments(ranks):
+    """The environment variables of each rank; like those of torchrun if there are several."""
+    if ranks == 1:
+        return [inherited()]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks}
+    shared |= {"LOCAL_WORLD_SIZE": ranks}
+    own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    return [inherited() | {name: str(value) for name, value in each.items()} for each in own]
+
+
+def _forked_rank(words, cwd, environment, log):
+    os.setsid()  # its processes are one process group
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(cwd)
+    # The rank's own processes start in the default way, not from this test's server
+    multiprocessing.set_start_method(None, force=True)
+    if "RANK" in environment:
+        torch.set_num_threads(1)  # as under torchrun
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _end(processes):
+    """Kills the process groups of ranks. Returns whether a rank that had ended left a process."""
+    left = False
+    for process in [process for process in processes if process.pid is not None]:
+        ended = not process.is_alive()
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+            left |= ended
+        process.join()
+    return left

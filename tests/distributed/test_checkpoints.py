@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.checkpoint_worker import RUNS
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import forked
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 
@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("checkpoint_worker.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    torchrun(WORKER, folder, ranks=4, timeout=240).check()
+    forked(WORKER, folder, ranks=4, timeout=240).check()
     return json.loads((folder / "results.json").read_text())
 
 

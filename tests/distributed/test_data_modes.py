@@ -9,13 +9,13 @@ import json
 import pytest
 
 from tests import REPOSITORY
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import forked
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modes")
-    torchrun(REPOSITORY / "tests/distributed/data_worker.py", folder, ranks=2, timeout=240).check()
+    forked(REPOSITORY / "tests/distributed/data_worker.py", folder, ranks=2, timeout=240).check()
     return json.loads((folder / "results.json").read_text())
 
 

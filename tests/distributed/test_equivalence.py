@@ -17,7 +17,7 @@ from tests.distributed.equivalence_worker import (
     STEPS,
     SYNCS,
 )
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import forked
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 
@@ -51,7 +51,7 @@ def launch(part):
     def results(tmp_path_factory):
         folder = tmp_path_factory.mktemp("equivalence")
         write_rows(folder / "train.jsonl")
-        torchrun(WORKER, folder, part, ranks=4, timeout=300).check()
+        forked(WORKER, folder, part, ranks=4, timeout=300).check()
         return json.loads((folder / "results.json").read_text())
 
     return results

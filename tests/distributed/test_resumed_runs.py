@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from launcher.cli.main import main
 from launcher.recipe.load import recorded_recipe
 from tests import REPOSITORY
-from tests.distributed.launching import run, torchrun, wait_until
+from tests.distributed.launching import forked, run, torchrun, wait_until
 from tests.full_disk import full_disk
 from tests.run_files import read_lines, status, write_lines, write_texts
 
@@ -80,11 +80,11 @@ def final_state(run_dir):
 
 
 def train(folder, run_dir, *overrides, ranks=2, recipe="recipe", **more):
-    """Trains with torchrun, or without it for one rank."""
-    words = [f"recipe={folder}/{recipe}.yaml", f"run.dir={run_dir}", *overrides]
-    if ranks == 1:
-        return run([sys.executable, KILL_TRAIN, *words], **more)
-    return torchrun(*more.pop("options", ()), KILL_TRAIN, *words, ranks=ranks, **more)
+    """Trains; with torchrun if a test signals the processes or gives its options."""
+    words = [KILL_TRAIN, f"recipe={folder}/{recipe}.yaml", f"run.dir={run_dir}", *overrides]
+    if {"during", "options"}.isdisjoint(more):
+        return forked(*words, ranks=ranks, **more)
+    return torchrun(*more.pop("options", ()), *words, ranks=ranks, **more)
 
 
 # Kills
@@ -361,9 +361,8 @@ def test_damaged_checkpoint_is_reported_and_older_one_used(folder, one_rank):
 
 def test_run_survives_full_disk_but_not_repeated_failures(folder):
     run_dir = folder / "full"
-    output = train(
-        folder, run_dir, "run.max_steps=24", "checkpoint.max_failures=2", FULL_DISK="4,16,20"
-    ).output
+    words = ["run.max_steps=24", "checkpoint.max_failures=2"]
+    output = train(folder, run_dir, *words, options=(), FULL_DISK="4,16,20").output
     assert "warning: checkpoint of step 4 failed" in output
     assert "No space left on device" in output
     assert [event["step"] for event in events(run_dir, "saved")] == [8, 12]
@@ -555,13 +554,11 @@ def test_stream_resumes_exactly_and_rewinds(folder):
     assert [trained[step] for step in (9, 10)] == [expected[step] for step in (11, 12)]
 
 
-def test_checkpoint_export_has_the_trained_weights(folder, undisturbed, tmp_path):
+def test_checkpoint_export_has_the_trained_weights(undisturbed, tmp_path, capsys):
     from transformers import LlamaForCausalLM
 
-    exported = run(
-        [sys.executable, "-m", "launcher.cli.main", "export", undisturbed, tmp_path / "out"]
-    ).check()
-    assert "step_00000040" in exported.output
+    assert main(["export", str(undisturbed), str(tmp_path / "out")]) == 0
+    assert "step_00000040" in capsys.readouterr().out
     weights = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     state = final_state(undisturbed)
     parts = [[f"rank_{rank:05}.safetensors/model.{name}" for rank in range(2)] for name in weights]
