@@ -118,6 +118,8 @@ class Evaluator:
                     stop_requests.read()
                 scored: Scored | None = {}
                 if counts is not None:
+                    if ranks.tensor_rank:
+                        counts.zero_()
                     dist.all_reduce(counts, group=ranks.data_group)
                     score = _preference_scores if counts.ndim == 1 else _classification_scores
                     scored = score(counts)
