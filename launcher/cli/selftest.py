@@ -18,7 +18,9 @@ def selftest(
 ) -> int:
     """Compare the losses of a few steps over strategies, accumulation and numbers of ranks.
 
-    Exit status 3: losses differ by more than their tolerance.
+    Also with the recipe's division of rows, experts and layers over ranks.
+
+    Exit status 3: losses differ by more than their tolerance, or copies of a weight by a bit.
 
     \b
     Example:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,12 @@ from torch import nn
 from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.process_group import DataParallel, gather
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.models.config_keys import check_config_keys
+from launcher.models.initialization import clean_name
+from launcher.models.shards import local_columns, local_rows
 from launcher.recipe.hub import model_folder
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
@@ -49,8 +53,17 @@ SMALL = {
     "n_head": 4,
 }
 """Sizes of a shrunk model, if its config has these keys."""
-Values = tuple[list[float], list[float]]
-"""Losses and gradient norms of a variant."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a variant computed."""
+
+    losses: list[float]
+    norms: list[float]
+    """Of the gradients."""
+    differing: list[str]
+    """From `differing_copies`."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,25 @@ def train_variant(variant: Variant, ranks: DataParallel) -> Values:
         dist.all_reduce(loss, group=ranks.group)
         losses.append(float(loss))
         norms.append(float(step.grad_norm))
-    return losses, norms
+    return Values(losses, norms, differing_copies(training.wrapped.module, ranks.group))
+
+
+def differing_copies(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Parameters of which several ranks hold the same part, such as copies of the model or ranks
+    that divide layers, but not the same bits. Every rank must call this."""
+    mine: dict[tuple[object, ...], int] = {}
+    for name, parameter in model.named_parameters():
+        (local, row), columns = local_rows(parameter.detach()), local_columns(parameter)
+        data: Any = local.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        part = clean_name(name), row, columns and columns.start, tuple(local.shape)
+        mine[part] = zlib.crc32(data)
+    first: dict[tuple[object, ...], int] = {}
+    found = set()
+    for parts in gather(mine, group):
+        found |= {
+            str(part[0]) for part, bits in parts.items() if first.setdefault(part, bits) != bits
+        }
+    return sorted(found)
 
 
 def largest_difference(values: list[float], reference: list[float]) -> float:
@@ -172,21 +203,30 @@ def largest_difference(values: list[float], reference: list[float]) -> float:
 
 
 def _table(variants: list[Variant], results: list[Values]) -> tuple[list[str], bool]:
-    """Lines, and whether all differences are within their tolerances."""
+    """Lines, and whether all differences are within their tolerances and no copies differ."""
     differs = ("loss differs by", "grad_norm differs by")
     rows, good = [["strategy", "precision", "ranks", "accumulation", *differs, ""]], True
     for variant, values in zip(variants, results, strict=True):
         mixed = variant.recipe.strategy.mixed_precision
         limits = FLOAT32_TOLERANCES if mixed is None else MIXED_TOLERANCES
-        pairs = list(zip(map(largest_difference, values, results[0]), limits, strict=True))
+        first = results[0]
+        differences = (
+            largest_difference(values.losses, first.losses),
+            largest_difference(values.norms, first.norms),
+        )
+        pairs = list(zip(differences, limits, strict=True))
         fine = all(off <= limit for off, limit in pairs)
         cells = [f"{off:.1e} of {limit:.0e}" for off, limit in pairs]
         if variant is variants[0]:
             cells = ["reference", "reference"]
         precision = "float32" if mixed is None else mixed.param_dtype
         counts = (str(variant.ranks), str(variant.accumulation))
-        rows.append([variant.name, precision, *counts, *cells, "" if fine else "TOO MUCH"])
-        good = good and fine
+        faults = ["TOO MUCH"] * (not fine)
+        if values.differing:
+            some = ", ".join(values.differing[:3])
+            faults.append(f"COPIES DIFFER ({len(values.differing)} parameters, such as {some})")
+        rows.append([variant.name, precision, *counts, *cells, "; ".join(faults)])
+        good = good and not faults
     return list(aligned(rows, "<<>>>><")), good
 
 
@@ -249,10 +289,11 @@ def run(setting: Json) -> int:
         cuda = ranks.device.type == "cuda"
         where = torch.cuda.get_device_name(ranks.device) if cuda else "CPU"
         sequences = f"{setting['steps']} steps of {SEQUENCES_PER_RANK * ranks.size} sequences"
-        same = "All configurations give the same losses."
+        same = "All configurations give the same losses.\n"
+        same += "Parts of weights that several ranks hold have the same bits."
         print("\r\x1b[2K" if sys.stdout.isatty() else "")
         print(*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off.", sep="\n")
-        print(same if good else "Some configurations differ: see the lines marked TOO MUCH.")
+        print(same if good else "Some configurations differ: see the marks in the last column.")
         return EXIT_DONE if good else EXIT_NO
 
 

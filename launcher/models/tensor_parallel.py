@@ -25,6 +25,7 @@ from torch.nn import functional
 from launcher.errors import RecipeError
 from launcher.models.build import embeddings
 from launcher.models.chunked_loss import ChunkedHead, computes_loss
+from launcher.models.experts import find_experts
 from launcher.models.shards import chunks, local_part
 from launcher.models.tensor_collectives import copied, gathered, summed
 
@@ -239,8 +240,12 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
     if head is not None and first.weight is head.weight and EMBEDDING not in styles.values():
         problems["tied"] = "a head that is tied to an embedding that is not divided"
     if problems:
-        what = ", ".join(problems.values())
-        raise RecipeError(f"{KEY}: the plan for {name} has what is not supported: {what}; use 1")
+        what, instead = ", ".join(problems.values()), "use 1"
+        if find_experts(model):
+            instead += ", and strategy.expert_parallel_size to divide the experts"
+        raise RecipeError(
+            f"{KEY}: the plan for {name} has what is not supported: {what}; {instead}"
+        )
     if (uneven := _indivisible(model, styles, size)) is not None:
         config = _text_config(model)
         fits = range(1, config.num_attention_heads + 1)

@@ -253,9 +253,11 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     heads, head_size = whole.heads
     if divides_attention(find_layers(model)):
         heads //= size
-    logits = len(embeddings(model)[1].weight)
+    head, vocabulary = embeddings(model)[1], part.vocabulary
+    if head is not None:
+        vocabulary = min(vocabulary, len(head.weight))
     return dataclasses.replace(
-        part, heads=(heads, head_size), vocabulary=min(part.vocabulary, logits), undivided=whole
+        part, heads=(heads, head_size), vocabulary=vocabulary, undivided=whole
     )
 
 

@@ -13,9 +13,6 @@ Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
-_DIVIDED = (
-    "strategy.context_parallel_size strategy.expert_parallel_size strategy.tensor_parallel_size"
-)
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
     ("model.builder", "data.builder", True),
@@ -58,15 +55,13 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
     ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
     ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
-    ("strategy.expert_parallel_size", "model.compile lora.quantize", False),
-    (_DIVIDED, "lora.dora lora.modules_to_save", False),
+    ("strategy.expert_parallel_size", "model.compile", False),
     ("strategy.tensor_parallel_size", "optimizer.name", "adamw sgd"),
     ("strategy.tensor_parallel_size", "optimizer.state_dtype", "float32"),
     ("strategy.tensor_parallel_size", "strategy.expert_parallel_size", "1"),
-    ("strategy.tensor_parallel_size", "data.kind", "text tokens chat instruct"),
     (
         "strategy.tensor_parallel_size",
-        "model.builder model.compile lora.quantize lora.path data.builder evaluation.generate",
+        "model.builder model.compile lora.quantize lora.dora data.builder evaluation.generate",
         False,
     ),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
@@ -97,10 +92,18 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("checkpoint.export_base", "lora.quantize", True),
     ("checkpoint.export_base", "checkpoint.export_merged", True),
     ("lora.quantize", "model.builder model.compile", False),
-    ("strategy.context_parallel_size", "lora.quantize", False),
 )
 """Keys that may have another value than their default only if one of other keys is given (True),
 none of them is given (False), or the other key has one of these values."""
+_OTHER_DIVISIONS = "; FSDP, strategy.context_parallel_size and strategy.expert_parallel_size are"
+_INSTEAD = {
+    ("strategy.tensor_parallel_size", "lora.quantize"): _OTHER_DIVISIONS,
+    ("strategy.tensor_parallel_size", "lora.dora"): _OTHER_DIVISIONS,
+    ("strategy.tensor_parallel_size", "strategy.expert_parallel_size"): (
+        "; for a mixture of experts use strategy.expert_parallel_size alone"
+    ),
+}
+"""What to do instead, at the end of a message."""
 _ONE_OF = (
     "run.max_steps run.epochs",
     "model.path model.config model.builder",
@@ -153,13 +156,15 @@ def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
     if isinstance(needed, str):
         values = kinds_of(recipe) if other == "data.kind" else {str(value_of(recipe, other))}
         if not values & {*needed.split()}:
-            yield key, f"needs {other}: {' or '.join(needed.split())}"
+            wanted = " or ".join(needed.split())
+            yield key, f"needs {other}: {wanted}{_INSTEAD.get((key, other), '')}"
         return
     given = [name for name in other.split() if value_of(recipe, name)]
     if needed and not given:
         yield key, f"needs {' or '.join(other.split())}"
     if given and not needed:
-        yield key, f"not available with {' and '.join(given)}"
+        instead = {_INSTEAD.get((key, name), "") for name in given}
+        yield key, f"not available with {' and '.join(given)}{''.join(instead)}"
 
 
 def _one_of(recipe: Recipe, keys: list[str]) -> Found:

@@ -117,6 +117,8 @@ class Evaluator:
                     stop_requests.read()
                 scored: Scored | None = {}
                 if counts is not None:
+                    if ranks.tensor_rank:
+                        counts.zero_()
                     dist.all_reduce(counts, group=ranks.data_group)
                     metrics = dataset.metrics
                     scored = _means(counts, metrics) if metrics else _classification_scores(counts)

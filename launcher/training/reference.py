@@ -176,7 +176,8 @@ def _compute(
             advance(1)
     found = torch.zeros(dataset.store.documents, 2, device=ranks.device)
     where = torch.from_numpy(np.concatenate(documents)).to(ranks.device)
-    found[where] = torch.cat(sums).float()
+    if not ranks.tensor_rank:
+        found[where] = torch.cat(sums).float()
     dist.all_reduce(found, group=ranks.data_group)
     seconds = seconds_as_text(time.monotonic() - started)
     pairs = sum(map(len, documents))

@@ -7,7 +7,6 @@ Writes results.json to FOLDER, with the results or the traceback of each case.
 
 import ctypes
 import gc
-import json
 import os
 import sys
 import threading
@@ -43,6 +42,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.strategies.wrap import Parts, wrap
+from tests.distributed.launching import end_worker
 from tests.distributed.messages import logged
 
 transformers.logging.set_verbosity_error()
@@ -538,11 +538,7 @@ def main(folder):
             "classes", folder / "llama", task="sequence_classification", num_labels=3
         ),
     )
-    if worker.rank == 0:
-        (folder / "results.json").write_text(json.dumps(worker.results))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+    end_worker(folder, worker.results)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Writes results.json to FOLDER.
 
 import errno
 import faulthandler
-import json
 import os
 import sys
 import threading
@@ -35,6 +34,7 @@ from launcher.optimizers.optimizer import create_state, make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
 from launcher.strategies.wrap import Parts, wrap
+from tests.distributed.launching import end_worker
 from tests.distributed.messages import logged
 
 CPU = torch.device("cpu")
@@ -369,12 +369,7 @@ def main(folder):
         print(f"{time.monotonic() - started:.2f} s  {name}")
     fail_saves(worker, run)
     damage_checkpoints(worker, run)
-    if worker.rank == 0:
-        (folder / "results.json").write_text(json.dumps(worker.results))
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+    end_worker(folder, worker.results)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.recipe.load import load_recipe
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
+from tests.distributed.launching import end_worker
 from tests.run_files import write_lines
 
 SIZES = (
@@ -192,11 +193,7 @@ def main(folder):
     train("a step of all, packed", whole)
     offloaded = [*whole, *checkpointed, "strategy.cpu_offload={}"]
     train("a step of all, packed, offload and checkpointing", offloaded)
-    if worker.rank == 0:
-        (folder / "results.json").write_text(json.dumps(worker.results))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+    end_worker(folder, worker.results)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ norms and deviations to results.json.
 
 import dataclasses
 import hashlib
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -32,6 +30,7 @@ from launcher.strategies.wrap import Parts, wrap
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
 from tests.distributed import plain_loop
+from tests.distributed.launching import end_worker
 from tests.unit.models.odd_model import Odd
 
 STEPS, BATCH = 6, 16
@@ -142,7 +141,7 @@ class Worker:
 
         Initial weights are compared with the first run, final weights with the plain loop.
         """
-        note, started = {}, time.monotonic()
+        note, started = {}, time.process_time()
         if self.rank < ranks:
             data_parallel = DataParallel(
                 rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
@@ -169,7 +168,8 @@ class Worker:
                 note = {"losses": losses, "norms": norms, "skipped": skipped}
                 if evaluate:
                     whole = over_all(training.evaluator.evaluate(training.wrapped))
-                    note["evaluation"] = [whole.loss, whole.tokens]
+                    note["evaluation"] = [whole.loss, whole.tokens, *whole.scores.values()]
+                self.after(note, training)
                 if self.initial is None:
                     self.initial = start
                     self.run_plain_loop(training)
@@ -188,7 +188,10 @@ class Worker:
         dist.barrier()
         self.results[name] = note
         if self.rank == 0:
-            print(f"{time.monotonic() - started:.2f} s  {name}")
+            print(f"{time.process_time() - started:.2f} CPU s  {name}")
+
+    def after(self, note, training):
+        """A subclass adds results."""
 
     def run_plain_loop(self, training):
         model = type(training.wrapped.module)
@@ -418,11 +421,7 @@ def main(folder, part):
     worker = Worker(folder)
     worker.train("ddp", STRATEGIES["ddp"])  # also the plain loop, on each rank
     PARTS[part](worker)
-    if worker.rank == 0:
-        (folder / "results.json").write_text(json.dumps(worker.results))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+    end_worker(folder, worker.results)
 
 
 def initial_weights(worker):

@@ -1,6 +1,7 @@
 """Runs commands in real processes with a hard time limit. No process outlives its test."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -14,8 +15,11 @@ import time
 import uuid
 from dataclasses import dataclass
 from multiprocessing import connection
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests import REPOSITORY
 from tests.limits import MARK, SESSION, kill, marked_processes
@@ -220,3 +224,45 @@ def _end(processes):
             left |= ended
         process.join()
     return left
+
+
+def write_rows(file, count=53):
+    """Writes learnable rows of different lengths, some with masked labels, and with weights for
+    data.weights_column.
+
+    The default number of rows is not divisible by any batch size.
+    """
+    randomness = random.Random(3)
+    with file.open("w") as out:
+        for index in range(count):
+            start, stride = randomness.randrange(64), randomness.choice([1, 3, 5])
+            ids = [(start + stride * i) % 64 for i in range(randomness.randint(2, 32))]
+            row: dict[str, Any] = {"input_ids": ids}
+            if index % 3 == 0:
+                row["labels"] = [
+                    -100 if i < len(ids) // 2 else token for i, token in enumerate(ids)
+                ]
+            row["weights"] = [(index + i) % 5 / 8 for i in range(1, 1 + len(ids))]
+            if not any(row["weights"][1:]):
+                row["weights"] = 0.3
+            out.write(json.dumps(row) + "\n")
+
+
+def results_of(worker, folder, *arguments, ranks, timeout):
+    """Runs a worker, a file of this package, on rows in the folder. Returns what it found.
+
+    timeout: seconds, multiplied by PATIENCE.
+    """
+    write_rows(folder / "train.jsonl")
+    script = Path(__file__).with_name(worker)
+    forked(script, folder, *arguments, ranks=ranks, timeout=timeout).check()
+    return json.loads((folder / "results.json").read_text())
+
+
+def end_worker(folder, results):
+    """Ends the process of a worker, of which rank 0 writes the results. Every rank calls this."""
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter

@@ -5,8 +5,6 @@
 Reads train.jsonl from FOLDER and writes losses, gradient norms and deviations to results.json.
 """
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -19,15 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launcher.models import chunked_loss, nf4
 from launcher.models.build import find_blocks
 from tests.distributed.equivalence_worker import OFFLOAD, Worker
+from tests.distributed.launching import end_worker
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
 MODELS = {
     "llama": SIZES | {"intermediate_size": 128},
-    "mixtral": SIZES | {"intermediate_size": 64, "num_local_experts": 3},
+    "mixtral": SIZES | {"intermediate_size": 64, "num_local_experts": 4},
 }
 FSDP, DDP = ["strategy.kind=fsdp"], ["strategy.kind=ddp"]
 FULL = "activation_checkpointing={mode: full}"
+CONTEXT = "strategy.context_parallel_size=2"
 CASES = {
     "llama": {
         "ddp": (DDP, 2, 2),
@@ -35,14 +35,20 @@ CASES = {
         "held back": ([*FSDP, "strategy.sync_every_micro_batch=false"], 2, 4),
         "offload": ([*FSDP, *OFFLOAD], 2, 2),
         "budget": ([*FSDP, "activation_checkpointing={mode: selective, budget: 0.5}"], 2, 1),
+        "context": ([*FSDP, CONTEXT], 2, 2),
     },
-    "mixtral": {"fsdp": ([*FSDP, FULL], 2, 2), "ddp": (DDP, 2, 1)},
+    "mixtral": {
+        "fsdp": ([*FSDP, FULL], 2, 2),
+        "ddp": (DDP, 2, 1),
+        "experts": ([*FSDP, "strategy.expert_parallel_size=2"], 2, 2),
+    },
     "llama with options": {
         "ddp": (DDP, 2, 2),
         "ZeRO-1": ([*DDP, "strategy.shard_optimizer=true"], 2, 1),
         "fsdp": ([*FSDP, FULL], 2, 4),
         "offload": ([*FSDP, *OFFLOAD], 2, 2),
         "selective": ([*FSDP, "activation_checkpointing={mode: selective}"], 2, 1),
+        "context": ([*FSDP, CONTEXT], 2, 2),
     },
 }
 """Overrides, number of ranks and of micro-batches."""
@@ -84,11 +90,7 @@ def main(folder):
             quantized = f"lora={{{section}, quantize: nf4}}"
             options = {"lora": quantized, "ranks": ranks, "accumulation": accumulation}
             train(f"{name} {case}", model, overrides, **options)
-    if worker.rank == 0:
-        (folder / "results.json").write_text(json.dumps(worker.results))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+    end_worker(folder, worker.results)
 
 
 if __name__ == "__main__":

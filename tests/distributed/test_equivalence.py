@@ -2,11 +2,6 @@
 
 Losses, gradient norms and final weights must agree."""
 
-import json
-import random
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.distributed.equivalence_worker import (
@@ -17,31 +12,7 @@ from tests.distributed.equivalence_worker import (
     STEPS,
     SYNCS,
 )
-from tests.distributed.launching import forked
-
-WORKER = Path(__file__).with_name("equivalence_worker.py")
-
-
-def write_rows(file, count=53):
-    """Writes learnable rows of different lengths, some with masked labels, and with weights for
-    data.weights_column.
-
-    The default number of rows is not divisible by any batch size.
-    """
-    randomness = random.Random(3)
-    with file.open("w") as out:
-        for index in range(count):
-            start, stride = randomness.randrange(64), randomness.choice([1, 3, 5])
-            ids = [(start + stride * i) % 64 for i in range(randomness.randint(2, 32))]
-            row: dict[str, Any] = {"input_ids": ids}
-            if index % 3 == 0:
-                row["labels"] = [
-                    -100 if i < len(ids) // 2 else token for i, token in enumerate(ids)
-                ]
-            row["weights"] = [(index + i) % 5 / 8 for i in range(1, 1 + len(ids))]
-            if not any(row["weights"][1:]):
-                row["weights"] = 0.3
-            out.write(json.dumps(row) + "\n")
+from tests.distributed.launching import results_of
 
 
 def launch(part):
@@ -50,9 +21,7 @@ def launch(part):
     @pytest.fixture(scope="module")
     def results(tmp_path_factory):
         folder = tmp_path_factory.mktemp("equivalence")
-        write_rows(folder / "train.jsonl")
-        forked(WORKER, folder, part, ranks=4, timeout=300).check()
-        return json.loads((folder / "results.json").read_text())
+        return results_of("equivalence_worker.py", folder, part, ranks=4, timeout=300)
 
     return results
 

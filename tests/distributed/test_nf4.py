@@ -1,32 +1,27 @@
 """Adapters on weights in NF4 train to the same losses under every strategy; resumes and exports."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from launcher.cli.main import main
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import results_of, torchrun
 from tests.distributed.nf4_worker import CASES
-from tests.distributed.test_equivalence import deviation, write_rows
+from tests.distributed.test_equivalence import deviation
 from tests.run_files import read_lines
-
-WORKER = Path(__file__).with_name("nf4_worker.py")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nf4")
-    write_rows(folder / "train.jsonl")
-    torchrun(WORKER, folder, ranks=2, timeout=120).check()
-    return folder
+    return folder, results_of("nf4_worker.py", folder, ranks=2, timeout=90)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", CASES)
 def test_losses_are_those_of_the_rounded_weights_in_float32(trained, model):
-    results = json.loads((trained / "results.json").read_text())
+    results = trained[1]
     for case in CASES[model]:
         alone, found = results[model], results[f"{model} {case}"]
         assert deviation(found["losses"], alone["losses"]) <= 1e-6, case
@@ -51,7 +46,7 @@ def test_resumed_runs_and_exports(trained, tmp_path, capsys):
     """Resumes on the same ranks bit for bit, and on one rank of another strategy. Both merged
     exports load in a fresh process, and compute what they should."""
     recipe = tmp_path / "nf4.yaml"
-    recipe.write_text(RECIPE.replace("FOLDER", str(trained)))
+    recipe.write_text(RECIPE.replace("FOLDER", str(trained[0])))
 
     def train(run, *overrides, ranks):
         words = ["launcher/train.py", f"recipe={recipe}", f"run.dir={run}", *overrides]
@@ -64,6 +59,7 @@ def test_resumed_runs_and_exports(trained, tmp_path, capsys):
     assert "nf4: 12 weights with" in output
     for name, overrides, ranks, tolerance in (
         ("same", [], 2, 0),
+        ("experts", ["strategy.expert_parallel_size=2"], 2, 1e-6),
         ("one", ["strategy={kind: ddp, mixed_precision: null}"], 1, 1e-6),
     ):
         first = run / "checkpoints/step_00000003"

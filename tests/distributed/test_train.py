@@ -624,43 +624,57 @@ def test_show_and_selftest_commands(tmp_path):
     assert result.output.count("bfloat16") == 5
 
 
-@pytest.mark.long
-def test_selftest_fails_if_losses_differ(tmp_path):
-    """With an injected fault, the mean of the micro-batch means, the exit status is 3."""
-    package = tmp_path / "sitecustomize.py"
-    package.write_text(
-        "import sys\n"
-        "if 'launcher.diagnostics.selftest' in sys.orig_argv:\n"
-        "    import torch\n"
-        "    from launcher.data.dataset import SequenceDataset\n"
-        "    from launcher.data.loader import StepStatistics\n"
-        "    original = SequenceDataset.loss\n"
-        "    SequenceDataset.loss = lambda self, model, batch: (\n"
-        "        original(self, model, batch) / (batch['targets'] != -100).sum()\n"
-        "    )\n"
-        "    StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)\n"
+MEAN_OF_MEANS = """
+    from launcher.data.dataset import SequenceDataset
+    from launcher.data.loader import StepStatistics
+    original = SequenceDataset.loss
+    SequenceDataset.loss = lambda self, model, batch: (
+        original(self, model, batch) / (batch["targets"] != -100).sum()
     )
+    StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)
+"""
+DRIFTED_COPY = """
+    from launcher.strategies.fsdp import Fsdp
+    original = Fsdp.grad_norm
+    def grad_norm(self):
+        norm = original(self)
+        if self._layers is not None and torch.distributed.get_rank() == 1:
+            self.module.model.norm.weight.to_local().data.mul_(1 + 2**-22)
+        return norm
+    Fsdp.grad_norm = grad_norm
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "overrides", "mark"),
+    [
+        (MEAN_OF_MEANS, [], "TOO MUCH"),
+        (
+            DRIFTED_COPY,
+            ["strategy.tensor_parallel_size=2", "model.compile=false"],
+            "COPIES DIFFER (1 parameters, such as ",
+        ),
+    ],
+    ids=["losses", "copies"],
+)
+def test_selftest_sees_a_planted_fault(tmp_path, fault, overrides, mark):
+    start = "import sys\nif 'launcher.diagnostics.selftest' in sys.orig_argv:\n    import torch"
+    (tmp_path / "sitecustomize.py").write_text(start + fault)
     rows = tmp_path / "rows.jsonl"
     write_lines(rows, [{"input_ids": list(range(2 + 5 * (i % 4), 30))} for i in range(8)])
-    data = [
-        "data.kind=tokens",
-        f"data.train={rows}",
-        "data.validation=null",
-        "data.packing=false",
-        "strategy.mixed_precision=null",
-    ]
     command = [
-        sys.executable,
-        "-m",
-        "launcher.cli.main",
-        "selftest",
-        "recipe=fsdp",
-        "shrink=true",
-        "steps=2",
-        *data,
+        *(sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "shrink=true"),
+        *("steps=2", "data.kind=tokens", f"data.train={rows}", "data.validation=null"),
+        *("data.packing=false", "strategy.mixed_precision=null", *overrides),
     ]
-    result = run(command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}", timeout=150).check(3)
-    assert "TOO MUCH" in result.output
+    result = run(command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}", timeout=90).check(3)
+    marked = [line for line in result.output.splitlines() if mark in line]
+    assert marked
+    if overrides:  # by less than the tolerance of losses
+        (line,) = marked
+        assert "fsdp, layers over 2 ranks" in line
+        assert "TOO MUCH" not in result.output
 
 
 @pytest.mark.long

@@ -3,22 +3,14 @@
 Losses must equal those of attention that is computed for each document separately.
 """
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.distributed.launching import torchrun
-from tests.distributed.test_equivalence import write_rows
+from tests.distributed.launching import results_of
 from tests.distributed.varlen_worker import ALL, CASES
-
-WORKER = Path(__file__).with_name("varlen_worker.py")
 
 
 def launch(folder, *arguments, timeout=300):
-    write_rows(folder / "train.jsonl")
-    torchrun(WORKER, folder, *arguments, ranks=2, timeout=timeout).check()
-    return json.loads((folder / "results.json").read_text())
+    return results_of("varlen_worker.py", folder, *arguments, ranks=2, timeout=timeout)
 
 
 @pytest.fixture(scope="module")

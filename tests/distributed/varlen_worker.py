@@ -6,8 +6,6 @@ Reads train.jsonl from FOLDER and writes results.json to it. With `all` it train
 also with compilation, which takes minutes.
 """
 
-import json
-import os
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -23,6 +21,7 @@ from launcher.models import attention
 from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
 from tests import varlen_on_cpu
+from tests.distributed.launching import end_worker
 
 STEPS = 3
 RECIPE = f"""
@@ -126,11 +125,7 @@ def main(folder, cases):
     results["bfloat16, all experts"] = train(folder, mixture, ranks)
     divided = [*mixture, "strategy.expert_parallel_size=2"]
     results["bfloat16, divided experts"] = train(folder, divided, ranks)
-    if ranks.rank == 0:
-        (folder / "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+    end_worker(folder, results)
 
 
 if __name__ == "__main__":

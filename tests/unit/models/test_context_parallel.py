@@ -1,4 +1,4 @@
-"""Refusals of context parallelism, and the parts of rows. tests/distributed/test_equivalence.py
+"""Refusals of context parallelism, and the parts of rows. tests/distributed/test_layouts.py
 trains with it."""
 
 from types import SimpleNamespace

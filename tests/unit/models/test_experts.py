@@ -1,4 +1,4 @@
-"""Refusals of expert parallelism. tests/distributed/test_expert_parallel.py trains with it."""
+"""Refusals of expert parallelism. tests/distributed/test_layouts.py trains with it."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 """Refusals of tensor parallelism, and the parts that a plan makes. tests/distributed/
-test_tensor_parallel.py trains with it."""
+test_layouts.py trains with it."""
 
 import pytest
 import torch
@@ -59,6 +59,7 @@ def test_entries_of_plans_that_are_not_known_are_refused_not_skipped():
     assert text.startswith(f"{KEY}the plan for Qwen3MoeForCausalLM has what is not supported: ")
     assert "moe_tp_experts (model.layers.0.mlp.experts)" in text
     assert "packed_colwise (model.layers.0.mlp.experts.gate_up_proj)" in text
+    assert text.endswith("use 1, and strategy.expert_parallel_size to divide the experts")
     model = meta_model("llama")
     model._tp_plan["model.layers.*.self_attn.sinks"] = "local_rowwise"
     divide_layers(model, PlannedRank(2))  # no layer has that name

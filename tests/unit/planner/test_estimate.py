@@ -218,6 +218,9 @@ def test_classifier_has_no_vocabulary_logits(load):
                   "model.config.pad_token_id=0", "strategy.mixed_precision=null")  # fmt: skip
     profiled = profile_model(recipe, device="cpu")
     assert estimate_memory(profiled, recipe, ranks=2).phases["backward"].components.logits == 0
+    divided = dataclasses.replace(recipe.strategy, kind="fsdp", tensor_parallel_size=2)
+    recipe = dataclasses.replace(recipe, strategy=divided)
+    assert profile_model(recipe, device="cpu").vocabulary == 0
 
 
 def test_model_without_blocks_is_one_group(load, monkeypatch):

@@ -1,0 +1,77 @@
+"""Ranks that share rows, divide layers or hold different experts train as one rank does.
+
+Checkpoints load between all layouts."""
+
+import pytest
+
+from tests.distributed.launching import results_of
+from tests.distributed.layouts import BOUNDS, FAULTS, LAUNCHES, STEPS, reference_of
+
+
+def launch(folder, name):
+    return results_of("layout_worker.py", folder, name, ranks=4, timeout=90)
+
+
+def deviation(measured, expected):
+    pairs = zip(measured, expected, strict=False)  # a planted fault is trained for one step
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "quick" else pytest.param(name, marks=pytest.mark.long) for name in LAUNCHES],
+)
+def test_losses_norms_and_weights_are_those_of_one_rank(tmp_path, name):
+    results = launch(tmp_path, name)
+    for model, variant in LAUNCHES[name]:
+        divided, alone = results[f"{model} {variant}"], results[reference_of(model, variant)[0]]
+        assert len(divided["losses"]) == STEPS[name == "quick"]
+        limit = 1e-6 if variant.startswith("context") else 1e-5
+        assert deviation(divided["losses"], alone["losses"]) <= limit, variant
+        assert deviation(divided["norms"], alone["norms"]) <= limit, variant
+        assert divided["from_one_rank"] <= 1e-5, variant
+        assert divided["evaluation"] == pytest.approx(alone["evaluation"], rel=limit, abs=1e-6), (
+            variant
+        )
+        assert divided["copies"] == [], variant
+    for fault, (model, variant, _) in FAULTS.items() if name == "quick" else ():
+        found, alone = results[fault], results[reference_of(model, variant)[0]]
+        assert deviation(found["norms"], alone["norms"]) > 1e-5, fault
+        if fault == BOUNDS:
+            assert found["copies"] == ["model.norm.weight"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "count"), [("layers", 30), ("experts", 20)])
+def test_checkpoints_load_between_all_layouts(tmp_path, kind, count):
+    loaded = launch(tmp_path, f"checkpoints of {kind}")
+    assert len(loaded) == count
+    assert all(loaded.values()), loaded
+
+
+@pytest.mark.long
+def test_each_rank_reads_its_share_of_a_pretrained_folder(tmp_path):
+    results = launch(tmp_path, "pretrained layers")
+    for name, share in (("1", 1), ("tensor 2", 4), ("tensor 4", 4)):
+        note = results[name]
+        assert note["from_one_rank"] <= 1e-5
+        assert note["exported"]
+        assert note["read"] <= 1.1 * results["1"]["read"] / share  # each rank reads all norms
+
+
+@pytest.mark.long
+def test_each_rank_reads_its_experts_of_a_pretrained_folder(tmp_path):
+    results = launch(tmp_path, "pretrained experts")
+    assert results["experts 4"]["experts"] == [["0"], ["1"], ["2"], ["3"]]
+    assert results["experts 2"]["experts"] == [["0"], ["2"], ["1"], ["3"]]  # FSDP divides pairs
+    for name in ("1", "experts 4", "experts 2"):
+        assert results[name]["from_one_rank"] <= 1e-5
+        assert results[name]["exported"]
+
+
+@pytest.mark.long
+def test_an_adapter_is_continued_in_any_layout(tmp_path):
+    results = launch(tmp_path, "adapters")
+    assert results["first"]["change"] > 0.01  # else a lost adapter would not show
+    for name in ("1", "tensor 2", "tensor 4", "context 2"):
+        assert results[name]["from_one_rank"] <= 1e-5
