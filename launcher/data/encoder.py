@@ -334,7 +334,12 @@ def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
     assert chosen is not None
     assert rejected is not None
     row = with_shared_prompt(row, prompt, chosen, rejected)
-    return [_read_instruct(encoder, row, f"{which}_column", ()) for which in ("chosen", "rejected")]
+    keys = "chosen_column", "rejected_column"
+    answers = [_read_instruct(encoder, row, key, ()) for key in keys]
+    if answers[0] == answers[1]:
+        what = "are the same answer after the chat template"
+        raise RowError(f"columns {chosen!r} and {rejected!r} {what}")
+    return answers
 
 
 def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_Tokens]:
