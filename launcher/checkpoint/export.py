@@ -62,6 +62,8 @@ def export_checkpoint(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
+    if merged and recipe.lora is None:
+        raise RecipeError("command line: merged=true: the run has no adapter to merge")
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)

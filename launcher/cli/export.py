@@ -100,8 +100,10 @@ def _write(
     trust_run: bool,
 ) -> None:
     weights, checkpoint = run / "hf", None
-    # The adapter alone does not say which weights were quantized
+    # The adapter alone does not say which weights were quantized, and a merged model has none
     exported = base != "quantized" and not ema and any(weights.glob("*.safetensors"))
+    if merged and exported and not (weights / "adapter_config.json").is_file():
+        exported = find_checkpoint(run) is None
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
         checkpoint = find_checkpoint(run)

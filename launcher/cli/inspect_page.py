@@ -63,7 +63,7 @@ def print_page(
     page = _Page()
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
     page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
-    decoder = load_decoder(data.tokenizer or recipe.model.path)
+    decoder = load_decoder(data.tokenizer, recipe.model.path)
     shown = itertools.islice(_order(opened, weights, seed, shuffle=shuffle), samples)
     for number, (part, index) in enumerate(shown, start=1):
         heading = [f"sample {number}", *([part] if several else [])]
@@ -137,11 +137,17 @@ class Decoder(NamedTuple):
     special: frozenset[int]
 
 
-def load_decoder(tokenizer: str | None) -> Decoder:
-    """The decoder of a tokenizer: `bytes`, a folder or a hub id. None shows ids as numbers."""
-    if tokenizer is None:
+def load_decoder(tokenizer: str | None, model: str | None = None) -> Decoder:
+    """The decoder of data.tokenizer, or of the tokenizer in model.path. Without either, as token
+    rows may be, it shows ids as numbers."""
+    loaded: Any = None
+    try:
+        loaded = hugging_face_tokenizer(tokenizer or model) if tokenizer or model else None
+    except RecipeError:
+        if tokenizer is not None:
+            raise
+    if loaded is None:
         return Decoder(lambda ids: "".join(f"{token} " for token in ids), frozenset())
-    loaded = hugging_face_tokenizer(tokenizer)
 
     def text(ids: Sequence[int]) -> str:
         parts = []

@@ -64,7 +64,7 @@ def rows(
     title = f"step {step}: {trained[-1].sequence:,} sequences, {len(trained):,} rows"
     print(title + (f"; {skipped:,} batches before it were skipped" if skipped else ""))
     losses = _losses(run, recipe, step, trained, trust_run=trust_run) if loss else None
-    _print_rows(trained, losses, tokenizer)
+    _print_rows(trained, losses, recipe)
     return EXIT_DONE
 
 
@@ -211,10 +211,12 @@ def _losses(
     return losses
 
 
-def _print_rows(rows: list[TrainedRow], losses: list[float] | None, tokenizer: str | None) -> None:
+def _print_rows(rows: list[TrainedRow], losses: list[float] | None, recipe: Recipe) -> None:
     from launcher.cli.inspect_page import load_decoder
 
-    decoder = load_decoder(tokenizer) if rows[0].of is not None else None
+    decoder = None
+    if rows[0].of is not None:
+        decoder = load_decoder(recipe.data.tokenizer, recipe.model.path)
     lines = []
     for row, loss in zip(rows, losses or [math.nan] * len(rows), strict=True):
         tokens = text = ""

@@ -331,8 +331,11 @@ def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
     assert chosen is not None
     assert rejected is not None
     row = with_shared_prompt(row, prompt, chosen, rejected)
-    answers = ("chosen_column", "rejected_column")
-    pair = [_read_instruct(encoder, row, column, ()) for column in answers]
+    keys = "chosen_column", "rejected_column"
+    pair = [_read_instruct(encoder, row, key, ()) for key in keys]
+    if pair[0] == pair[1]:
+        what = "are the same answer after the chat template"
+        raise RowError(f"columns {chosen!r} and {rejected!r} {what}")
     return [*pair, read_margin(row, encoder.settings.get("margin_column"))]
 
 

@@ -14,17 +14,24 @@ def with_shared_prompt(row: Values, prompt: str | None, chosen: str, rejected: s
 
     Without a prompt it is what both answers begin with: messages, or text up to the last white
     space. Messages of both answers that begin with those of the user are a prompt, too, if the
-    prompt's column holds text, which they repeat (as in UltraFeedback). Raises RowError.
+    prompt's column holds text, which they repeat (as in UltraFeedback); and so are those that they
+    repeat from the prompt's column. Raises RowError.
     """
     first, second = row.get(chosen), row.get(rejected)
     if first is not None and first == second:
         raise RowError(f"columns {chosen!r} and {rejected!r} hold the same answer")
+    if {type(first), type(second)} == {str, list}:
+        what = "must both hold text, or both a list of messages"
+        raise RowError(f"columns {chosen!r} and {rejected!r} {what}")
     name = prompt or "prompt"
-    given = row.get(name) is not None or (prompt is None and "instruction" in row)
+    before = row.get(name)
+    given = before is not None or (prompt is None and "instruction" in row)
     shared = 0
     if isinstance(first, list) and isinstance(second, list):
-        if not given or (not isinstance(row.get(name), list) and not _begins_with_answer(first)):
+        if not given or (not isinstance(before, list) and not _begins_with_answer(first)):
             shared = _equal_at_start(first, second)
+        elif isinstance(before, list) and before == first[: len(before)] == second[: len(before)]:
+            shared = len(before)
     elif isinstance(first, str) and isinstance(second, str) and not given:
         found = re.search(r"\s\S*\Z", first[: _equal_at_start(first, second)])
         shared = 0 if found is None else found.start()

@@ -318,7 +318,9 @@ def merged_reader(
         magnitude = adapters.get(f"{layer}.lora_magnitude_vector")
         if magnitude is None:
             return merged
-        merged *= (read_adapter(magnitude).float() / merged.norm(dim=1))[:, None]
+        # A row of zeros stays one, as in training
+        norms = merged.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        merged *= (read_adapter(magnitude).float() / norms)[:, None]
         return merged
 
     return read

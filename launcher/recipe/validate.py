@@ -111,6 +111,10 @@ def _pretrained(recipe: Recipe) -> Found:
     path = recipe.model.path
     if recipe.model.init == "pretrained" and path is None:
         yield "model.init", "pretrained needs model.path"
+    lora = recipe.lora
+    if lora is not None and lora.path is not None and recipe.model.init == "random":
+        what = "not available with model.init: random: the adapter belongs to trained weights"
+        yield "lora.path", what
     if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
         yield "model.path", _missing(f"no such folder with a config.json: {path}")
 

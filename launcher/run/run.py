@@ -122,9 +122,7 @@ class TrainingRun:
             prepared=prepared,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
-            reference=reference_file(
-                directory.path, recipe.preference, recipe.model, recipe.strategy, recipe.run.seed
-            ),
+            reference=reference_file(directory.path, recipe),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
         self._set_timeout(recipe.run.init_timeout)

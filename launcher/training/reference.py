@@ -26,6 +26,7 @@ from launcher.data.dataset import MixtureDataset, PreferenceDataset
 from launcher.data.loader import to_device
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import DataParallel, from_rank_0
+from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
 from launcher.models.safetensors_files import open_folder
@@ -75,21 +76,21 @@ class ReferenceFile:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
 
 
-def reference_file(
-    run: Path,
-    settings: schema.Preference | None,
-    model: schema.Model,
-    strategy: schema.Strategy,
-    seed: int,
-) -> ReferenceFile | None:
-    """The file of a run; None if its loss needs no reference. `seed` is that of random weights."""
-    if settings is None or not needs_reference(settings):
+def reference_file(run: Path, recipe: schema.Recipe) -> ReferenceFile | None:
+    """The file of a run; None if its loss needs no reference."""
+    model, lora = recipe.model, recipe.lora
+    if recipe.preference is None or not needs_reference(recipe.preference):
         return None
     if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
         weights = open_folder(folder).digest()
     else:
-        weights = json.dumps([model.path, model.config, seed])
-    name = f"{weights} in {compute_dtype(strategy)}"
+        weights = json.dumps([model.path, model.config, recipe.run.seed])
+    name = f"{weights} in {compute_dtype(recipe.strategy)}"
+    if lora is not None and lora.quantize is not None:
+        name += f", quantized to {lora.quantize}"
+    if lora is not None and lora.path is not None:
+        settings = [lora.rank, lora.alpha, lora.rank_stabilized, lora.dora]
+        name += f", with the adapter {open_adapter(Path(lora.path)).digest()} {settings}"
     return ReferenceFile(run / "reference.safetensors", name)
 
 

@@ -148,7 +148,7 @@ def test_data_sets_are_selected_by_name(chat, capsys, folder):
         run(["inspect", *chat, "set=validation"])
 
 
-def test_spans_do_not_break_characters():
+def test_spans_do_not_break_characters(tmp_path):
     """Covers a special token, a change of loss inside a character, and an unknown token id."""
     ids = [258, *b"a", *"🙂".encode(), *b"b", 300]
     loss = [False] * 4 + [True] * 4
@@ -157,7 +157,11 @@ def test_spans_do_not_break_characters():
         ("a", False, False),
         ("🙂b<300>", True, False),
     ]
-    assert [span.text for span in spans(ids[:2], loss[:2], load_decoder(None))] == ["258 97 "]
+    (tmp_path / "config.json").write_text("{}")  # of a model without a tokenizer
+    for decoder in (load_decoder(None), load_decoder(None, str(tmp_path))):
+        assert [span.text for span in spans(ids[:2], loss[:2], decoder)] == ["258 97 "]
+    with pytest.raises(RecipeError, match="no tokenizer could be loaded"):
+        load_decoder(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,14 @@ def test_messages_begin_with_the_prompt():
         assert (found["chosen"], found["rejected"]) == ([answer("a")], [answer("b")])
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "s"}]])
+def test_a_prompt_that_the_answers_repeat_is_there_once(system):
+    prompt = [*system, USER]
+    row = {"prompt": prompt, "chosen": [*prompt, answer("a")], "rejected": [*prompt, answer("b")]}
+    found = with_shared_prompt(row, None, "chosen", "rejected")
+    assert found == {"prompt": prompt, "chosen": [answer("a")], "rejected": [answer("b")]}
+
+
 @pytest.mark.parametrize("prompt", ["Hi", [USER]])
 def test_a_given_prompt_stays(prompt):
     same = answer("first")
@@ -109,12 +117,22 @@ def test_a_conversation_is_rendered_with_the_template(tmp_path):
         ({"chosen": "b", "rejected": "c"}, "no column 'prompt', and 'chosen' and 'rejected' begin"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "column 'prompt' must hold text"),
         ({"chosen": [USER], "rejected": [USER, answer("a")]}, "column 'chosen' is empty"),
+        ({"prompt": "a", "chosen": [answer("b")], "rejected": "c"}, "must both hold text, or both"),
+        ({"prompt": "a", "chosen": "b", "rejected": [answer("c")]}, "must both hold text, or both"),
     ],
 )
 def test_rows_that_cannot_be_used(row, problem, tmp_path):
     message = refusal(tmp_path, row)
     assert "rows.jsonl:1: " in message
     assert problem in message
+
+
+def test_answers_that_the_template_makes_equal(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}")
+    row = {"prompt": [USER], "chosen": [answer("a")], "rejected": [answer("a ")]}
+    with pytest.raises(RecipeError, match="are the same answer after the chat template"):
+        pair_of(tmp_path, row, chat_template=str(template))
 
 
 def test_no_pair_fits(tmp_path):

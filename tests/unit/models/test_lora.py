@@ -1,8 +1,11 @@
 """Options of LoRA, compared with peft: DoRA, scales, targets, modules trained whole, trained adapters."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -18,8 +21,16 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Lora, Model, Optimizer
-from tests.unit.models.test_export import create_run, export, export_model
+from launcher.recipe.schema import Lora, Model, Optimizer, Preference
+from launcher.reliability.run_directory import RunFolder
+from launcher.training.reference import reference_file
+from tests.unit.models.test_export import (
+    create_checkpoint,
+    create_run,
+    export,
+    export_model,
+    recipe_of,
+)
 from tests.unit.models.test_load import CPU, logits, save
 from tests.unit.models.test_nf4 import WIDE, round_weights
 
@@ -128,6 +139,24 @@ def test_new_magnitudes_have_no_effect(base):
         logits(load(base, trained=False)),
         atol=1e-5,
     )
+
+
+def test_rows_of_zeros_stay_zeros_when_dora_is_merged(tmp_path):
+    """Such as those of blocks that were added to a trained model."""
+    folder = save(tmp_path / "base")
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file)
+    tensors[name][3:] = 0
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load(folder, trained=False, dora=True)
+    loss_of(model).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
+    export_model(model, tmp_path / "merged", merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert not merged.get_parameter(name)[3:].any()
+    assert torch.allclose(logits(model.eval()), logits(merged.eval()), atol=1e-5)
 
 
 def test_dora_on_weights_in_nf4_is_that_of_the_rounded_weights(tmp_path):
@@ -285,9 +314,13 @@ def adapter(request, base, tmp_path_factory):
     return folder / "hf"
 
 
-def recipe_with(base, *overrides):
+def full_recipe(base, *overrides):
     words = ("recipe=fsdp", "model.config=null", f"model.path={base}", *overrides)
-    return load_recipe(words, ranks=1, files=False).recipe.lora
+    return load_recipe(words, ranks=1, files=False).recipe
+
+
+def recipe_with(base, *overrides):
+    return full_recipe(base, *overrides).lora
 
 
 def test_a_trained_adapter_is_continued(base, adapter):
@@ -298,6 +331,50 @@ def test_a_trained_adapter_is_continued(base, adapter):
     model = load(base, trained=False, **lora.__dict__)
     assert torch.allclose(logits(model), logits(through_peft(base, adapter)), atol=1e-5)
     assert not torch.allclose(logits(model), logits(load(base, trained=False)), atol=1e-2)
+
+
+def test_an_adapter_needs_the_weights_that_it_was_trained_on(base, adapter):
+    with pytest.raises(RecipeError, match=r"lora.path=.*: not available with model.init: random"):
+        recipe_with(base, f"lora.path={adapter}", "model.init=random")
+
+
+def test_the_reference_is_that_of_adapter_and_quantization(base, adapter, tmp_path):
+    """Of RUN_DIR/reference.safetensors: a start that was killed before its first checkpoint leaves
+    one, and the next start may have another section lora."""
+    other, scaled = tmp_path / "other", tmp_path / "scaled"
+    for folder in (other, scaled):
+        shutil.copytree(adapter, folder)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(
+        {key: 2 * value for key, value in tensors.items()}, other / "adapter_model.safetensors"
+    )
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"lora_alpha": 9}
+    (scaled / "adapter_config.json").write_text(json.dumps(config))
+    words = [["lora.rank=3"], ["lora.quantize=nf4"]]
+    words += [[f"lora.path={folder}"] for folder in (adapter, other, scaled)]
+    files = []
+    for some in words:
+        recipe = full_recipe(base, "model.compile=false", *some)
+        recipe = dataclasses.replace(recipe, preference=Preference(loss="dpo"))
+        files.append(reference_file(tmp_path, recipe))
+    values = {"pairs": np.ones((3, 2), dtype=np.float32)}
+    for file in files:
+        file.write(values)
+        assert [other.read() != {} for other in files] == [other is file for other in files]
+
+
+def test_a_run_that_exported_a_merged_model_is_merged_from_its_checkpoint(base, tmp_path, capsys):
+    model, run = load(base), tmp_path / "run"
+    run.mkdir()
+    export_model(load(base, trained=False), run / "hf", merged=True)
+    for step, section in ((20, "lora={rank: 4, alpha: 6}"), (30, "lora=null")):
+        create_checkpoint(run, model, step, recipe_of(f"model.path={base}", section))
+        RunFolder(run).note("finished", step=step, exported=True)
+        status = export(run, tmp_path / str(step), "merged=true")
+        assert status == (0 if step == 20 else 2), capsys.readouterr().err
+    assert "merged=true: the run has no adapter to merge" in capsys.readouterr().err
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "20", dtype=torch.float32)
+    assert torch.allclose(logits(model.eval()), logits(merged.eval()), atol=1e-5)
 
 
 def test_keys_that_contradict_the_adapter_are_refused(base, adapter):
