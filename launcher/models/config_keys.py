@@ -6,6 +6,7 @@ import dataclasses
 
 from launcher.errors import RecipeError, suggestion
 from launcher.recipe.load import LoadedRecipe
+from launcher.recipe.model_config import IMAGE_TEXT
 
 _UNDECLARED = {
     *("model_type", "torch_dtype", "num_labels", "rope_theta", "rope_scaling", "use_return_dict"),
@@ -28,7 +29,8 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         near = suggestion(model_type, CONFIG_MAPPING) or "; llama, qwen3 and gpt2 are some"
         what = f"must be a model type of transformers; got {model_type}{near}"
         raise loaded.refuse(("model", "config", "model_type"), what)
-    if model_type not in getattr(modeling_auto, f"MODEL_FOR_{model.task.upper()}_MAPPING_NAMES"):
+    mapping = getattr(modeling_auto, f"MODEL_FOR_{model.task.upper()}_MAPPING_NAMES")
+    if model_type not in mapping and (model.task != "causal_lm" or model_type not in IMAGE_TEXT):
         what = f"{model_type} is not available with model.task: {model.task}"
         raise loaded.refuse(("model", "config", "model_type"), what)
     config_class = CONFIG_MAPPING[model_type]

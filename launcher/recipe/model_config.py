@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from launcher.recipe.section import LARGEST_INT
 
+IMAGE_TEXT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types of images and text whose text model can be trained, with their own class."""
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
