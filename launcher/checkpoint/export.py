@@ -60,6 +60,11 @@ def export_checkpoint(
             f"export: {recipe.model.builder} is not a transformers model: load its weights from "
             f"{checkpoint} yourself"
         )
+    if recipe.lora is not None and recipe.model.path and recipe.model.config and not merged:
+        raise RecipeError(
+            "export: the run trained with changes to the model's config (model.config), which an "
+            "adapter does not hold; add merged=true"
+        )
     stored = open_checkpoint_weights(checkpoint, base=base, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)

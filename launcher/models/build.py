@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.models.config_overrides import changed_config
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.tensor_names import record_conversions
@@ -66,8 +67,9 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
 
     transformers.utils.logging.set_verbosity_error()
     folder = checkpoint_folder(model)
-    with _refusals(folder, model.attention):
-        config = _make_config(model, folder, labels)
+    key = "model.config" if folder is None or model.config else "model.path"
+    with _refusals(folder, key, model.attention):
+        config = make_config(model, folder, labels)
         _refuse_config(model, config)
         with torch.device("meta"):
             built: PreTrainedModel = auto_class(config.model_type, model.task).from_config(
@@ -122,9 +124,10 @@ def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -
     )
 
 
-def _make_config(
-    model: Model, folder: Path | None, labels: Sequence[str] | None
+def make_config(
+    model: Model, folder: Path | None, labels: Sequence[str] | None = None
 ) -> PreTrainedConfig:
+    """The config of the model; `folder` is `checkpoint_folder`, `labels` as for `build_model`."""
     from transformers import AutoConfig
 
     if folder is None:
@@ -133,6 +136,8 @@ def _make_config(
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
+        if model.config:
+            config = changed_config(config, folder, model.config)
     if model.task == "sequence_classification":
         if labels is None and model.num_labels is not None:
             labels = [f"LABEL_{index}" for index in range(model.num_labels)]
@@ -196,14 +201,13 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(folder: Path | None, attention: str) -> Iterator[None]:
-    """Raises RecipeError in place of the errors of transformers."""
+def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
+    """Raises RecipeError, which names this key, in place of the errors of transformers."""
     try:
         yield
     except RecipeError:
         raise
     except Exception as error:  # the classes of models raise anything on unsuitable values
-        key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
         if isinstance(error, KeyError) and " " in what:  # a message: str() puts it in quotes

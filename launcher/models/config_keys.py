@@ -8,7 +8,7 @@ from launcher.errors import RecipeError, suggestion
 from launcher.recipe.load import LoadedRecipe
 from launcher.recipe.model_config import IMAGE_TEXT
 
-_UNDECLARED = {
+UNDECLARED = {
     *("model_type", "torch_dtype", "num_labels", "rope_theta", "rope_scaling", "use_return_dict"),
     *("partial_rotary_factor", "head_dim", "classifier_dropout"),
 }
@@ -19,7 +19,7 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
     """Raises RecipeError for keys of model.config that transformers does not know: its classes
     accept any key silently. Imports only the class of the recipe's model type."""
     model = loaded.recipe.model
-    if model.config is None:
+    if model.config is None or model.path is not None:  # changes: see config_overrides.py
         return
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -35,7 +35,7 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         raise loaded.refuse(("model", "config", "model_type"), what)
     config_class = CONFIG_MAPPING[model_type]
     declared = {field.name for field in dataclasses.fields(config_class)}
-    known = declared | config_class.attribute_map.keys() | _UNDECLARED
+    known = declared | config_class.attribute_map.keys() | UNDECLARED
     problems = []
     for key in model.config:
         if key not in known:

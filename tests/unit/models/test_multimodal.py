@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
 from launcher.models.build import flops_per_token, parts_without_text
 from launcher.planner.estimate import estimate_memory
@@ -143,3 +144,18 @@ def test_adapters_are_in_the_text_model_alone(kind, targets):
 def test_adapters_of_the_rest_are_refused(keys, message):
     with pytest.raises(RecipeError, match=message):
         prepare_model(recipe_of(random_model("gemma3"), lora=schema.Lora(**keys)), device=CPU)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_a_selftest_shrinks_the_text_model(tmp_path, kind):
+    config = transformers.AutoConfig.for_model(kind, **MODELS[kind])
+    config.text_config.num_hidden_layers = 12
+    config.text_config.layer_types = ["full_attention"] * 12
+    config.save_pretrained(tmp_path)
+    changes = {"text_config": {"attention_dropout": 0.1}}
+    for changed in (None, changes):
+        small = shrunk(schema.Model(path=str(tmp_path), config=changed))
+        prepared = prepare_model(recipe_of(small), device=CPU)
+        assert len(prepared.blocks) == 2
+        assert prepared.model.config.text_config.hidden_size == 64
+        assert prepared.masking == "varlen"
