@@ -64,6 +64,11 @@ def export_checkpoint(
         )
     if merged and recipe.lora is None:
         raise RecipeError("command line: merged=true: the run has no adapter to merge")
+    if recipe.lora is not None and recipe.model.path and recipe.model.config and not merged:
+        raise RecipeError(
+            "export: the run trained with changes to the model's config (model.config), which an "
+            "adapter does not hold; add merged=true"
+        )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     teach_ends(stored.model, recipe.data, model_path=recipe.model.path)

@@ -16,8 +16,8 @@ from launcher.checkpoint.export import StoredModel, open_checkpoint_weights, rec
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.build import class_count, is_classifier, vocabulary_size
-from launcher.models.hugging_face_files import exported_tensors
+from launcher.models.build import auto_class, class_count, is_classifier, vocabulary_size
+from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.reliability.json_files import Json
 
@@ -53,9 +53,16 @@ def verify_export(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
     wanted, facts = _logits(model, ids), _facts(model, tokenizer)
-    classes = class_count(model) if is_classifier(model) else None
+    config: Any = model.config
+    adapter, path = (out / ADAPTER_CONFIG).is_file(), config.name_or_path
+    if path and not adapter:  # an adapter's processor is that of its base model
+        facts |= _processor(Path(path))
+    options: dict[str, Any] = {"trust_remote_code": recipe.model.trust_remote_code}
+    if is_classifier(model) and adapter:
+        options["num_labels"] = class_count(model)
+    auto = auto_class(config.model_type, recipe.model.task)
     del model, stored  # the fresh process needs as much memory
-    arguments = out.resolve(), ids, classes, recipe.model.trust_remote_code, tokenizer is not None
+    arguments = out.resolve(), ids, auto, options, tokenizer is not None
     try:
         logits, exported_facts = run_in_process(None, _load_exported, *arguments)
     except TrainingError as error:
@@ -122,19 +129,16 @@ def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def _load_exported(
-    out: Path, ids: torch.Tensor, classes: int | None, trusted: bool, has_tokenizer: bool
+    out: Path, ids: torch.Tensor, auto: Any, options: dict[str, Any], has_tokenizer: bool
 ) -> tuple[torch.Tensor, Json]:
-    """The logits and the facts of an exported folder."""
+    """The logits and the facts of an exported folder, which a class of transformers loads."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trusted}
-    task = "CausalLM" if classes is None else "SequenceClassification"
-    auto = getattr(transformers, f"AutoModelFor{task}")
+    options["dtype"] = torch.float32
     if (out / ADAPTER_CONFIG).is_file():
         import peft
 
         base = peft.PeftConfig.from_pretrained(out).base_model_name_or_path
-        options |= {} if classes is None else {"num_labels": classes}
         adapted = peft.PeftModel.from_pretrained(auto.from_pretrained(base, **options), out)
         model = adapted.base_model.model.eval()
         if (out / "generation_config.json").is_file():
@@ -144,4 +148,20 @@ def _load_exported(
     tokenizer = None
     if has_tokenizer:
         tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
-    return _logits(model, ids), _facts(model, tokenizer)
+    return _logits(model, ids), _facts(model, tokenizer) | _processor(out)
+
+
+def _processor(folder: Path) -> Json:
+    """The processor of a model of images and text: its files, and the class that loads them."""
+    from transformers import AutoProcessor
+
+    files = sorted(file for pattern in PROCESSOR for file in folder.glob(pattern))
+    facts: Json = {file.name: file.read_text(encoding="utf-8") for file in files}
+    if files:
+        try:
+            options = {"local_files_only": True, "trust_remote_code": False}
+            loaded: object = AutoProcessor.from_pretrained(folder, **options)
+        except Exception as error:  # such as a package that is not installed
+            loaded = error
+        facts["AutoProcessor"] = type(loaded).__name__
+    return facts

@@ -20,6 +20,7 @@ from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import DataParallel, gather
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
+from launcher.models.build import make_config
 from launcher.models.config_keys import check_config_keys
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_columns, local_rows
@@ -53,6 +54,7 @@ SMALL = {
     "n_head": 4,
 }
 """Sizes of a shrunk model, if its config has these keys."""
+_UNUSED = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,21 @@ def shrunk(model: Model) -> Model:
     if model.path is not None:
         folder = model_folder(model.path, key="model.path", weights=False)
         config = json.loads((folder / "config.json").read_text())
-        for unused in ("architectures", "dtype", "torch_dtype", "transformers_version"):
-            config.pop(unused, None)
-    config |= {key: value for key, value in SMALL.items() if key in config}
-    return replace(model, path=None, init=None, config=config)
+        if model.config:
+            config = make_config(model, folder).to_dict()
+    return replace(model, path=None, init=None, config=_shrunk(config))
+
+
+def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    small = {key: SMALL.get(key, value) for key, value in config.items() if key not in _UNUSED}
+    for key, value in small.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            small[key] = _shrunk(value)
+        elif isinstance(value, dict) and "mrope_section" in value:  # of half a head
+            small[key] = value | {"mrope_section": [4, 2, 2]}
+        elif key == "layer_types" and value is not None:
+            small[key] = value[: SMALL["num_hidden_layers"]]
+    return small
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, varlen
 
 from launcher.errors import RecipeError
 from launcher.models.inputs import Masking
+from launcher.recipe.model_config import IMAGE_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +73,19 @@ def isolate_documents(
         passed = _use_varlen(model, inputs, fits)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
+    if not passed and model.config.model_type == "qwen2_5_vl":
+        decoder = model.get_decoder()
+        decoder.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
     return "varlen" if passed else "mask"
+
+
+def _with_text_positions(module: nn.Module, args: object, inputs: Call) -> tuple[object, Call]:
+    """Qwen2.5-VL makes the mask of packed documents from text positions, which stand before those
+    of time, height and width: (4, batch, tokens). In text, all four are equal."""
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.ndim == 2:
+        inputs = inputs | {"position_ids": positions.expand(4, -1, -1)}
+    return args, inputs
 
 
 def refuse_other_layers(
@@ -103,7 +116,8 @@ def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: tor
         return compute_dtype == torch.float32
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return False  # without a GPU, a plan assumes a recent one
-    dropouts = [getattr(model.config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
+    config = model.config.get_text_config(decoder=True)
+    dropouts = [getattr(config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
 
 
@@ -156,10 +170,11 @@ def drop_causal_mask(model: PreTrainedModel) -> None:
     config = getattr(model, "config", None)
     if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
         return
-    layers, only_text = set(_layer_types(model)), config.get_text_config() is config
+    layers, kind, text = set(_layer_types(model)), config.model_type, config.get_text_config()
+    known, config = text is config or kind in IMAGE_TEXT, text
     both_ways = getattr(config, "use_bidirectional_attention", False)
     causal = getattr(config, "is_causal", True) and not both_ways
-    if not only_text or not causal or not layers <= {"full_attention", "sliding_attention"}:
+    if not known or not causal or not layers <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))

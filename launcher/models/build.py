@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.models.config_overrides import changed_config
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
-from launcher.recipe.model_config import value_problems
+from launcher.recipe.model_config import IMAGE_TEXT, value_problems
 from launcher.recipe.schema import Model
 
 if TYPE_CHECKING:
@@ -66,14 +67,12 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
 
     transformers.utils.logging.set_verbosity_error()
     folder = checkpoint_folder(model)
-    auto = transformers.AutoModelForCausalLM
-    if model.classifies:
-        auto = transformers.AutoModelForSequenceClassification
-    with _refusals(folder, model.attention):
-        config = _make_config(model, folder, labels)
+    key = "model.config" if folder is None or model.config else "model.path"
+    with _refusals(folder, key, model.attention):
+        config = make_config(model, folder, labels)
         _refuse_config(model, config)
         with torch.device("meta"):
-            built: PreTrainedModel = auto.from_config(
+            built: PreTrainedModel = auto_class(config.model_type, model.task).from_config(
                 config,
                 dtype=torch.float32,
                 # None: sdpa if the model's class supports it, else eager
@@ -90,10 +89,28 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     return built  # type: ignore[no-any-return]
 
 
+def auto_class(model_type: str, task: str) -> Any:
+    """The class of transformers that makes models of this type for a task."""
+    import transformers
+
+    if task != "causal_lm":
+        return transformers.AutoModelForSequenceClassification
+    if model_type in IMAGE_TEXT:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the model, or of its text model if it has several; None if it has none."""
+    config = getattr(model, "config", None)
+    read = getattr(config, "get_text_config", None)
+    return config if read is None else read(decoder=True)
+
+
 def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -> None:
     """Raises RecipeError if the model has fewer positions than a sequence has tokens. The positions
     of RoBERTa and its relatives start after the index of padding."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(text_config(model), "max_position_embeddings", None)
     first = 0
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
@@ -107,9 +124,10 @@ def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -
     )
 
 
-def _make_config(
-    model: Model, folder: Path | None, labels: Sequence[str] | None
+def make_config(
+    model: Model, folder: Path | None, labels: Sequence[str] | None = None
 ) -> PreTrainedConfig:
+    """The config of the model; `folder` is `checkpoint_folder`, `labels` as for `build_model`."""
     from transformers import AutoConfig
 
     if folder is None:
@@ -118,6 +136,8 @@ def _make_config(
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
+        if model.config:
+            config = changed_config(config, folder, model.config)
     if model.classifies:
         count = 1 if model.task == "reward" else model.num_labels
         if labels is None and count is not None:
@@ -172,27 +192,23 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
     where = f"{key}." if model.path is None else f"{key}: {model.path}/config.json: "
     if problems := [f"{where}{name}: {what}" for name, what in value_problems(config.to_dict())]:
         raise RecipeError(problems)
-    if not causal or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "auto_map"):
+    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in IMAGE_TEXT
+    if not causal or known or hasattr(config, "auto_map"):
         return
-    what = f"{key}: {kind} is not a causal language model of transformers"
-    if config.get_text_config(decoder=True) is config:
-        raise RecipeError(f"{what}; give one, such as llama or qwen3")
-    raise RecipeError(
-        f"{what}, but a model of text and other inputs, which is not supported yet, not even with "
-        "text alone. Give a model of text alone, or one that transformers also loads as a causal "
-        "language model, such as gemma3"
-    )
+    instead = "give one, such as llama or qwen3"
+    if config.get_text_config(decoder=True) is not config:
+        instead = f"of models with other inputs, {', '.join(IMAGE_TEXT)} are supported, for text"
+    raise RecipeError(f"{key}: {kind} is not a causal language model of transformers; {instead}")
 
 
 @contextlib.contextmanager
-def _refusals(folder: Path | None, attention: str) -> Iterator[None]:
-    """Raises RecipeError in place of the errors of transformers."""
+def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
+    """Raises RecipeError, which names this key, in place of the errors of transformers."""
     try:
         yield
     except RecipeError:
         raise
     except Exception as error:  # the classes of models raise anything on unsuitable values
-        key = "model.config" if folder is None else "model.path"
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
         if isinstance(error, KeyError) and " " in what:  # a message: str() puts it in quotes
@@ -251,20 +267,36 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def parts_without_text(model: nn.Module) -> list[str]:
     """Names of the parameters that text does not use, such as those of a vision tower."""
-    config = getattr(model, "config", None)
-    if config is None or config.get_text_config(decoder=True) is config:
+    text = text_config(model)
+    if text is None or text is getattr(model, "config", None):
         return []
-    text = (model.get_decoder(), *embeddings(model))  # type: ignore[operator]
-    used = {id(p) for module in text if module is not None for p in module.parameters()}
+    used_modules = [model.get_decoder(), *embeddings(model)]  # type: ignore[operator]
+    if is_classifier(model):
+        base = model.base_model_prefix
+        used_modules += [child for name, child in model.named_children() if name != base]
+    used = {id(p) for module in used_modules if module is not None for p in module.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
 
 
+def modules_without_text(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost modules, but for lists, whose parameters text does not use."""
+    unused, found = set(parts_without_text(model)), dict[str, nn.Module]()
+    for name, module in model.named_modules() if unused else ():
+        own = {f"{name}.{inner}" for inner, _ in module.named_parameters()}
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if own and own <= unused and not inside and not isinstance(module, nn.ModuleList):
+            found[name] = module
+    return tuple(found.values())
+
+
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`."""
+    """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
+    not those of a vision tower."""
     names = set(getattr(model, "_no_split_modules", None) or ())
+    towers = {inner for module in modules_without_text(model) for inner in module.modules()}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(outer + ".") for outer in blocks)
+        inside = module in towers or any(name.startswith(outer + ".") for outer in blocks)
         if type(module).__name__ in names and not inside and any(True for _ in module.parameters()):
             blocks[name] = module
     return blocks
@@ -288,7 +320,8 @@ def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Modu
     embeds = isinstance(first, nn.Embedding) and last is not None
     if not blocks or not embeds or first.weight is last.weight:
         return ()
-    inside = {child for unit in (first, last, *blocks.values()) for child in unit.modules()}
+    units = (first, last, *blocks.values(), *modules_without_text(model))
+    inside = {child for unit in units for child in unit.modules()}
     order = list(model.modules())
     own = [m for m in order if m not in inside and list(m.parameters(recurse=False))]
     end = max(order.index(block) for block in blocks.values())
@@ -332,15 +365,15 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     a frozen one counts 4 in place of 6. L and h are the number of blocks and the hidden size, T is
     the sequence length; a causal mask does not halve it.
     """
-    config = getattr(model, "config", None)
+    config, unused = text_config(model), set(parts_without_text(model))
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     if not layers or not hidden:
         return 0.0
     tied = getattr(config, "tie_word_embeddings", False)
     embedding = None if tied else getattr(embeddings(model)[0], "weight", None)
     total = 12.0 * layers * hidden * sequence_length
-    for parameter, used in _used_parameters(model, config):
-        if parameter is not embedding:
+    for name, parameter, used in _used_parameters(model, config):
+        if parameter is not embedding and name not in unused:
             total += (6.0 if parameter.requires_grad else 4.0) * used
     return total
 
@@ -348,18 +381,20 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
     """Floating-point operations per token of another forward pass of these blocks, 2 N + 4 h T for
     each (see `flops_per_token`). `tokens` is T, or 0 if the results of attention are kept."""
-    config = getattr(model, "config", None)
+    config = text_config(model)
     total = 0.0
     for block in blocks:
-        total += 2.0 * sum(used for _, used in _used_parameters(block, config))
+        total += 2.0 * sum(used for _, _, used in _used_parameters(block, config))
         total += 4.0 * getattr(config, "hidden_size", 0) * tokens
     return total
 
 
-def _used_parameters(module: nn.Module, config: object) -> Iterator[tuple[nn.Parameter, float]]:
-    """Each parameter, and how many of its elements a token uses: only some of the experts."""
+def _used_parameters(
+    module: nn.Module, config: object
+) -> Iterator[tuple[str, nn.Parameter, float]]:
+    """Each parameter by name, and how many of its elements a token uses: some of the experts."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     for name, parameter in module.named_parameters():
-        yield parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)
+        yield name, parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.models.build import embeddings
+from launcher.models.build import embeddings, text_config
 from launcher.models.inputs import IGNORED
 from launcher.models.shards import local_part
 
@@ -379,12 +379,13 @@ def _is_last(model: PreTrainedModel, transform: Transform) -> bool:
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     model = copy.deepcopy(model)  # some models keep what they compute
-    head = embeddings(model)[1]
+    head, base = embeddings(model)[1], model.base_model
+    if text_config(model) is not model.config:  # of images and text
+        base = model.get_decoder()
+        base = getattr(base, "model", base)  # that of Llama 4 has the head
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
     hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
-    model.base_model.forward = lambda *args, **kwargs: MoeModelOutputWithPast(
-        last_hidden_state=hidden
-    )
+    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
     head.forward = lambda hidden: logits.clone()
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")

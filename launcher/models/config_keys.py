@@ -6,8 +6,9 @@ import dataclasses
 
 from launcher.errors import RecipeError, suggestion
 from launcher.recipe.load import LoadedRecipe
+from launcher.recipe.model_config import IMAGE_TEXT
 
-_UNDECLARED = {
+UNDECLARED = {
     *("model_type", "torch_dtype", "num_labels", "rope_theta", "rope_scaling", "use_return_dict"),
     *("partial_rotary_factor", "head_dim", "classifier_dropout"),
 }
@@ -18,7 +19,7 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
     """Raises RecipeError for keys of model.config that transformers does not know: its classes
     accept any key silently. Imports only the class of the recipe's model type."""
     model = loaded.recipe.model
-    if model.config is None:
+    if model.config is None or model.path is not None:  # changes: see config_overrides.py
         return
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -29,12 +30,13 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         what = f"must be a model type of transformers; got {model_type}{near}"
         raise loaded.refuse(("model", "config", "model_type"), what)
     task = "sequence_classification" if model.classifies else model.task
-    if model_type not in getattr(modeling_auto, f"MODEL_FOR_{task.upper()}_MAPPING_NAMES"):
+    mapping = getattr(modeling_auto, f"MODEL_FOR_{task.upper()}_MAPPING_NAMES")
+    if model_type not in mapping and (model.task != "causal_lm" or model_type not in IMAGE_TEXT):
         what = f"{model_type} is not available with model.task: {model.task}"
         raise loaded.refuse(("model", "config", "model_type"), what)
     config_class = CONFIG_MAPPING[model_type]
     declared = {field.name for field in dataclasses.fields(config_class)}
-    known = declared | config_class.attribute_map.keys() | _UNDECLARED
+    known = declared | config_class.attribute_map.keys() | UNDECLARED
     problems = []
     for key in model.config:
         if key not in known:

@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
-COMPANIONS = ("*processor_config.json", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of a checkpoint that an export copies: what a model of images needs, and the license."""
+PROCESSOR = ("*processor_config.json", "chat_template.json")
+"""Files of the processor of a model of images and text."""
+COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files of a checkpoint that an export copies: the processor's, and the license."""
 _WRITTEN = (
     *("*.safetensors", "*.safetensors.index.json", "*config.json", "adapter_*", "*.model"),
     *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,8 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
     available = ", ".join(_last_parts(layers))
     within = tuple(f"{module}." for module in saved)
-    free = [name for name in layers if not f"{name}.".startswith(within)]
+    unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
+    free = [n for n in layers if n not in unused and not f"{n}.".startswith(within)]
     if lora.target_modules is None:
         blocks = tuple(f"{block}." for block in find_blocks(model))
         inside = [name for name in free if name.startswith(blocks)]
@@ -142,9 +143,7 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
         head = embeddings(model)[1]
         inside = [name for name in free if model.get_submodule(name) is not head]
     else:
-        return _named_targets(model, lora.target_modules, free), []
-    unused = tuple(parts_without_text(model))
-    inside = [name for name in inside if not any(other.startswith(f"{name}.") for other in unused)]
+        return _named_targets(model, lora.target_modules, free, unused), []
     taken = _taken_by_experts(model, inside)
     skipped = [name for name in inside if name.rpartition(".")[2] in taken]
     inside = [name for name in inside if name not in skipped]
@@ -156,15 +155,21 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     return _shortened(model, inside), skipped
 
 
-def _named_targets(model: nn.Module, targets: Sequence[str], free: list[str]) -> list[str]:
-    """peft's target_modules for those of a recipe. Raises RecipeError if one of them is not a
-    `free` linear layer."""
+def _named_targets(
+    model: nn.Module, targets: Sequence[str], free: list[str], unused: Container[str]
+) -> list[str]:
+    """peft's target_modules for those of a recipe, without layers that are `unused`. Raises
+    RecipeError if one of them is not a `free` linear layer."""
     available, problems = ", ".join(_last_parts(free)), []
-    taken = _taken_by_experts(model, free)
+    taken, chosen = _taken_by_experts(model, free), list[str]()
     for target in targets:
-        matched = _linear_layers(model, [target])
+        everywhere = list(_linear_layers(model, [target]))
+        matched = [name for name in everywhere if name not in unused]
+        chosen += [name for name in matched if name not in chosen]
         if target == ALL_LINEAR:
             problems.append(f"{ALL_LINEAR} stands alone: leave out the others")
+        elif everywhere and not matched:
+            problems.append(f"{target}: {everywhere[0]} is in a part that text does not use")
         elif not matched:
             what = "matches no" if set("*?[") & set(target) else "is not a"
             problems.append(f"{target} {what} linear layer of the model; available: {available}")
@@ -177,9 +182,9 @@ def _named_targets(model: nn.Module, targets: Sequence[str], free: list[str]) ->
             )
     if problems:
         raise RecipeError([f"lora.target_modules: {problem}" for problem in problems])
-    if any(set("*?[") & set(target) for target in targets):
-        return _shortened(model, list(_linear_layers(model, targets)))
-    return list(targets)
+    if {*chosen} == {*_linear_layers(model, targets)} and not set("*?[") & set("".join(targets)):
+        return list(targets)
+    return _shortened(model, chosen)
 
 
 def _shortened(model: nn.Module, layers: list[str]) -> list[str]:
@@ -214,9 +219,13 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
         outside = (name for name, _ in model.named_children() if name != model.base_model_prefix)
         saved = [name for name in outside if name in modules]
     blocks = tuple(f"{block}." for block in find_blocks(model))
+    unused = parts_without_text(model)
     for entry in lora.modules_to_save or ():
         found = [name for name in modules if name and _matches(name, entry)]
         saved += [name for name in found if name not in saved]
+        if any(other.startswith(f"{name}.") for name in found for other in unused):
+            what = f"{entry}: {found[0]} has weights that text does not use"
+            problems.append(f"lora.modules_to_save: {what}")
         if not found:
             outer = (n for n, m in modules.items() if [*m.parameters(recurse=False)])
             names = ", ".join(_last_parts(n for n in outer if not n.startswith(blocks)))

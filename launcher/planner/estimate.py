@@ -65,7 +65,7 @@ class _Step:
         # What is in host memory or in files; on a CPU, host memory is the memory of the device
         elsewhere = strategy.cpu_offload if work.on_gpu else None
         offload = elsewhere if offloads_parameters(elsewhere) else None
-        masters = sum(sum(group.sizes(work.size)) for group in profile.groups) // work.shards
+        masters = profile.held(work.size) // work.shards
         gradients = 4 * profile.trained // work.shards
         self.shard = 0 if offload or work.ddp else gradients
         # Hybrid sharding: FSDP keeps the averages over the copies until those of the next
@@ -81,7 +81,8 @@ class _Step:
         )
         self.host = 0
         if offload:
-            pins = sum(group.pinned(work.shards, work.size) for group in profile.groups)
+            groups = (*profile.groups, profile.unused)
+            pins = sum(group.pinned(work.shards, work.size) for group in groups)
             self.host = pins if offload.pin_memory else masters + gradients
         buffers = min(FILE_BUFFERS * work.bucket, work.states) if work.in_file else 0
         self.slots = min(SLOTS * work.bucket, work.states)

@@ -16,7 +16,7 @@ from torch import nn
 
 from launcher.models import tensor_collectives
 from launcher.models.attention import VARLEN, varlen_attention
-from launcher.models.build import embeddings
+from launcher.models.build import embeddings, modules_without_text, text_config
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.tensor_parallel import (
@@ -142,6 +142,8 @@ class ModelProfile:
     """The input embedding if it is a unit of FSDP, which then reduces it last; otherwise empty."""
     root: WeightGroup
     """All other weights outside of the blocks. FSDP reduces them last if `embedding` is empty."""
+    unused: WeightGroup
+    """Weights that text does not use: frozen, sharded, and never gathered."""
     buffers: int
     """Bytes of the buffers."""
     chunked_loss: bool
@@ -163,7 +165,7 @@ class ModelProfile:
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
-        """The weights of each block, then of the embedding and of the root."""
+        """The weights of each block, then of the embedding and of the root: all that are used."""
         return [*(self.classes[kind] for kind in self.block_classes), self.embedding, self.root]
 
     @cached_property
@@ -174,8 +176,12 @@ class ModelProfile:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all weights."""
+        """Elements of all weights that are used."""
         return sum(group.count for group in self.groups)
+
+    def held(self, dtype_bytes: int) -> int:
+        """Bytes of all weights as the model holds them, for a compute dtype of `dtype_bytes`."""
+        return sum(sum(group.sizes(dtype_bytes)) for group in (*self.groups, self.unused))
 
     @cached_property
     def dense(self) -> int:
@@ -211,9 +217,11 @@ def prepared_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     prepared = _PREPARED[key]
     # A recipe whose ranks share rows may have replaced it since
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
-    parts = (prepared.model, prepared.blocks, prepared.outer_units)
-    model, blocks, units = copy.deepcopy(parts)
-    return dataclasses.replace(prepared, model=model, blocks=blocks, outer_units=units)
+    parts = (prepared.model, prepared.blocks, prepared.outer_units, prepared.unused)
+    model, blocks, units, unused = copy.deepcopy(parts)
+    return dataclasses.replace(
+        prepared, model=model, blocks=blocks, outer_units=units, unused=unused
+    )
 
 
 def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
@@ -274,7 +282,7 @@ def _profile_of_shapes(
             weights.append(Weight(shape, p.requires_grad, p.element_size(), expert, packed))
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
-    config = getattr(model, "config", None)
+    config = text_config(model)
 
     def configured(name: str) -> int:
         return getattr(config, name, None) or 0
@@ -284,7 +292,8 @@ def _profile_of_shapes(
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
     first = embeddings(model)[:1] if prepared.outer_units else ()
-    inside = {id(p) for unit in (*first, *units) for p in unit.parameters()}
+    unused = modules_without_text(model)
+    inside = {id(p) for unit in (*first, *units, *unused) for p in unit.parameters()}
     hidden, heads = configured("hidden_size"), configured("num_attention_heads")
     return ModelProfile(
         device=device,
@@ -292,6 +301,7 @@ def _profile_of_shapes(
         classes=classes,
         embedding=group(p for unit in first for p in unit.parameters()),
         root=group(p for p in model.parameters() if id(p) not in inside),
+        unused=group(p for module in unused for p in module.parameters()),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         chunked_loss=prepared.chunked_loss,
         hidden=hidden,

@@ -26,7 +26,7 @@ from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import SyntheticData
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import first_line
-from launcher.models.build import embeddings
+from launcher.models.build import embeddings, text_config
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.initialization import clean_name, materialize
 from launcher.optimizers.offload import StateFile
@@ -112,8 +112,7 @@ def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | No
     """Number of blocks after which the pattern of blocks repeats; 0 if it does not, so that the
     whole model must be traced."""
     blocks = list(prepared.blocks.values())
-    config: Any = getattr(prepared.model, "config", None)
-    kinds = getattr(config, "layer_types", None) or [None] * len(blocks)
+    kinds = getattr(text_config(prepared.model), "layer_types", None) or [None] * len(blocks)
     if len({shapes_of(block) for block in blocks}) != 1 or len(kinds) != len(blocks):
         return 0
     every = checkpointing.every_n_blocks if checkpointing is not None else 1

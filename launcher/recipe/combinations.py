@@ -171,6 +171,8 @@ def _one_of(recipe: Recipe, keys: list[str]) -> Found:
     given = [key for key in keys if value_of(recipe, key) is not None]
     if not given:
         yield keys[0], f"missing; give {' or '.join(keys)}"
+    if given[:2] == ["model.path", "model.config"]:
+        del given[0]  # changes to the config of the checkpoint
     for key in given[1:]:
         yield key, f"{given[0]} is given too; set all but one to null"
 

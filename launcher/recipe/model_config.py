@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from launcher.recipe.section import LARGEST_INT
 
+IMAGE_TEXT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types of images and text whose text model can be trained, with their own class."""
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
@@ -21,6 +23,19 @@ _SET_ELSEWHERE = {
     "_attn_implementation": "model.attention",
     "dtype": "strategy.mixed_precision",
 }
+_SET_WITH_PATH = {
+    **dict.fromkeys(("num_labels", "id2label", "label2id"), "model.num_labels or data.labels"),
+    "torch_dtype": "strategy.mixed_precision",
+}
+_OF_WEIGHTS = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "n_embd", "n_layer", "n_head", "n_inner"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+    *("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "hidden_act"),
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("architectures", "quantization_config", "n_positions", "depth", "num_heads", "patch_size"),
+}
+"""Keys that decide which weights there are, their shapes, or what they compute."""
 
 
 def config_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -31,6 +46,27 @@ def config_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for key in config.keys() & _SET_ELSEWHERE:
         yield key, f"is set by {_SET_ELSEWHERE[key]}"
     yield from value_problems(config)
+
+
+def change_problems(
+    config: Mapping[str, object], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields the path of each wrong key of a `model.config` that changes the config of model.path,
+    and what is wrong with it."""
+    if "model_type" in config:
+        what = "model.path has its own; give only keys that change, or set model.config to null"
+        yield (*path, "model_type"), what
+        return
+    for key, value in config.items():
+        if where := (_SET_ELSEWHERE | _SET_WITH_PATH).get(key):
+            yield (*path, key), f"is set by {where}"
+        elif key in _OF_WEIGHTS:
+            what = "cannot change: the weights in model.path are made for their own"
+            yield (*path, key), what
+        elif key.endswith("_config") and isinstance(value, Mapping):
+            yield from change_problems(value, (*path, key))
+    for key, message in value_problems(config):
+        yield (*path, key), message
 
 
 def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:

@@ -93,7 +93,8 @@ class Model(Section):
     path: Text | None = None
     """Hugging Face checkpoint: a folder or a hub id."""
     config: dict[str, Any] | None = None
-    """Or a transformers config: model_type and the fields of its config class."""
+    """Or a transformers config: model_type and the fields of its config class. With path, changes
+    to the config of the checkpoint, such as {attention_dropout: 0.1}."""
     builder: Function | None = None
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None

@@ -18,7 +18,7 @@ from launcher.recipe.columns import is_of_system
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.hub import is_hub_id, is_model_id
-from launcher.recipe.model_config import config_problems, size_problems
+from launcher.recipe.model_config import change_problems, config_problems, size_problems
 from launcher.recipe.schema import Recipe
 
 _TEMPLATE_VALUES = (
@@ -161,14 +161,26 @@ def _preference(recipe: Recipe) -> Found:
 
 
 def _config(recipe: Recipe) -> Found:
-    if recipe.model.config is not None:
-        for key, message in config_problems(recipe.model.config):
+    config = recipe.model.config
+    if config is not None and recipe.model.path is not None:
+        for path, message in change_problems(config):
+            yield ("model", "config", *path), message
+    elif config is not None:
+        for key, message in config_problems(config):
             yield ("model", "config", key), message
+
+
+def _whole_export(recipe: Recipe) -> Found:
+    model, checkpoint = recipe.model, recipe.checkpoint
+    changed = model.path is not None and model.config
+    if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
+        what = "must be true with model.config and model.path: an adapter has no config of a model"
+        yield "checkpoint.export_merged", what
 
 
 def _sizes(recipe: Recipe) -> Found:
     config = recipe.model.config or {}
-    for key, message in size_problems(config):
+    for key, message in size_problems(config) if recipe.model.path is None else ():
         yield f"model.config.{key}", message
     size = config.get("vocab_size")
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
@@ -338,6 +350,7 @@ def _data_files(recipe: Recipe) -> Found:
 
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _preference, _config, _sizes),
+    _whole_export,
     *(_template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
 )
 _RANK_RULES = (_batches, _groups, _profile)

@@ -15,6 +15,7 @@ from launcher.data.loader import expected_padding
 from launcher.models.attention import attention_kernels
 from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
+from launcher.models.config_overrides import config_changes
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.shards import local_rows
@@ -89,6 +90,8 @@ def _model(training: Training) -> Iterator[str]:
         f"{len(blocks)} blocks ({kind}); a rank is a "
         f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
     )
+    for change in config_changes(recipe.model):
+        yield f"model.config: {change}"
     yield training.wrapped.description()
     if recipe.lora is not None and recipe.lora.quantize is not None:
         yield _quantized(blocks.values())

@@ -24,6 +24,8 @@ class Parts:
     """The blocks by name (from `find_blocks`), not yet wrapped."""
     outer_units: tuple[nn.Module, ...] = ()
     """The input embedding, and what runs after the blocks, if they are units of FSDP."""
+    unused: tuple[nn.Module, ...] = ()
+    """Modules that are never called. As units of FSDP, they stay sharded."""
     kept: dict[str, Kept] | None = None
     """What the budget of activation checkpointing keeps of each block; None without a budget."""
     experts: Experts | None = None
@@ -70,7 +72,7 @@ def wrap(
         replicate=strategy.replicate,
         sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
     )
-    units = list(blocks.values()), parts.outer_units, parts.experts, parts.layers
+    units = [*parts.unused, *blocks.values()], parts.outer_units, parts.experts, parts.layers
     return Fsdp(model, *units, policy=policy, ranks=ranks, init_fn=init_fn)
 
 

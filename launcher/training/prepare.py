@@ -20,6 +20,7 @@ from launcher.models.build import (
     class_count,
     find_blocks,
     is_pretrained,
+    modules_without_text,
     outer_units,
     parts_without_text,
     vocabulary_size,
@@ -66,6 +67,8 @@ class PreparedModel:
     """Whether the model computes the loss without full logits."""
     outer_units: tuple[nn.Module, ...]
     """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
+    unused: tuple[nn.Module, ...]
+    """Modules that text does not use."""
     depth: int
     """Number of blocks, also where a trace deletes some."""
     original: Read | None
@@ -105,7 +108,7 @@ class PreparedModel:
             layers = DividedLayers(mesh, divide_layers(self.model, mesh["tensor"]))
         return wrap(
             self.model,
-            Parts(self.blocks, self.outer_units, kept, experts, layers),
+            Parts(self.blocks, self.outer_units, self.unused, kept, experts, layers),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
@@ -234,6 +237,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
+        unused=modules_without_text(model),
         depth=len(blocks),
         original=original,
     )

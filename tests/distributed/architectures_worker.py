@@ -28,7 +28,13 @@ import transformers
 
 from launcher.distributed.process_group import DataParallel
 from launcher.models import safetensors_files
-from launcher.models.build import build_model, find_blocks, outer_units
+from launcher.models.build import (
+    build_model,
+    find_blocks,
+    modules_without_text,
+    outer_units,
+    parts_without_text,
+)
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -42,6 +48,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.strategies.wrap import Parts, wrap
+from tests import multimodal
 from tests.distributed.launching import end_worker
 from tests.distributed.messages import logged
 
@@ -103,6 +110,7 @@ AUTO = {
     "causal_lm": transformers.AutoModelForCausalLM,
     "sequence_classification": transformers.AutoModelForSequenceClassification,
     "masked_lm": transformers.AutoModelForMaskedLM,
+    "images": transformers.AutoModelForImageTextToText,
 }
 ATTENTION = {"gemma2": "eager"}
 
@@ -176,12 +184,16 @@ class Worker:
         freeze=None,
     ):
         attention = ATTENTION.get(path.name, "sdpa")
+        known = "causal_lm" if task == "images" else task
         section = Model(
-            path=str(path), task=task, attention=attention, freeze=freeze, num_labels=num_labels
+            path=str(path), task=known, attention=attention, freeze=freeze, num_labels=num_labels
         )
         model = build_model(section, sequence_length=16)
-        blocks = find_blocks(model)
+        blocks, unused = find_blocks(model), modules_without_text(model)
         assert blocks, f"{type(model).__name__} has no blocks"
+        assert bool(unused) is (task == "images")
+        for name in parts_without_text(model):
+            model.get_parameter(name).requires_grad_(False)
         checkpoint = open_checkpoint(path, model)
         if lora is not None:
             precision = strategy.mixed_precision
@@ -190,7 +202,7 @@ class Worker:
         init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
         return wrap(
             model,
-            Parts(blocks, outer_units(model, blocks)),
+            Parts(blocks, outer_units(model, blocks), unused),
             strategy=strategy,
             checkpointing=checkpointing,
             ranks=self.ranks,
@@ -493,6 +505,9 @@ def main(folder):
             name,
             lambda name=name, config=config: worker.round_trip(name, worker.save(name, config)),
         )
+    for name, config in multimodal.MODELS.items():
+        path = worker.save(name, config, task="images")
+        worker.case(name, lambda name=name, path=path: worker.round_trip(name, path, task="images"))
     llama = ARCHITECTURES["llama"]
     path = worker.save(
         "bf16", {"model_type": "llama"} | llama, dtype=torch.bfloat16, max_shard_size="20KB"

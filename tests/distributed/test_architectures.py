@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import multimodal
 from tests.distributed.launching import torchrun
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
@@ -34,6 +35,7 @@ ROUND_TRIPS = [
         "hybrid mixtral",
         "hybrid bf16",
     ),
+    *multimodal.MODELS,
 ]
 
 

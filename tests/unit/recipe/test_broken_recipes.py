@@ -65,7 +65,8 @@ MISTAKES_IN_A_FILE = [
     (6, "", "5: model.config.model_type: must be a model type of transformers, such as llama, ...; got None"),
     (7, "    vocab_size: 200", "7: model.config.vocab_size: 200 is too small; the tokenizer `bytes` needs 257: ..."),
     (7, "    attn_implementation: eager", "7: model.config.attn_implementation: is set by model.attention"),
-    (4, "model:\n  path: owner/name", "6: model.config: model.path is given too; set all but one to null"),
+    (4, "model:\n  path: owner/name",
+     "7: model.config.model_type: model.path has its own; give only keys that change, or set model.config to null"),
     (3, "  max_steps: ${run.nme}", "3: run.max_steps: cannot be interpolated: Interpolation key 'run.nme' not found"),
     (3, "  max_steps: ${oc.env:NO_SUCH}",
      "3: run.max_steps: cannot be interpolated: ...Environment variable 'NO_SUCH' not found..."),
@@ -469,6 +470,42 @@ def test_mistakes_in_a_file_are_reported(folder, line, text, expected):
     lines[line - 1 : line] = text.splitlines() or [""]
     (folder / "x.yaml").write_text("\n".join(lines) + "\n")
     check([f"x.yaml:{message}" for message in expected.split("\n")], problems_of(["recipe=x.yaml"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            "hidden_size: 8",
+            ["hidden_size: cannot change: the weights in model.path are made for ..."],
+        ),
+        (
+            "text_config: {vocab_size: 9}",
+            ["text_config.vocab_size: cannot change: the weights ..."],
+        ),
+        ("num_labels: 3", ["num_labels: is set by model.num_labels or data.labels"]),
+        ("dtype: float16", ["dtype: is set by strategy.mixed_precision"]),
+        ("attention_dropout: 7", ["attention_dropout: must be from 0 to 1; got 7"]),
+        (
+            "rope_theta: .inf, x_dropout: 2",
+            ["rope_theta: must be a finite ...", "x_dropout: must ..."],
+        ),
+    ],
+)
+def test_wrong_changes_of_a_config_are_reported(folder, changes, expected):
+    lines = SMALL.splitlines()
+    lines[3:7] = [f"model: {{path: owner/name, config: {{{changes}}}}}"]
+    (folder / "x.yaml").write_text("\n".join(lines) + "\n")
+    expected = [f"x.yaml:4: model.config.{message}" for message in expected]
+    check(expected, problems_of(["recipe=x.yaml"]))
+
+
+def test_an_adapter_does_not_hold_a_changed_config(folder):
+    lines = SMALL.splitlines()
+    lines[3:7] = ["model: {path: owner/name, config: {rope_theta: 1.0e+6}}", "lora: {}"]
+    (folder / "x.yaml").write_text("\n".join(lines) + "\n")
+    message = "command line: checkpoint.export_merged: must be true with model.config and ..."
+    check([message], problems_of(["recipe=x.yaml", "checkpoint.export=at_end"]))
 
 
 @pytest.mark.parametrize(("ranks", "arguments", "expected"), MISTAKES_IN_ARGUMENTS)

@@ -1,0 +1,161 @@
+"""The text model of models of images and text is trained, with the class of the whole model."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from launcher.diagnostics.selftest import shrunk
+from launcher.errors import RecipeError
+from launcher.models.build import flops_per_token, parts_without_text
+from launcher.planner.estimate import estimate_memory
+from launcher.planner.profile import profile_of_shapes
+from launcher.planner.trace import trace_step
+from launcher.recipe import schema
+from launcher.training.prepare import prepare_model
+from tests.multimodal import MODELS
+
+CPU = torch.device("cpu")
+DOCUMENTS = [[5, 9, 2], [16]]
+
+
+def recipe_of(section, **sections):
+    return schema.Recipe(
+        run=schema.Run(name="images", max_steps=1),
+        model=section,
+        data=schema.Data(kind="tokens", sequence_length=16),
+        batch=schema.Batch(global_batch_size=2, micro_batch_size=2),
+        strategy=schema.Strategy(mixed_precision=None, reshard_after_forward=True),
+        **sections,
+    )
+
+
+def random_model(kind):
+    return schema.Model(config={"model_type": kind, **MODELS[kind]})
+
+
+def packed(ids, masking):
+    """Targets and inputs of rows that hold DOCUMENTS."""
+    targets = torch.full_like(ids, -100)
+    for row, sizes in enumerate(DOCUMENTS):
+        start = 0
+        for size in sizes:
+            targets[row, start : start + size - 1] = ids[row, start + 1 : start + size]
+            start += size
+    positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
+    inputs = {"position_ids": torch.stack(positions), "use_cache": False}
+    if masking == "varlen":
+        bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
+        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        inputs |= {"max_length_q": 16, "max_length_k": 16}
+    return targets, inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*((kind, "auto") for kind in MODELS), ("qwen2_5_vl", "eager")]
+)
+def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, attention):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **MODELS[kind])
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(tmp_path)
+    ids, expected = torch.randint(3, 60, (2, 16)), torch.zeros(())
+    for row, sizes in zip(ids, DOCUMENTS, strict=True):
+        for part in row[None].split(sizes, dim=1):
+            loss = model(input_ids=part, labels=part).loss
+            expected = expected + loss * (part.shape[1] - 1)
+    expected.backward()
+
+    section = schema.Model(path=str(tmp_path), attention=attention)
+    prepared = prepare_model(recipe_of(section), device=CPU)
+    own = prepared.model
+    prepared.init_fn(own, CPU, CPU)
+    assert type(own) is type(model)
+    assert prepared.chunked_loss
+    assert prepared.masking == ("varlen" if attention == "auto" else "mask")
+    targets, inputs = packed(ids, prepared.masking)
+    found = own(input_ids=ids, targets=targets, **inputs).loss
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    found.backward()
+    gradients = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) is (name in gradients), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
+    recipe = recipe_of(random_model(kind))
+    prepared = prepare_model(recipe, device=CPU)
+    unused = {id(p) for module in prepared.unused for p in module.parameters()}
+    names = parts_without_text(prepared.model)
+    assert {id(prepared.model.get_parameter(name)) for name in names} == unused
+    assert len(prepared.blocks) == 2
+    assert all("Vision" not in type(block).__name__ for block in prepared.blocks.values())
+    profile = profile_of_shapes(prepared, recipe, device="cpu")
+    total = sum(parameter.numel() for parameter in prepared.model.parameters())
+    assert profile.unused.count + profile.parameters == total
+    assert profile.hidden == 32
+    without = dataclasses.replace(
+        profile, unused=dataclasses.replace(profile.unused, parameters=())
+    )
+    larger, smaller = (estimate_memory(p, recipe, ranks=2) for p in (profile, without))
+    assert larger.peak.total - smaller.peak.total == 4 * profile.unused.count // 2
+    assert larger.peak.components.gathered == smaller.peak.components.gathered
+    flops = flops_per_token(prepared.model, sequence_length=16)
+    assert 0 < flops <= 6.0 * profile.parameters + 12 * 2 * 32 * 16
+
+
+def test_a_trace_shards_the_rest_and_does_not_gather_it():
+    recipe = recipe_of(random_model("qwen3_vl"))
+    traced = trace_step(recipe, ranks=2, device="cpu", micro_batches=1)
+    unused = prepare_model(recipe, device=CPU).unused
+    held = sum(p.numel() for module in unused for p in module.parameters())
+    total = sum(p.numel() for p in prepare_model(recipe, device=CPU).model.parameters())
+    assert traced.held.parameters == pytest.approx(4 * total / 2, rel=0.02)
+    assert traced.peak.components.gathered <= 4 * (total - held)
+
+
+@pytest.mark.parametrize("targets", [None, ("all-linear",), ("q_proj", "o_proj"), ("*.*proj",)])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4"])
+def test_adapters_are_in_the_text_model_alone(kind, targets):
+    lora = schema.Lora(rank=2, target_modules=targets)
+    prepared = prepare_model(recipe_of(random_model(kind), lora=lora), device=CPU)
+    adapted = [name for name, _ in prepared.model.named_parameters() if ".lora_A." in name]
+    assert adapted
+    assert all("language_model" in name for name in adapted)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"target_modules": ("patch_conv", "fc1")}, "fc1: .*vision.* is in a part that text does"),
+        ({"target_modules": ("*vision*",)}, "vision.* is in a part that text does not use"),
+        ({"modules_to_save": ("multi_modal_projector",)}, "projector has weights that text does"),
+        ({"modules_to_save": ("model",)}, "model has weights that text does not use"),
+    ],
+)
+def test_adapters_of_the_rest_are_refused(keys, message):
+    with pytest.raises(RecipeError, match=message):
+        prepare_model(recipe_of(random_model("gemma3"), lora=schema.Lora(**keys)), device=CPU)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_a_selftest_shrinks_the_text_model(tmp_path, kind):
+    config = transformers.AutoConfig.for_model(kind, **MODELS[kind])
+    config.text_config.num_hidden_layers = 12
+    config.text_config.layer_types = ["full_attention"] * 12
+    config.save_pretrained(tmp_path)
+    changes = {"text_config": {"attention_dropout": 0.1}}
+    for changed in (None, changes):
+        small = shrunk(schema.Model(path=str(tmp_path), config=changed))
+        prepared = prepare_model(recipe_of(small), device=CPU)
+        assert len(prepared.blocks) == 2
+        assert prepared.model.config.text_config.hidden_size == 64
+        assert prepared.masking == "varlen"
