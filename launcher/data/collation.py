@@ -124,9 +124,10 @@ def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -
 
 
 def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArray[np.int64]:
-    """(tokens,): 0 at the last token that is not `padding`, and IGNORED elsewhere."""
+    """(tokens,): 0 at the last token that is not `padding`, or without such a token at the first
+    one, as transformers has it; IGNORED elsewhere."""
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
-    targets[np.flatnonzero(ids != padding)[-1:]] = 0
+    targets[np.append(0, np.flatnonzero(ids != padding))[-1]] = 0
     return targets
 
 

@@ -96,12 +96,12 @@ def test_a_micro_batch():
 
 def test_the_score_is_that_of_the_last_token_that_is_not_padding():
     """transformers looks for it in this way, also where an answer ends with the padding's id."""
-    pairs = [([5, 6], [7, PADDING], [8])]
+    pairs = [([5, 6], [7, PADDING], [8]), ([PADDING], [PADDING], [PADDING, PADDING])]
     model, masking = make_model()
     made = dataset_of(pairs)
     data = RewardDataset(made.store, made.sequences, LENGTH, True, masking, padding=PADDING)
     tensors = data.collate([data[0]])["tensors"]
-    assert tensors["ends"].tolist() == [[2, 6]]
+    assert tensors["ends"].tolist() == [[2, 6], [7, 9]]
     alone = make_model()[0]
     expected = alone.forward.__self__._model_forward(torch.tensor([[5, 6, 7, PADDING]])).logits
     assert expected.shape == (1, 1)
