@@ -21,20 +21,26 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from launcher.errors import RecipeError
 
 KEY = "strategy.expert_parallel_size"
-_STACKED, _DISPATCHED = "grouped_gemm", "ep_dispatch_experts"
-"""Entries of transformers' plans: parameters with a row for each expert, and modules of experts."""
+_STACKED, _EXPERTS = "grouped_gemm", ("ep_dispatch_experts", "moe_tp_experts")
+"""Entries of transformers' plans: parameters with a row for each expert, and modules of experts
+(the second name is that of 5.17)."""
+_ROUTER = "ep_router"
+"""Modules whose outputs transformers 5.17 changes for its own dispatch; ours needs them as is."""
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose parameters have a row for each expert, by name: those that transformers'
     plan for expert parallelism names."""
-    plan = getattr(model, "ep_plan", None) or {}
-    named = {name: style for name, style in plan.items() if style == _DISPATCHED}
+    named = {name for name, style in _plan(model).items() if style in _EXPERTS}
     return {
         name: module
         for name, module in model.named_modules()
         if re.sub(r"\.\d+(?=\.|$)", ".*", name) in named
     }
+
+
+def _plan(model: nn.Module) -> dict[str, str]:
+    return getattr(model, "_ep_plan", None) or {}
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -44,17 +50,17 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     has no experts that can be divided over this number of ranks.
     """
     name, size, found = type(model).__name__, mesh.size(), find_experts(model)
-    styles: dict[str, str] = getattr(model, "ep_plan", None) or {}
+    styles = _plan(model)
     if not found:
         raise RecipeError(f"{KEY}: transformers has no plan for experts of {name}; use 1")
-    if unknown := {s for s in styles.values() if s not in (_STACKED, _DISPATCHED)}:
+    if unknown := set(styles.values()) - {_STACKED, _ROUTER, *_EXPERTS}:
         what = f"the plan for {name} has unknown entries ({', '.join(sorted(unknown))})"
         raise RecipeError(f"{KEY}: {what}; use 1")
     for path, module in found.items():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
         others = [own for own, _ in module.named_parameters() if f"{pattern}.{own}" not in styles]
-        # transformers sets this attribute on modules that compute with some of the experts
-        if others or not hasattr(module, "_is_expert_parallel"):
+        # transformers sets this attribute on modules that compute with its interface
+        if others or not hasattr(module, "has_gate"):
             what = f"{path} of {name} does not compute its experts with transformers' interface"
             raise RecipeError(f"{KEY}: {what}; use 1")
         experts: Any = module

@@ -19,7 +19,8 @@ NVIDIA_SMI = """\
 case "$1" in
     --query-compute-apps=*)
         for log in "$NULLGPU_LOG"/*; do
-            if [ -d "/proc/${log##*.}" ] && grep -q " context 0$" "$log"; then
+            # Another process may have got the number of one that has ended
+            if grep -qs "$NULLGPU_LOG" "/proc/${log##*.}/environ" && grep -q " context 0$" "$log"; then
                 echo "GPU-00000000-0000-0000-0000-000000000000, ${log##*.}"
             fi
         done ;;

@@ -222,9 +222,10 @@ def check_order(found, *, ranks):
             # Queries, keys, values and outputs, and in the backward pass their gradients
             assert calls["all_to_all", pair] == 4 * LAYERS * 2 * 4
         elif name == "layers":
-            # The embedding and the outputs of attention and MLP, and in the backward pass the
-            # gradients of their inputs, in bfloat16
-            assert counts["all_reduce", pair, f"bytes={tokens * 64 * 2}"] == 4 * (4 * LAYERS + 1)
+            # The outputs of attention and MLP, and in the backward pass the gradients of their
+            # inputs, in bfloat16. Newer plans of transformers than 5.17's divide the embedding, too
+            sums = counts["all_reduce", pair, f"bytes={tokens * 64 * 2}"]
+            assert sums in (4 * 4 * LAYERS, 4 * (4 * LAYERS + 1))
         else:
             # The numbers of rows. The rows and their results, half of them to each rank, and in the
             # backward pass their gradients

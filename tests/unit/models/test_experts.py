@@ -44,9 +44,9 @@ def test_models_whose_experts_cannot_be_divided_are_refused_by_name():
 
 def test_unknown_entries_of_plans_are_refused():
     model = meta_model("mixtral", num_local_experts=4)
-    model._ep_plan["model.layers.*.mlp.gate"] = "ep_router"
+    model._ep_plan["model.layers.*.self_attn.q_proj"] = "colwise"
     assert refusal(model) == (
-        f"{KEY}the plan for MixtralForCausalLM has unknown entries (ep_router); use 1"
+        f"{KEY}the plan for MixtralForCausalLM has unknown entries (colwise); use 1"
     )
 
 
@@ -56,7 +56,7 @@ def test_experts_with_parameters_outside_of_the_plan_are_refused():
     experts.scale = torch.nn.Parameter(torch.ones(4, device="meta"))
     assert "model.layers.1.mlp.experts of MixtralForCausalLM does not compute" in refusal(model)
     del experts.scale
-    del experts._is_expert_parallel
+    del experts.has_gate
     assert "model.layers.1.mlp.experts of MixtralForCausalLM does not compute" in refusal(model)
 
 
