@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.context_worker import CASES, QUICK_CASES
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import forked
 from tests.distributed.test_equivalence import deviation, write_rows
 
 WORKER = Path(__file__).with_name("context_worker.py")
@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("context_worker.py")
 
 def train(folder, *, ranks):
     write_rows(folder / "train.jsonl")
-    torchrun(WORKER, folder, ranks=ranks, timeout=90).check()
+    forked(WORKER, folder, ranks=ranks, timeout=90).check()
     return json.loads((folder / "results.json").read_text())
 
 
