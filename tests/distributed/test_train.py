@@ -15,7 +15,7 @@ import yaml
 
 from launcher.cli import main
 from tests import REPOSITORY
-from tests.distributed.launching import PATIENCE, free_port, run, torchrun, wait_until
+from tests.distributed.launching import PATIENCE, forked, free_port, run, torchrun, wait_until
 from tests.run_files import read_lines, status, write_lines
 from tests.wandb_files import history, read_records
 
@@ -221,13 +221,13 @@ def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
 def one_process(tmp_path_factory):
     """A run in one process, without torchrun."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    run_python(*SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
+    forked(TRAIN, *SMALL, "run.max_steps=3", f"run.dir={run_dir}").check()
     return run_dir
 
 
 def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_path):
     again = [f"recipe={one_process}/recipe.yaml", f"run.dir={tmp_path}/second"]
-    run_python(*again).check()
+    forked(TRAIN, *again).check()
     for a, b in zip(
         training_metrics(one_process), training_metrics(tmp_path / "second"), strict=True
     ):
@@ -238,13 +238,13 @@ def test_saved_recipe_repeats_run_and_used_folder_is_refused(one_process, tmp_pa
         )
     files = ("metrics.jsonl", "events.jsonl", "status.json", "recipe.yaml")
     before = [(tmp_path / "second" / name).read_bytes() for name in files]
-    finished = torchrun(TRAIN, *again, ranks=2).check()
+    finished = forked(TRAIN, *again, ranks=2).check()
     assert finished.output.count(f"{tmp_path}/second is finished: 3 of 3 steps") == 1
     assert [(tmp_path / "second" / name).read_bytes() for name in files] == before, (
         "no step was left to train, so nothing must be written"
     )
     before = before[0]
-    refused = run_python(*again, "checkpoint.resume=never").check(2)
+    refused = forked(TRAIN, *again, "checkpoint.resume=never").check(2)
     assert f"{tmp_path}/second holds a run already (finished, step 3)" in refused.output
     assert "Traceback" not in refused.output
     assert (tmp_path / "second/metrics.jsonl").read_bytes() == before
@@ -567,7 +567,7 @@ def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
 
 def test_too_many_skipped_steps_end_the_run(tmp_path):
     wild = ["optimizer.learning_rate=1.0e+30", "schedule.warmup_steps=0", "run.max_skipped_steps=3"]
-    result = run_python(*SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
+    result = forked(TRAIN, *SMALL, *wild, "run.max_steps=50", f"run.dir={tmp_path}/run").check(1)
     steps = training_metrics(tmp_path / "run")
     assert [line.get("skipped", False) for line in steps] == [False, True, True, True]
     assert all(line["grad_norm"] is None for line in steps[1:])
