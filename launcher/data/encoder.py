@@ -24,7 +24,7 @@ from launcher.data.chat import (
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.columns import Weights, read_column, read_integers, read_margin, read_weights
-from launcher.data.pairs import with_shared_prompt
+from launcher.data.pairs import different, with_shared_prompt
 from launcher.data.rendering import load_template, render
 from launcher.data.sources import Row, Values
 from launcher.data.template_marks import today, uses_date
@@ -331,12 +331,9 @@ def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
     assert chosen is not None
     assert rejected is not None
     row = with_shared_prompt(row, prompt, chosen, rejected)
-    keys = "chosen_column", "rejected_column"
-    pair = [_read_instruct(encoder, row, key, ()) for key in keys]
-    if pair[0] == pair[1]:
-        what = "are the same answer after the chat template"
-        raise RowError(f"columns {chosen!r} and {rejected!r} {what}")
-    return [*pair, read_margin(row, encoder.settings.get("margin_column"))]
+    answers = [_read_instruct(encoder, row, f"{key}_column", ()) for key in ("chosen", "rejected")]
+    margin = read_margin(row, encoder.settings.get("margin_column"))
+    return [*different(answers, chosen, rejected), margin]
 
 
 def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_Tokens]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from launcher.data.chat import RowError
 from launcher.data.sources import Values
@@ -43,6 +44,14 @@ def with_shared_prompt(row: Values, prompt: str | None, chosen: str, rejected: s
         what = "begin with nothing in common that could be one"
         raise RowError(f"no column {name!r}, and {chosen!r} and {rejected!r} {what}")
     return row
+
+
+def different(answers: list[Any], chosen: str, rejected: str) -> list[Any]:
+    """The two answers, rendered. Raises RowError if they are equal. The names are their columns'."""
+    if answers[0] == answers[1]:
+        what = "are the same answer after the chat template"
+        raise RowError(f"columns {chosen!r} and {rejected!r} {what}")
+    return answers
 
 
 def _equal_at_start(first: Sequence[object], second: Sequence[object]) -> int:

@@ -76,16 +76,24 @@ class ReferenceFile:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
 
 
-def reference_file(run: Path, recipe: schema.Recipe) -> ReferenceFile | None:
-    """The file of a run; None if its loss needs no reference."""
-    model, lora = recipe.model, recipe.lora
-    if recipe.preference is None or not needs_reference(recipe.preference):
+def reference_file(
+    run: Path,
+    preference: schema.Preference | None,
+    model: schema.Model,
+    lora: schema.Lora | None,
+    strategy: schema.Strategy,
+    seed: int,
+) -> ReferenceFile | None:
+    """The file of a run; None if its loss needs no reference. `seed` is that of random weights."""
+    if preference is None or not needs_reference(preference):
         return None
     if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
         weights = open_folder(folder).digest()
+        if model.config:
+            weights += f" with {json.dumps(model.config, sort_keys=True)}"
     else:
-        weights = json.dumps([model.path, model.config, recipe.run.seed])
-    name = f"{weights} in {compute_dtype(recipe.strategy)}"
+        weights = json.dumps([model.path, model.config, seed])
+    name = f"{weights} in {compute_dtype(strategy)}"
     if lora is not None and lora.quantize is not None:
         name += f", quantized to {lora.quantize}"
     if lora is not None and lora.path is not None:
