@@ -75,6 +75,7 @@ class Fsdp(WrappedModel):
         outer_units: Sequence[nn.Module],
         experts: Experts | None = None,
         layers: DividedLayers | None = None,
+        unused: Sequence[nn.Module] = (),
         *,
         policy: FsdpPolicy,
         ranks: DataParallel,
@@ -99,6 +100,10 @@ class Fsdp(WrappedModel):
             own: dict[str, Any] = policies | {"mesh": _without_last(experts.mesh)}
             for module in experts.modules:
                 fully_shard(module, reshard_after_forward=reshard, **own)
+        # Modules that are never called stay sharded. Without a dtype of the reduction, FSDP does not
+        # look for gradients of weights that it has never gathered
+        for module in unused:
+            fully_shard(module, **policies | {"mp_policy": MixedPrecisionPolicy()})
         embedding, last = outer_units[:1], outer_units[1:]
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)

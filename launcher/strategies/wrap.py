@@ -72,7 +72,7 @@ def wrap(
         replicate=strategy.replicate,
         sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
     )
-    units = [*parts.unused, *blocks.values()], parts.outer_units, parts.experts, parts.layers
+    units = list(blocks.values()), parts.outer_units, parts.experts, parts.layers, parts.unused
     return Fsdp(model, *units, policy=policy, ranks=ranks, init_fn=init_fn)
 
 

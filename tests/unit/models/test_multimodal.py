@@ -113,8 +113,12 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
 
 
 def test_a_trace_shards_the_rest_and_does_not_gather_it():
+    """Also with gradients that are kept in the dtype of the reduction until the last micro-batch:
+    FSDP then looks at those of each parameter."""
     recipe = recipe_of(random_model("qwen3_vl"))
-    traced = trace_step(recipe, ranks=2, device="cpu", micro_batches=1)
+    strategy = schema.Strategy(sync_every_micro_batch=False, reshard_after_forward=True)
+    recipe = dataclasses.replace(recipe, strategy=strategy)
+    traced = trace_step(recipe, ranks=2, device="cpu", micro_batches=2)
     unused = prepare_model(recipe, device=CPU).unused
     held = sum(p.numel() for module in unused for p in module.parameters())
     total = sum(p.numel() for p in prepare_model(recipe, device=CPU).model.parameters())
