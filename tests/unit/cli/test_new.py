@@ -41,6 +41,7 @@ def written(capsys, *words, status=0):
     return capsys.readouterr()
 
 
+@pytest.mark.long
 def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
     larger = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     (here / "model/config.json").write_text(json.dumps(CONFIG | larger))
