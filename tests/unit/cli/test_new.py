@@ -3,14 +3,19 @@
 import dataclasses
 import json
 import re
+import shlex
 
 import pytest
 
 from launcher.cli import new
 from launcher.cli.main import main
+from launcher.console import bytes_as_text
+from launcher.planner import search
+from launcher.planner.candidates import overrides_between
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
+from tests.unit.planner.example_plans import example_search
 
 CONFIG = {
     "model_type": "llama",
@@ -41,6 +46,38 @@ def written(capsys, *words, status=0):
     return capsys.readouterr()
 
 
+def test_the_recipe_has_the_best_configuration(here, capsys, monkeypatch):
+    """The search is a list of configurations by hand."""
+    result = example_search()
+    monkeypatch.setattr(search, "search_configurations", lambda *_, **__: result)
+    text = written(capsys, "data=chat.jsonl", "gpu=h100", "gpus=2", "method=qlora").out
+    (here / "my.yaml").write_text(text)
+    assert main(["show", "recipe=my.yaml", "gpus=2"]) == 0
+    recipe = load_recipe(["recipe=my.yaml"], ranks=2).recipe
+    best = result.best.recipe
+    assert recipe.batch.micro_batch_size == best.batch.micro_batch_size == 8
+    assert (recipe.strategy, recipe.activation_checkpointing) == (
+        best.strategy,
+        best.activation_checkpointing,
+    )
+    assert recipe.lora.quantize == "nf4"
+    assert recipe.data.kind == "chat"
+    assert f"needs {bytes_as_text(result.best.plan.needed)} of 79.1 GiB" in text
+    last = result.configurations[-1]  # the others do not fit, or are as written
+    words = shlex.join(overrides_between(best, last.recipe))
+    shown = f"#   {bytes_as_text(last.plan.needed)}, 31,000 tokens/s: {words}"
+    assert [line for line in text.splitlines() if "tokens/s: " in line] == [shown]
+    monkeypatch.setattr(
+        search, "search_configurations", lambda *_, **__: example_search(fits=False)
+    )
+    monkeypatch.setattr(search, "smallest_that_fits", lambda recipe, _: recipe.lora)
+    printed = written(capsys, "data=chat.jsonl", "gpu=h100", "gpus=8", status=3)
+    assert "model with method=full does not fit" in printed.err
+    shown = "  launcher new model=model data=chat.jsonl method=lora gpu=h100 gpus=8"
+    assert printed.err.splitlines()[1:] == ["What fits:", shown]
+
+
+@pytest.mark.long
 def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
     larger = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     (here / "model/config.json").write_text(json.dumps(CONFIG | larger))
