@@ -84,7 +84,7 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
     search.trace_ahead(shown[:traced])
     rows = [*map(search.trace, shown[:traced]), *shown[traced:]]
     rows = fitting + [row for row in rows if row.recipe not in [one.recipe for one in fitting]]
-    rows = [row for row in rows if row is best or not _beaten(row, rows)]
+    rows = [row for row in rows if row in fitting or not _beaten(row, rows)]
     if all(row.recipe != recipe for row in rows):
         rows.append(written)
     return SearchResult(
