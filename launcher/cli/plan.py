@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from contextvars import copy_context
 from pathlib import Path
 from typing import Annotated
 
@@ -113,9 +114,8 @@ def plan(
         machine = _this_machine(machine, "verify" if verify else "measure", gpu)
     set_compile_cache(cache_folder(recipe.data.cache))
     try:
-        report = _report(
-            overrides, machine, notes, search and not verify, verify, measure_fastest, print_json
-        )
+        arguments = (notes, search and not verify, verify, measure_fastest, print_json)
+        report = copy_context().run(_report, overrides, machine, *arguments)
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
@@ -141,9 +141,12 @@ def _report(
     # These modules import torch; errors in the command line are reported before
     from rich.console import Console
 
+    from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
     from launcher.planner import fastest, known_models, measurement, plan, recipes, search
 
+    if not notes:  # not for the GPUs of this machine
+        planned_gpu.set(machine.name)
     gc.freeze()  # collections would scan the imported modules again and again
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
@@ -162,13 +165,13 @@ def _report(
     if chosen is not None:
         recipe, added, note = chosen
         overrides, notes = [*overrides, *added], [*notes, note]
+    result = verified = trials = None
+    if with_search:  # first: it traces the recipe together with other configurations
+        with progress("tracing steps and searching for a faster configuration"):
+            result = search.search_configurations(recipe, machine)
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
-    result = verified = trials = None
-    if with_search:
-        with progress("searching for a faster configuration"):
-            result = search.search_configurations(recipe, machine)
     if measure_fastest:
         with progress("measuring the configurations that should be fastest"):
             trials = fastest.measure_fastest(overrides, recipe, machine)

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,9 @@ _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 """What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
+
+planned_gpu = ContextVar[str | None]("planned_gpu", default=None)
+"""The name of the GPU that a plan is for; None: the one that is present."""
 
 Call = dict[str, Any]
 """Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
@@ -114,11 +118,19 @@ def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: tor
         # In bfloat16 the CPU compiles and keeps kernels for each length: slower than a mask, and
         # 230 MiB more in a small benchmark (torch 2.13)
         return compute_dtype == torch.float32
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return False  # without a GPU, a plan assumes a recent one
+    if without_flash(device):
+        return False
     config = model.config.get_text_config(decoder=True)
     dropouts = [getattr(config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
     return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
+
+
+def without_flash(device: torch.device) -> bool:
+    """Whether the GPU, or that of the plan, is too old for FlashAttention (compute capability 8.0).
+    Without either, a recent one is assumed."""
+    if (planned := planned_gpu.get()) is not None:
+        return planned.startswith(("T4", "V100"))
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _use_flash_attention_3(device: torch.device) -> None:

@@ -26,9 +26,13 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
+from launcher.recipe.validate import check
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
+SIZES = ("context_parallel_size", "expert_parallel_size", "tensor_parallel_size")
+"""Keys of `strategy` for numbers of ranks that share rows, hold different experts, or divide
+layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,11 @@ class Configuration:
         steps = self.recipe.run.max_steps
         seconds = steps * self.seconds.total if steps else 1e9 / self.tokens_per_second
         return seconds / 3600
+
+    @property
+    def speed_measured(self) -> bool:
+        """Whether predicted speeds of such configurations were compared with published ones."""
+        return all(getattr(self.recipe.strategy, key) == 1 for key in SIZES)
 
     @property
     def offloads(self) -> bool:
@@ -119,14 +128,27 @@ def variants(
 
 
 def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
-    """The strategy with the written numbers of ranks that share rows, hold different experts and
-    divide layers, which are not varied."""
-    return dataclasses.replace(
-        strategy,
-        context_parallel_size=written.strategy.context_parallel_size,
-        expert_parallel_size=written.strategy.expert_parallel_size,
-        tensor_parallel_size=written.strategy.tensor_parallel_size,
-    )
+    """The strategy with the written `SIZES`, which `variants` does not vary."""
+    sizes: Any = {key: getattr(written.strategy, key) for key in SIZES}
+    return dataclasses.replace(strategy, **sizes)
+
+
+def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
+    """For each key of `SIZES`, recipes with larger sizes inside of a node, the smallest first: as
+    `smallest`, without CPU offload. Empty lists where the rules for recipes allow no size."""
+    per_node = machine.gpus_per_node
+    for key in SIZES:
+        before, recipes = getattr(written.strategy, key), list[Recipe]()
+        for size in (n for n in range(before + 1, per_node + 1) if per_node % n == 0):
+            changed: Any = {key: size}
+            strategy = dataclasses.replace(written.strategy, **changed)
+            recipe = next(smallest(dataclasses.replace(written, strategy=strategy), machine))
+            if key != SIZES[0]:  # not available with it
+                model = dataclasses.replace(recipe.model, compile=False)
+                recipe = dataclasses.replace(recipe, model=model)
+            if not check(recipe, ranks=machine.ranks, unsound=set(), files=False):
+                recipes.append(recipe)
+        yield recipes
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
@@ -219,6 +241,7 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
     usual_sync = strategy.kind == "fsdp" and written.strategy.sync_every_micro_batch is True
     accumulates = micro_batches_of(recipe, ranks=configuration.plan.machine.ranks) > 1
     unusual = (
+        *(getattr(strategy, key) != getattr(written.strategy, key) for key in SIZES),
         strategy.replicate > 1,
         strategy.kind == "fsdp" and strategy.reshard_after_forward is not usual_reshard,
         not strategy.reshard_after_backward,

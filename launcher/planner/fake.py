@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from launcher.data.synthetic import SyntheticData
 from launcher.planner.tracker import HOST, Tracker
@@ -49,13 +50,14 @@ def replaced_for_tracing(
 
     `pinned` says whether CPU offload pins its host memory; None: there is no offload.
     """
+    from launcher.models import chunked_loss
     from launcher.optimizers import low_precision
     from launcher.optimizers import offload as optimizer_offload
     from launcher.optimizers.low_precision import Rectangle, parts_of
     from launcher.strategies import activation_checkpointing, ddp
 
     storage = torch.UntypedStorage
-    resize = storage.resize_
+    resize, chunks = storage.resize_, chunked_loss._chunks
 
     def recorded_resize(storage: torch.UntypedStorage, size: int) -> object:
         result = resize(storage, size)
@@ -69,10 +71,19 @@ def replaced_for_tracing(
         on_gpu = device == "cuda" and pinned is None  # the kernel takes no memory
         return () if on_gpu else islice(parts_of(matrix, cpu), 1)  # the others take no more
 
+    def fewer_chunks(weight: torch.Tensor, width: int) -> list[slice]:
+        found = chunks(weight, width)
+        # In the backward pass all chunks but a narrower last one take the same memory
+        return found if tracker.place.phase == "forward" else found[:1] + found[1:][-2:]
+
     with computing_as_on(device, data), Replacements() as replaced:
         if pinned is not None:
             replaced.set(torch.Tensor, "to", _copies(tracker, pinned=pinned))
         replaced.set(ddp, "DistributedDataParallel", Reducer)
+        replaced.set(chunked_loss, "_chunks", fewer_chunks)
+        # Names for the profiler, which take as long as operators on fake tensors
+        replaced.set(record_function, "__enter__", lambda scope: scope)
+        replaced.set(record_function, "__exit__", lambda scope, *error: None)
         replaced.set(low_precision, "parts_of", largest_part)
         replaced.set(optimizer_offload, "StateFile", partial(TracedFile, tracker))
         replaced.set(optimizer_offload, "aligned_buffer", unaligned)

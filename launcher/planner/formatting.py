@@ -252,6 +252,8 @@ def _configurations(plan: Json) -> Iterator[str]:
             remarks.append("fastest that fits")
         if row["as_written"]:
             remarks.append("as written")
+        if not row["speed_measured"]:
+            remarks.append("speed not measured")
         if n == best or row["as_written"]:
             hours = f"{two_digits(row['hours'])} hours, {two_digits(row['gpu_hours'])}"
             rate = speed_text(speed, row["tokens_per_second_range"])

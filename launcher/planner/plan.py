@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import io
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+
+import torch
 
 from launcher.data.batching import rows_of
+from launcher.distributed.spawn import end_with_parent
 from launcher.models.preference import needs_reference
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
-from launcher.planner.memory import HostMemory, Plan, StepMemory, pinned
+from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
@@ -49,17 +59,55 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     """
     profile = profile_model(recipe, device=machine.device)
     estimated = estimated_plan(profile, recipe, machine)
-    ranks, device = machine.ranks, machine.device
-    key = repr((with_random_weights(recipe), ranks, device))
-    count = micro_batches_of(recipe, ranks=ranks)
+    key = _key(recipe, machine)
     try:
         if key not in _STEPS:
-            _STEPS[key] = trace_step(recipe, ranks=ranks, device=device, micro_batches=count)
+            _STEPS[key] = _trace(recipe, machine)
     except UntraceableError as error:
         note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
         return dataclasses.replace(estimated, notes=(note, *estimated.notes))
     traced = _plan(profile, recipe, machine, _STEPS[key])
     return dataclasses.replace(traced, arithmetic=estimated.step)
+
+
+def trace_ahead(recipes: Iterable[Recipe], machine: Machine) -> None:
+    """Traces recipes in one process per core, for later calls of `make_plan`, to which a trace that
+    fails is left. Does nothing on one core, or where copies of this process cannot trace: without
+    fork, or with GPUs."""
+    missing = {_key(recipe, machine): recipe for recipe in recipes}
+    missing = {key: recipe for key, recipe in missing.items() if key not in _STEPS}
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    workers = min(cores, len(missing))
+    if workers < 2 or torch.cuda.is_available():
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(),)) as pool:
+        traces = {key: pool.submit(_trace, recipe, machine) for key, recipe in missing.items()}
+        try:
+            for key, trace in traces.items():
+                with suppress(Exception):
+                    _STEPS[key] = trace.result()
+        except BaseException:  # Ctrl-C
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent(parent)
+    # Another thread may have held the lock of these streams when this process was forked
+    sys.stdout = sys.stderr = io.StringIO()
+    torch.set_num_threads(1)
+
+
+def _key(recipe: Recipe, machine: Machine) -> str:
+    return repr((with_random_weights(recipe), machine.ranks, machine.device))
+
+
+def _trace(recipe: Recipe, machine: Machine) -> StepMemory:
+    ranks, device = machine.ranks, machine.device
+    count = micro_batches_of(recipe, ranks=ranks)
+    return trace_step(recipe, ranks=ranks, device=device, micro_batches=count)
 
 
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
@@ -93,7 +141,8 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
 
     The allocator gives memory that was freed on one stream only to the same stream. FSDP allocates
     gradient shards on the stream of its reductions, and all-gathered weights on another one, so
-    other tensors cannot take their place while they do not exist. docs/memory.md has measurements.
+    other tensors cannot take their place while they do not exist. That counts as far as it exceeds
+    the peak, which may be where all shards exist. docs/memory.md has measurements.
     """
     strategy = recipe.strategy
     if strategy.kind == "ddp":
@@ -102,11 +151,20 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
     largest = max((group.on_each_of(ranks) for group in profile.groups), key=lambda g: g.count)
     gathered = largest.unsharded(compute_dtype(strategy).itemsize)
     gathered *= 2 if largest.trained else 1
-    gradients = step.phases["optimizer"].components.gradients
-    if strategy.sync_every_micro_batch is not False:
-        # Those of an earlier micro-batch exist at the peak and are part of it
-        gradients -= min(gradients, step.phases["forward"].components.gradients)
-    return max(LEAST_ROOM, gradients + gathered)
+    whole = step.phases["optimizer"].components.gradients
+
+    def unused(moment: Moment) -> int:
+        """Bytes of shards that do not exist at this moment: other gradients are unsharded, at most
+        of the largest unit and of another one."""
+        of_moment = moment.components.gradients
+        before = step.phases["forward"].components.gradients  # of an earlier micro-batch
+        return whole - min(whole, max(before, of_moment - gathered))
+
+    if strategy.sync_every_micro_batch is False:  # gradients are unsharded until the last one
+        return max(LEAST_ROOM, whole + gathered)
+    passes = (moment for moment in step.timeline if moment.phase != "optimizer")
+    beyond = max(moment.total + unused(moment) for moment in passes) - step.peak.total
+    return max(LEAST_ROOM, max(0, beyond) + gathered)
 
 
 def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:

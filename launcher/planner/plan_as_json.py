@@ -94,6 +94,7 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
         "has_room": plan.has_room,
         "fits_device": plan.spare is None or plan.spare >= 0,
         "as_written": recipe == written,
+        "speed_measured": configuration.speed_measured,
         "needed": plan.needed,
         "host": plan.host.total,
         "seconds": asdict(seconds) | {"total": seconds.total},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -111,9 +111,13 @@ class WeightGroup:
         """Elements of each weight in NF4."""
         return [weight.count for weight in self.parameters if weight.packed]
 
+    @cached_property
+    def _packed(self) -> int:
+        return sum(weight.packed for weight in self.parameters)
+
     def unsharded(self, dtype_bytes: int) -> int:
         """Bytes of all weights as FSDP gathers them."""
-        return sum(weight.packed or dtype_bytes * weight.count for weight in self.parameters)
+        return self._packed + dtype_bytes * (self.count - sum(self.quantized))
 
     def sizes(self, dtype_bytes: int) -> list[int]:
         """Bytes of each parameter as the model holds it, for a compute dtype of `dtype_bytes`."""
@@ -203,10 +207,8 @@ _PREPARED: dict[str, PreparedModel] = {}
 """Caches, by what they depend on."""
 
 
-def prepared_model(recipe: Recipe, *, device: Device) -> PreparedModel:
-    """What `prepare_model` returns, of a copy of the model: building it takes a second."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
+    """What `prepare_model` returns, which is cached, and must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
     depends = (recipe.model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
     key = repr((depends, strategy.kind, strategy.mixed_precision, device))
@@ -214,13 +216,29 @@ def prepared_model(recipe: Recipe, *, device: Device) -> PreparedModel:
         return prepare_model(recipe, device=torch.device(device))
     if key not in _PREPARED:
         _PREPARED[key] = prepare_model(recipe, device=torch.device(device))
-    prepared = _PREPARED[key]
+    return _PREPARED[key]
+
+
+def prepared_model(
+    recipe: Recipe, *, device: Device, blocks: Collection[int] | None = None
+) -> PreparedModel:
+    """What `prepare_model` returns, of a copy of the model: building it takes a second. With
+    `blocks`, the others are empty modules, to be deleted: copying them takes as long as a trace."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    prepared = original_model(recipe, device=device)
+    if recipe.model.builder is not None:
+        return prepared
     # A recipe whose ranks share rows may have replaced it since
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     parts = (prepared.model, prepared.blocks, prepared.outer_units, prepared.unused)
-    model, blocks, units, unused = copy.deepcopy(parts)
+    copies: dict[int, Any] = {}
+    if blocks is not None:
+        named = enumerate(prepared.blocks.values())
+        copies = {id(block): nn.Identity() for index, block in named if index not in blocks}
+    model, named_blocks, units, unused = copy.deepcopy(parts, copies)
     return dataclasses.replace(
-        prepared, model=model, blocks=blocks, outer_units=units, unused=unused
+        prepared, model=model, blocks=named_blocks, outer_units=units, unused=unused
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,14 +13,16 @@ from typing import Any
 from launcher.data.batching import rows_of
 from launcher.errors import RecipeError
 from launcher.planner.candidates import (
+    SIZES,
     Configuration,
     complexity,
+    larger_sizes,
     overrides_between,
     smallest,
     variants,
 )
 from launcher.planner.machine import Machine
-from launcher.planner.plan import estimated_plan, make_plan
+from launcher.planner.plan import estimated_plan, make_plan, trace_ahead
 from launcher.planner.profile import profile_model
 from launcher.planner.recipes import micro_batches_of
 from launcher.planner.speed import estimate_time
@@ -62,24 +65,33 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
     """
     recipe = concrete(recipe, machine)
     search = _Search(recipe, machine)
-    written = search.trace(search.estimate(recipe))
+    estimated = search.estimate(recipe)
     evaluated = [search.estimate(variant) for variant in variants(recipe, machine, compiles=True)]
+    evaluated_count = len(evaluated)
+    search.trace_ahead([estimated, *search.likely(evaluated)[: traced + 1]])
+    written = search.trace(estimated)
     best = search.fastest(evaluated)
+    fitting = [] if best is None else [best]
+    if machine.memory is not None and (best is None or best.offloads):
+        groups = search.divided()
+        evaluated_count += sum(map(len, groups))
+        fitting += search.fastest_of(groups)
+        best = min(fitting, key=lambda c: c.seconds.total, default=None)
     nothing_fits = best is None and machine.memory is not None
     shown = [] if nothing_fits else _shown([c for c in evaluated if search.may_fit(c)], recipe)
     if not shown:
         shown = [min(evaluated, key=lambda c: (c.plan.tensors, c.seconds.total))]
+    search.trace_ahead(shown[:traced])
     rows = [*map(search.trace, shown[:traced]), *shown[traced:]]
-    if best is not None:
-        rows = [best, *(row for row in rows if row.recipe != best.recipe)]
-    rows = [row for row in rows if row is best or not _beaten(row, rows)]
+    rows = fitting + [row for row in rows if row.recipe not in [one.recipe for one in fitting]]
+    rows = [row for row in rows if row in fitting or not _beaten(row, rows)]
     if all(row.recipe != recipe for row in rows):
         rows.append(written)
     return SearchResult(
         written=written,
         configurations=tuple(sorted(rows, key=lambda row: (row.seconds.total, row.plan.needed))),
         best=best,
-        evaluated=len(evaluated),
+        evaluated=evaluated_count,
         suggestions=tuple(suggestions(recipe, machine)) if nothing_fits else (),
     )
 
@@ -163,15 +175,18 @@ class _Search:
     def __init__(self, written: Recipe, machine: Machine) -> None:
         self._written, self._machine = written, machine
         self._profile = profile_model(concrete(written, machine), device=machine.device)
-        self._scales: dict[tuple[str, str | None], float] = {}
-        """Ratio of traced to estimated bytes of tensors, by strategy and checkpointing."""
+        self._scales: dict[tuple[object, ...], float] = {}
+        """Ratio of traced to estimated bytes of tensors, by `_like`."""
 
     def estimate(self, recipe: Recipe) -> Configuration:
         """A configuration with its estimated memory and time."""
+        profile = self._profile
+        if recipe.strategy.tensor_parallel_size != self._written.strategy.tensor_parallel_size:
+            profile = profile_model(recipe, device=self._machine.device)
         return Configuration(
             recipe=recipe,
-            plan=estimated_plan(self._profile, recipe, self._machine),
-            seconds=estimate_time(self._profile, recipe, self._machine),
+            plan=estimated_plan(profile, recipe, self._machine),
+            seconds=estimate_time(profile, recipe, self._machine),
             overrides=overrides_between(self._written, recipe),
         )
 
@@ -181,6 +196,18 @@ class _Search:
         key, scale = _like(estimated.recipe), plan.tensors / max(1, estimated.plan.tensors)
         self._scales[key] = max(self._scales.get(key, 0.0), scale)
         return dataclasses.replace(estimated, plan=plan)
+
+    def trace_ahead(self, configurations: Iterable[Configuration]) -> None:
+        """Traces these configurations at the same time, so that `trace` finds the results."""
+        trace_ahead([configuration.recipe for configuration in configurations], self._machine)
+
+    def likely(self, candidates: Sequence[Configuration]) -> list[Configuration]:
+        """What a search will trace if the estimates are right: the fastest that fits, then the
+        configurations that are shown."""
+        plain = [c for c in candidates if not c.offloads and self.may_fit(c, with_room=True)]
+        fastest = [_simplest_of_the_fastest(plain, self._written)] if plain else []
+        shown = _shown([c for c in candidates if self.may_fit(c)], self._written)
+        return fastest + shown
 
     def may_fit(self, estimated: Configuration, *, with_room: bool = False) -> bool:
         """Whether the corrected estimate fits, where memory is known, also with its room."""
@@ -210,11 +237,39 @@ class _Search:
                 group.remove(chosen)
         return None
 
+    def divided(self) -> list[list[Configuration]]:
+        """For each key of `SIZES`, estimates of the configurations without CPU offload of the
+        smallest size with which one fits with room, or else fits."""
+        found = []
+        for recipes in larger_sizes(self._written, self._machine):
+            for with_room, recipe in itertools.product((True, False), recipes):
+                few = [r for r in smallest(recipe, self._machine) if not r.strategy.cpu_offload]
+                with contextlib.suppress(RecipeError):  # the model's layers cannot be divided
+                    if any(self.may_fit(self.estimate(r), with_room=with_room) for r in few):
+                        every = variants(
+                            concrete(recipe, self._machine), self._machine, precisions=False
+                        )
+                        estimates = map(self.estimate, every)
+                        found.append([one for one in estimates if not one.offloads])
+                        break
+        return found
 
-def _like(recipe: Recipe) -> tuple[str, str | None]:
+    def fastest_of(self, groups: Iterable[Sequence[Configuration]]) -> list[Configuration]:
+        """The fastest of each group, if it fits and the model supports it."""
+        found = []
+        self.trace_ahead(one for group in groups for one in self.likely(group)[:1])
+        for group in groups:
+            with contextlib.suppress(RecipeError):
+                if (fastest := self.fastest(group)) is not None:
+                    found.append(fastest)
+        return found
+
+
+def _like(recipe: Recipe) -> tuple[object, ...]:
     """A key that is equal for recipes whose estimates have similar errors."""
-    checkpointing = recipe.activation_checkpointing
-    return recipe.strategy.kind, None if checkpointing is None else checkpointing.mode
+    strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
+    mode = None if checkpointing is None else checkpointing.mode
+    return strategy.kind, mode, *(getattr(strategy, key) for key in SIZES)
 
 
 def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) -> Configuration:

@@ -39,7 +39,7 @@ from launcher.planner.memory import (
     Moment,
     StepMemory,
 )
-from launcher.planner.profile import prepared_model
+from launcher.planner.profile import original_model, prepared_model
 from launcher.planner.recipes import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
@@ -74,25 +74,25 @@ def trace_step(
     # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
     # keeps averaged gradients until those of the next micro-batch
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
+    original = original_model(recipe, device=device)
     prepare = partial(prepared_model, recipe, device=device)
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
-        prepared = prepare()
-        names, period = list(prepared.blocks), _period(prepared, recipe.activation_checkpointing)
+        names, period = list(original.blocks), _period(original, recipe.activation_checkpointing)
         ends = 2 * EDGE * period
         depth = ends + (2 if recipe.optimizer.name == "muon" else 1) * period
         if period == 0 or len(names) <= depth:
-            return run(prepared).step_memory()
-        smaller = prepare()
+            return run(prepare()).step_memory()
+        smaller = prepare(blocks=range(ends))
         if not keep_blocks(smaller.model, smaller.blocks, range(ends)):
-            return run(prepared).step_memory()
+            return run(prepare()).step_memory()
+        prepared = prepare(blocks=range(depth))
         keep_blocks(prepared.model, prepared.blocks, range(depth))
         traced = run(prepared)
         between = frozenset(names[ends // 2 : depth - ends // 2])
         # What the smaller model holds between steps and in the optimizer's step; its forward and
         # backward passes are those of the larger one without the blocks between
-        updated = run(smaller, only_update=True)
-        small = traced.step_memory(updated, between)
+        small = traced.step_memory(run(smaller, only_update=True), between)
         return _extrapolated(small, traced.step_memory(), (ends, depth), names)
 
 

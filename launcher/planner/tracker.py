@@ -213,6 +213,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Its storage, of a DTensor that of the local shard. The same object while the storage
     lives."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.untyped_storage()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData
+from launcher.models import attention
 
 
 class Replacements(ExitStack):
@@ -31,7 +32,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     from transformers import masking_utils
     from transformers.integrations import moe
 
-    from launcher.models import attention, experts
+    from launcher.models import experts
 
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
@@ -76,10 +77,11 @@ def cuda_attention(
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     out: torch.Tensor
     aten = torch.ops.aten
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if attn_mask is None and half and query.shape[-1] <= 256:
-        flash = aten._scaled_dot_product_flash_attention
-        out, *_ = flash(query, key, value, dropout_p, is_causal, scale=scale)
+    flash = query.dtype in (torch.bfloat16, torch.float16)
+    flash = flash and not attention.without_flash(torch.device("cuda"))
+    if attn_mask is None and flash and query.shape[-1] <= 256:
+        kernel = aten._scaled_dot_product_flash_attention
+        out, *_ = kernel(query, key, value, dropout_p, is_causal, scale=scale)
         return out
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)

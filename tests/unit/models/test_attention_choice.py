@@ -3,10 +3,13 @@
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.errors import RecipeError
-from launcher.models.attention import check_isolation
+from launcher.models.attention import check_isolation, planned_gpu
 from launcher.recipe import schema
+from launcher.training.fake_tensors import cuda_attention
 from launcher.training.prepare import prepare_model
 
 CPU = torch.device("cpu")
@@ -70,6 +73,33 @@ def test_logits_are_those_of_eager_attention(model_type, packing):
     found = model(input_ids=ids, use_cache=False, **inputs).logits
     alone = [plain(part).logits for part in (ids[:, :10], ids[:, 10:])]
     assert torch.allclose(found, torch.cat(alone, dim=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100 16GB", "H100", None])
+def test_a_plan_for_an_old_gpu_has_no_flash_attention(gpu):
+    half = schema.MixedPrecision(param_dtype="float16")
+    recipe = schema.Recipe(
+        run=schema.Run(name="choice", max_steps=1),
+        model=schema.Model(config={"model_type": "llama"} | MODELS["llama"]),
+        data=schema.Data(kind="tokens", sequence_length=16),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+        strategy=schema.Strategy(kind="fsdp", mixed_precision=half),
+    )
+    query, flash = torch.empty(1, 2, 8, 8, dtype=torch.float16), gpu in ("H100", None)
+    token = planned_gpu.set(gpu)
+    try:
+        prepared = prepare_model(recipe, device=torch.device("cuda"))
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            FlopCounterMode(display=False) as counted,
+        ):
+            fake = mode.from_tensor(query)
+            cuda_attention(fake, fake, fake, is_causal=True)
+    finally:
+        planned_gpu.reset(token)
+    assert prepared.masking == ("varlen" if flash else "mask")
+    (kernel,) = (str(name) for name in counted.get_flop_counts()["Global"])
+    assert ("flash" in kernel) is flash
 
 
 @torch.no_grad()

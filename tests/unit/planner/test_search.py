@@ -8,7 +8,13 @@ import pytest
 from launcher.distributed.hardware import GPUS, find_gpu
 from launcher.errors import RecipeError
 from launcher.planner import search
-from launcher.planner.candidates import overrides_between, variants
+from launcher.planner.candidates import (
+    SIZES,
+    larger_sizes,
+    overrides_between,
+    smallest,
+    variants,
+)
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import profile_model
@@ -46,6 +52,7 @@ def by_estimate(recipe, on):
 def estimated_plans(monkeypatch):
     """Make the search use estimated plans instead of traced plans."""
     monkeypatch.setattr(search, "make_plan", by_estimate)
+    monkeypatch.setattr(search, "trace_ahead", lambda recipes, machine: None)
 
 
 def machine(memory=80 * GIB, nodes=1, gpus=8, **settings):
@@ -286,6 +293,20 @@ def test_room_is_gradient_shards_and_two_all_gathers(load):
     assert by_estimate(recipe, known_machine("cpu", nodes=1, gpus_per_node=8)).room == 0
 
 
+def test_no_room_is_needed_for_gradients_that_exist_at_the_peak(load):
+    """Large weights and few activations: the peak is at the end of the backward pass."""
+    sizes = ["model.config.vocab_size=260", "model.config.num_hidden_layers=32",
+             "model.config.hidden_size=2048", "model.config.intermediate_size=6144"]  # fmt: skip
+    few = ["data.sequence_length=16", "batch.global_batch_size=8", "batch.micro_batch_size=1"]
+    plan = by_estimate(load(*sizes, *few), machine())
+    shards = plan.step.phases["optimizer"].components.gradients
+    assert shards + plan.step.phases["forward"].total < plan.tensors + plan.room
+    assert plan.room < shards
+    # Gradients that are reduced once a step are not shards before
+    unsynced = by_estimate(load(*sizes, *few, UNSYNCED), machine())
+    assert unsynced.room > shards
+
+
 def test_search_prefers_configurations_with_room(load, estimated_plans):
     recipe = load()
     fastest = search_configurations(recipe, machine()).best
@@ -370,6 +391,7 @@ def test_trace_overrides_the_estimate(load, monkeypatch):
         return dataclasses.replace(plan, step=step)
 
     monkeypatch.setattr(search, "make_plan", plan_of)
+    monkeypatch.setattr(search, "trace_ahead", lambda recipes, machine: None)
     best = search_configurations(load(), machine()).best
     assert traced
     assert best.plan.fits
@@ -392,6 +414,62 @@ def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
     large = search_configurations(load(*long, ranks=2), machine(gpus=2, memory=8 * GIB))
     assert "a GPU with more memory: 256 of these are not enough" in large.suggestions
     assert any("data.sequence_length=" in text for text in large.suggestions)
+
+
+LONG = ("data.sequence_length=65536", "model.config.max_position_embeddings=65536",
+        "batch.micro_batch_size=1")  # fmt: skip
+
+
+def sizes_of(recipe):
+    return [getattr(recipe.strategy, key) for key in SIZES]
+
+
+def test_ranks_share_rows_or_divide_layers_if_nothing_else_fits(load, estimated_plans, folder):
+    written = concrete(load(*LONG), machine())
+    plain, *_ = smallest(written, machine())
+    wide, _, layers = (found[-1] for found in larger_sizes(written, machine()))
+    assert [sizes_of(wide), sizes_of(layers)] == [[8, 1, 1], [1, 1, 8]]
+    least, divided = (by_estimate(recipe, machine()).needed for recipe in (plain, wide))
+    assert divided < least
+    roomy = search_configurations(written, machine())
+    assert all(one.speed_measured and sizes_of(one.recipe) == [1, 1, 1] for one in roomy.configurations)  # fmt: skip
+    result = search_configurations(written, machine(memory=(divided + least) // 2))
+    found = [one for one in result.configurations if not one.speed_measured]
+    assert found
+    assert result.best.plan.fits
+    assert result.evaluated > roomy.evaluated
+    for one in found:
+        assert one.plan.fits
+        assert not one.offloads
+        assert sum(size > 1 for size in sizes_of(one.recipe)) == 1
+        loaded = load(*LONG, *one.overrides)
+        assert concrete(loaded, machine()) == concrete(one.recipe, machine())
+
+
+def test_sizes_are_those_that_the_rules_allow(load):
+    def found(*overrides, **settings):
+        every = larger_sizes(concrete(load(*overrides), machine(**settings)), machine(**settings))
+        return [[max(sizes_of(recipe)) for recipe in recipes] for recipes in every]
+
+    assert found() == [[2, 4, 8]] * 3
+    assert found(gpus=1, nodes=8) == [[], [], []]
+    assert found("optimizer.name=adafactor") == [[2, 4, 8], [], []]
+    assert found("optimizer.name=muon") == [[2, 4, 8], [2, 4, 8], []]
+    assert found("strategy.tensor_parallel_size=2", "batch.global_batch_size=32") == [[2, 4], [], [4, 8]]  # fmt: skip
+
+
+def test_a_size_that_the_model_refuses_is_not_offered(load, monkeypatch):
+    written = concrete(load(*LONG), machine())
+
+    def refuse(recipe, on):
+        raise RecipeError("strategy.context_parallel_size: use 1")
+
+    monkeypatch.setattr(search, "make_plan", refuse)
+    monkeypatch.setattr(search, "trace_ahead", lambda recipes, machine: None)
+    searched = search._Search(written, machine())
+    groups = searched.divided()
+    assert groups
+    assert searched.fastest_of(groups) == []
 
 
 def test_auto_varies_only_auto_keys(load, estimated_plans):

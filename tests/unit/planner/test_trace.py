@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.planner import trace
+from launcher.models import chunked_loss
+from launcher.planner import plan, trace
 from launcher.planner.estimate import estimate_memory
+from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import UntraceableError, trace_step
 from launcher.recipe.schema import (
@@ -23,6 +25,7 @@ from launcher.recipe.schema import (
     Run,
     Strategy,
 )
+from launcher.training.fake_tensors import Replacements
 
 LAYERS, HIDDEN, VOCABULARY, LENGTH = 3, 64, 512, 64
 DEEP = 7
@@ -156,6 +159,36 @@ class ReadsValue(nn.Module):
 
 def value_reading_model():
     return ReadsValue()
+
+
+def test_chunks_of_the_loss_that_are_left_out_change_nothing(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**12)
+    settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
+    changed, plain, calls = recipe(layers=1), Replacements.set, []
+    fewer = trace_step(changed, **settings)
+
+    def keep(replaced, owner, name, value):
+        if name == "_chunks":
+            calls.append(name)
+        else:
+            plain(replaced, owner, name, value)
+
+    monkeypatch.setattr(Replacements, "set", keep)
+    assert trace_step(changed, **settings) == fewer
+    assert calls
+
+
+def test_traces_in_other_processes_are_the_same(monkeypatch):
+    monkeypatch.setattr(plan.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(plan, "_STEPS", {})
+    machine = known_machine("h100", nodes=1, gpus_per_node=2)
+    recipes = [recipe(layers=1, micro_batch_size=size) for size in (1, 2)]
+    wrong = dataclasses.replace(recipes[0], model=Model(builder="tests.no:model"))
+    plan.trace_ahead([*recipes, wrong, recipes[0]], machine)
+    assert len(plan._STEPS) == 2, "what fails there is left to make_plan"
+    for each, count in zip(recipes, (4, 2), strict=True):
+        traced = plan._STEPS[plan._key(each, machine)]
+        assert traced == trace_step(each, ranks=2, device="cuda", micro_batches=count)
 
 
 def test_model_that_reads_values_is_untraceable():
