@@ -59,6 +59,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.tensor_parallel_size", "optimizer.name", "adamw sgd"),
     ("strategy.tensor_parallel_size", "optimizer.state_dtype", "float32"),
     ("strategy.tensor_parallel_size", "strategy.expert_parallel_size", "1"),
+    ("strategy.tensor_parallel_size", "model.task", "causal_lm sequence_classification"),
     (
         "strategy.tensor_parallel_size",
         "model.builder model.compile lora.quantize lora.dora data.builder evaluation.generate",

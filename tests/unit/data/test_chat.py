@@ -695,7 +695,8 @@ def test_system_column_and_default_system_prompt(tmp_path, folder):
         ("maybe\n\nwhat?", "no<eos>"),
         ("yes\n\nwhat?", "no<eos>"),
     ]
-    pair = {"prompt": dialogue("a"), "chosen": dialogue("", "no")[1:], "rejected": "yes"}
+    no, yes = dialogue("", "no")[1:], dialogue("", "yes")[1:]
+    pair = {"prompt": dialogue("a"), "chosen": no, "rejected": yes}
     (one,) = encode_file(tmp_path, [pair], "preference", folder, **settings)
     assert tokenizer.decode(one.ids).count(begins[1]) == 2
 

@@ -295,7 +295,7 @@ MISTAKES_IN_ARGUMENTS = [
     (None, [*REWARD, "data.streaming=true"],
      "data.streaming=true: needs data.kind: text or tokens or chat or instruct"),
     (None, [*REWARD, "strategy.tensor_parallel_size=2"],
-     "strategy.tensor_parallel_size=2: needs data.kind: text or tokens or chat or instruct"),
+     "strategy.tensor_parallel_size=2: needs model.task: causal_lm or sequence_classification"),
     (None, [*REWARD, "data.margin_column=3"], "data.margin_column=3: must be text; got 3; put it in quotes"),
     (None, [*PREFER, "data.margin_column=x"], "data.margin_column=x: needs model.task: reward"),
     (None, [*REWARD, "data.validation=data.txt", "checkpoint.keep_best=eval_f1"],
