@@ -211,7 +211,8 @@ class Worker:
 
     def no_cache(self, wrapped):
         """Like the launcher, disables the KV cache: each recomputation would append to it again."""
-        return {"use_cache": False} if hasattr(wrapped.module.config, "use_cache") else {}
+        text = wrapped.module.config.get_text_config(decoder=True)
+        return {"use_cache": False} if hasattr(text, "use_cache") else {}
 
     def logits(self, wrapped):
         wrapped.model.eval()
