@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from contextvars import copy_context
@@ -121,7 +122,8 @@ def plan(
         return EXIT_FAILED
     if html is not None:
         write_plan(report, html)
-    print(json.dumps(report, indent=1) if print_json else "\n".join(as_text(report)))
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(json.dumps(report, indent=1) if print_json else "\n".join(as_text(report, columns)))
     if report["measured"] is not None and report["measured"]["best"] is None:
         return EXIT_FAILED
     wrong = report["verified"] is not None and not report["verified"]["true"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +30,7 @@ NAMES = {
 DISAGREES = 0.10
 """Relative difference between trace and estimate above which a warning is shown."""
 WIDTH, BAR = 100, 36
-"""Columns of the text, and of a bar."""
+"""Columns of a paragraph, and of a bar."""
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -118,8 +119,12 @@ def speed_text(tokens_per_second: float, limits: Sequence[float]) -> str:
     return f"about {two_digits(tokens_per_second)} tokens/s ({low} to {high})"
 
 
-def as_text(plan: Json) -> Iterator[str]:
-    """The lines of a plan as `as_json` returns it; `measured` is from `measure_fastest`."""
+def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
+    """The lines of a plan as `as_json` returns it; `measured` is from `measure_fastest`.
+
+    columns: of the terminal. Longer lines are folded, but not those to copy, and the names of
+    configurations are in lines of their own. None: there is no limit.
+    """
     machine = plan["machine"]
     on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
     if machine["memory"] is not None:
@@ -130,7 +135,7 @@ def as_text(plan: Json) -> Iterator[str]:
     yield from _components(plan)
     yield ""
     for label, text in _other_memory(plan):
-        yield f"  {label:<22}{text}"
+        yield from _paragraph(f"  {label:<22}{text}", 24, columns or sys.maxsize)
     remarks = [
         *_little_room(plan),
         *_disagreement(plan),
@@ -139,21 +144,21 @@ def as_text(plan: Json) -> Iterator[str]:
     if remarks:
         yield ""
     for remark in remarks:
-        yield from _paragraph(remark, indent=remark.index(":") + 2)
+        yield from _paragraph(remark, remark.index(":") + 2, min(WIDTH, columns or WIDTH))
     if plan["search"] is not None:
-        yield from ("", *_configurations(plan))
+        yield from ("", *_configurations(plan, columns))
     if plan["verified"] is not None:
         yield from ("", *_comparison(plan["verified"]))
     if plan.get("measured") is not None:
-        yield from ("", *measured_text(plan["measured"]))
+        yield from ("", *measured_text(plan["measured"], columns))
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:
     return f"{count:,} {word}{'' if count == 1 else ending}"
 
 
-def _paragraph(text: str, indent: int) -> list[str]:
-    wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+def _paragraph(text: str, indent: int, width: int = WIDTH) -> list[str]:
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     wrapper.subsequent_indent = " " * indent
     return wrapper.wrap(text)
 
@@ -235,12 +240,13 @@ def _disagreement(plan: Json) -> Iterator[str]:
         )
 
 
-def _configurations(plan: Json) -> Iterator[str]:
+def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
     search, source = plan["search"], plan["machine"]["rates"]["source"]
     rows, best = search["configurations"], search["best"]
     speeds = [row["tokens_per_second"] for row in rows]
     whole = max(speeds) if best is None else speeds[best]
-    yield f"Configurations: {search['considered']:,} evaluated; speed is predicted ({source})"
+    headline = f"Configurations: {search['considered']:,} evaluated; speed is predicted ({source})"
+    yield from _paragraph(headline, 4, columns or sys.maxsize)
     cells, times, others = [], [], []
     for n, row in enumerate(rows):
         speed, remarks = row["tokens_per_second"], []
@@ -266,7 +272,7 @@ def _configurations(plan: Json) -> Iterator[str]:
                 ", ".join(remarks),
             ]
         )
-    yield from _table(rows, best, ["peak", "tokens/s", "speed", ""], cells)
+    yield from _table(rows, best, ["peak", "tokens/s", "speed", ""], cells, columns)
     what = f"{search['steps']:,} steps" if search["steps"] else "a billion tokens"
     yield from ("", f"Training time of {what}, predicted", *times)
     if others:
@@ -282,14 +288,27 @@ def _number(n: int, best: int | None) -> str:
 
 
 def _table(
-    rows: list[Json], best: int | None, titles: list[str], cells: list[list[str]]
+    rows: list[Json],
+    best: int | None,
+    titles: list[str],
+    cells: list[list[str]],
+    columns: int | None,
 ) -> Iterator[str]:
-    """A table with a configuration per line, and further columns, the last one for remarks."""
+    """A table with a configuration per line, and further columns, the last one for remarks. If it
+    has more than `columns`, the name of a configuration is in a line of its own."""
     table = [["", "strategy", "micro-batch", *titles]]
     for n, row in enumerate(rows):
         size = row["micro_batch_size"] or row["micro_batch_tokens"]
         table.append([_number(n, best), row["strategy"], f"{size:,}", *cells[n]])
-    return aligned(table, "<<" + ">" * len(titles) + "<")
+    sides = ">" * (1 + len(titles[:-1])) + "<"
+    lines = list(aligned(table, "<<" + sides))
+    if columns is None or max(map(len, lines)) <= columns:
+        yield from lines
+        return
+    numbers = aligned([row[2:] for row in table], sides)
+    for (number, name, *_), line in zip(table, numbers, strict=True):
+        yield f"{number:<4}  {name}"
+        yield f"      {line}"
 
 
 def _comparison(verified: Json) -> Iterator[str]:
@@ -309,7 +328,7 @@ def _comparison(verified: Json) -> Iterator[str]:
         yield "The plan does not hold: please report the recipe and this table"
 
 
-def measured_text(trials: Json) -> Iterator[str]:
+def measured_text(trials: Json, columns: int | None = None) -> Iterator[str]:
     """The lines of measured configurations, as `fastest.measure_fastest` returns them."""
     rows, best, cells = trials["rows"], trials["best"], []
     for n, row in enumerate(rows):
@@ -323,7 +342,7 @@ def measured_text(trials: Json) -> Iterator[str]:
         cells.append([peak, planned[0], speed, planned[1], remark])
     yield "Measured on this machine, on random tokens; peak of tensors"
     titles = ["peak", "planned", "tokens/s", "planned", ""]
-    yield from _table(rows, best, titles, cells)
+    yield from _table(rows, best, titles, cells, columns)
     if best is not None and rows[best]["overrides"]:
         pasted = shlex.join(rows[best]["overrides"])
         yield from ("To take the fastest, add to the command:", f"      {pasted}")

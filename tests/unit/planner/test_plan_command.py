@@ -107,6 +107,18 @@ def test_plan_text():
     assert max(map(len, text)) <= 100
 
 
+def test_plan_fits_a_narrow_terminal():
+    """Overrides are not folded, because they are copied."""
+    report = as_json(RECIPE, example_plan(notes=("a " * 100,)), example_search(), None)
+    wide, narrow = list(as_text(report)), list(as_text(report, 80))
+    long = [line for line in narrow if len(line) > 80]
+    assert all(re.match(r"[* ] +\d+  '?[a-z_]+\.\S+=", line) and line in wide for line in long)
+    assert max(map(len, wide)) > 100
+    first = next(n for n, line in enumerate(narrow) if line.startswith("*  2  "))
+    assert narrow[first] == "*  2  fsdp (ZeRO-3), bf16, selective checkpointing"
+    assert re.search(r"GiB +[\d,]+ +\d+%  fastest that fits", narrow[first + 1])
+
+
 def test_bars_are_stacked_up_to_the_needed_memory():
     plan = example_plan()
     rows = [line for line in printed(plan) if re.match(r"  [a-z ]+ +[\d.]+ [MG]iB  ", line)]
