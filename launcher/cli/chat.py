@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from launcher.training.chat import Sampling, Speaker
 
 
+_CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+"""Characters of an answer that a terminal would obey, but for tabs and line breaks."""
+
+
 def chat(
     run: Annotated[
         Path,
@@ -129,7 +133,8 @@ def _talk(speaker: Speaker, sampling: Sampling, system: str | None) -> None:
 
             def write(part: str, parts: list[str] = parts) -> None:
                 parts.append(part)
-                print(part, end="", flush=True)
+                text = part.translate(_CONTROL) if sys.stdout.isatty() else part
+                print(text, end="", flush=True)
 
             turns = [*messages, {"role": "user", "content": line}]
             try:

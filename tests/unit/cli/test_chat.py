@@ -1,6 +1,7 @@
 """`launcher chat` with models of random weights: prompts, ends, turns, checkpoints and refusals."""
 
 import io
+import sys
 
 import pytest
 import torch
@@ -143,3 +144,14 @@ def test_what_cannot_be_answered_is_refused(tmp_path, pretrained, talk):
     )
     printed = talk(classifier, lines="", status=2)
     assert printed.err.endswith("LlamaForSequenceClassification does not generate text\n")
+
+
+def test_answers_do_not_control_the_terminal(pretrained, talk, monkeypatch):
+    def answer(self, messages, sampling, write):
+        write("\x1b[2Ja\tb\nc\x9b\r")
+
+    monkeypatch.setattr(Speaker, "answer", answer)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    replaced = "\N{REPLACEMENT CHARACTER}"
+    printed = talk(pretrained, lines="hi\n")
+    assert printed.out == f"{replaced}[2Ja\tb\nc{replaced}{replaced}\n"
