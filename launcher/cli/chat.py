@@ -18,7 +18,7 @@ from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.hub import is_model_id, model_folder
 
 if TYPE_CHECKING:
-    from launcher.training.chat import Sampling, Speaker
+    from launcher.training.chat import ChatModel, Sampling
 
 
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
@@ -75,17 +75,17 @@ def chat(
 
     import torch
 
-    from launcher.training.chat import Sampling, open_speaker
+    from launcher.training.chat import Sampling, open_chat_model
 
-    speaker = open_speaker(folder, checkpoint=checkpoint, plain=plain, trust_run=trust_run)
+    model = open_chat_model(folder, checkpoint=checkpoint, plain=plain, trust_run=trust_run)
     on_gpu = torch.cuda.is_available() and not cpu
-    speaker.load(torch.device("cuda" if on_gpu else "cpu"))
-    if speaker.template is None:
+    model.load(torch.device("cuda" if on_gpu else "cpu"))
+    if model.template is None:
         print(f"{folder}: no chat template; each line is completed", file=sys.stderr)
         if system is not None:
             raise RecipeError("command line: system: needs a chat template")
     sampling = Sampling(max_new_tokens, temperature, top_p)
-    _talk(speaker, sampling, speaker.system if system is None else system)
+    _talk(model, sampling, model.system if system is None else system)
     return EXIT_DONE
 
 
@@ -110,7 +110,7 @@ def _find(run: Path, step: int | None) -> tuple[Path, bool]:
     raise RecipeError(f"command line: {run}: {what}")
 
 
-def _talk(speaker: Speaker, sampling: Sampling, system: str | None) -> None:
+def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
     from launcher.data.chat import RowError
 
     with contextlib.suppress(ImportError):
@@ -138,7 +138,7 @@ def _talk(speaker: Speaker, sampling: Sampling, system: str | None) -> None:
 
             turns = [*messages, {"role": "user", "content": line}]
             try:
-                speaker.answer(turns, sampling, write)
+                model.answer(turns, sampling, write)
             except KeyboardInterrupt:
                 print(" [stopped]", end="")
             except (RowError, RecipeError) as error:

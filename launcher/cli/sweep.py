@@ -43,7 +43,7 @@ def combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
 
 
 def labels(sweep: Sweep) -> dict[str, tuple[str, ...]]:
-    """For the name of each run, which is that of its folder below run.dir, its overrides.
+    """The overrides of each run, by its name, which is also the name of its folder below run.dir.
 
     Raises RecipeError if two runs would have the same name.
     """
@@ -89,12 +89,11 @@ class LocalSweep:
         """
         self.runs: dict[Path, list[str]] = {}
         """The folder of each run, and the command that trains it."""
-        self.device = "auto"
-        """run.device of the last run."""
+        self.parent, self.device = Path(), "auto"
+        """The folder that holds those of the runs, and run.device, both of the last run."""
         for label, values in labels(sweep).items():
             recipe = load_recipe([*overrides, *values], ranks=ranks, hub=True).recipe
             self.parent, self.device = Path(recipe.run.dir), recipe.run.device
-            """Contains the folders."""
             name = json.dumps(f"{recipe.run.name} {label}")
             own = [f"run.dir={json.dumps(str(self.parent / label))}", f"run.name={name}"]
             command = [sys.executable, "-m", "launcher", "train", *options]

@@ -41,8 +41,8 @@ class Sampling:
     """Only the most likely tokens with this probability together."""
 
 
-class Speaker:
-    """A model that answers."""
+class ChatModel:
+    """A stored model with its tokenizer and chat template, which continues conversations."""
 
     def __init__(
         self, stored: StoredModel, tokenizer: str, template: ChatTemplate | None, system: str | None
@@ -105,7 +105,9 @@ class Speaker:
         )
 
 
-def open_speaker(folder: Path, *, checkpoint: bool, plain: bool | None, trust_run: bool) -> Speaker:
+def open_chat_model(
+    folder: Path, *, checkpoint: bool, plain: bool | None, trust_run: bool
+) -> ChatModel:
     """The model of a checkpoint of a run, or of an exported folder, without its weights.
 
     plain: complete texts without a chat template; None: where the run did not train with one.
@@ -123,7 +125,7 @@ def open_speaker(folder: Path, *, checkpoint: bool, plain: bool | None, trust_ru
         if plain is None:
             plain = not _with_template(recipe.data, name)
         template = None if plain else _template_of(recipe.data, name)
-        return Speaker(stored, name, template, recipe.data.system)
+        return ChatModel(stored, name, template, recipe.data.system)
     stored, name = open_exported_weights(folder), str(folder)
     _check(stored, folder, name)
     if (folder / "generation_config.json").is_file():  # also of an adapter
@@ -133,7 +135,7 @@ def open_speaker(folder: Path, *, checkpoint: bool, plain: bool | None, trust_ru
     tokenizer = hugging_face_tokenizer(name)
     plain = not tokenizer.chat_template if plain is None else plain
     template = None if plain else ChatTemplate(tokenizer, name, None)
-    return Speaker(stored, name, template, None)
+    return ChatModel(stored, name, template, None)
 
 
 def _check(stored: StoredModel, folder: Path, tokenizer: str | None) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.cli.main import main
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
-from launcher.training.chat import Speaker
+from launcher.training.chat import ChatModel
 from tests.unit.models.test_export import (
     create_checkpoint,
     export_model,
@@ -114,7 +114,7 @@ def test_an_adapter_answers(tmp_path, pretrained, talk):
 
 
 def test_interrupt_stops_the_answer_and_not_the_chat(pretrained, talk, monkeypatch):
-    answer, calls = Speaker.answer, []
+    answer, calls = ChatModel.answer, []
 
     def interrupted(self, messages, sampling, write):
         calls.append(messages)
@@ -123,7 +123,7 @@ def test_interrupt_stops_the_answer_and_not_the_chat(pretrained, talk, monkeypat
             raise KeyboardInterrupt
         answer(self, messages, sampling, write)
 
-    monkeypatch.setattr(Speaker, "answer", interrupted)
+    monkeypatch.setattr(ChatModel, "answer", interrupted)
     printed = talk(pretrained, lines="hi\nmore\n").out
     assert printed.startswith("half [stopped]\n")
     assert [turn["content"] for turn in calls[1]] == ["hi", "half", "more"]
@@ -150,7 +150,7 @@ def test_answers_do_not_control_the_terminal(pretrained, talk, monkeypatch):
     def answer(self, messages, sampling, write):
         write("\x1b[2Ja\tb\nc\x9b\r")
 
-    monkeypatch.setattr(Speaker, "answer", answer)
+    monkeypatch.setattr(ChatModel, "answer", answer)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     replaced = "\N{REPLACEMENT CHARACTER}"
     printed = talk(pretrained, lines="hi\n")
