@@ -268,7 +268,7 @@ def open_exported_weights(source: Path) -> StoredModel:
 def _open_model(
     path: str, architecture: str, *, labels: list[str] | None = None
 ) -> tuple[Any, ModelCheckpoint]:
-    classifies = "SequenceClassification" in architecture
-    task: Any = "sequence_classification" if classifies else "causal_lm"
+    task: Any = "masked_lm" if "MaskedLM" in architecture else "causal_lm"
+    task = "sequence_classification" if "SequenceClassification" in architecture else task
     model = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)
     return model, open_checkpoint(model_folder(path, key="export"), model, key="export")
