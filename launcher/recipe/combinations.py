@@ -98,6 +98,8 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
 none of them is given (False), or the other key has one of these values."""
 _OTHER_DIVISIONS = "; FSDP, strategy.context_parallel_size and strategy.expert_parallel_size are"
 _INSTEAD = {
+    ("strategy.expert_parallel_size", "model.compile"): "; set model.compile: false",
+    ("strategy.tensor_parallel_size", "model.compile"): "; set model.compile: false",
     ("strategy.tensor_parallel_size", "lora.quantize"): _OTHER_DIVISIONS,
     ("strategy.tensor_parallel_size", "lora.dora"): _OTHER_DIVISIONS,
     ("strategy.tensor_parallel_size", "strategy.expert_parallel_size"): (

@@ -2,9 +2,12 @@
 
 Checkpoints load between all layouts."""
 
+import re
+
 import pytest
 
-from tests.distributed.launching import results_of
+from tests import REPOSITORY
+from tests.distributed.launching import results_of, torchrun
 from tests.distributed.layouts import BOUNDS, FAULTS, LAUNCHES, STEPS, reference_of
 
 
@@ -79,3 +82,14 @@ def test_an_adapter_is_continued_in_any_layout(tmp_path):
     assert results["first"]["change"] > 0.01  # else a lost adapter would not show
     for name in ("1", "tensor 2", "tensor 4", "context 2"):
         assert results[name]["from_one_rank"] <= 1e-5
+
+
+@pytest.mark.long
+def test_reported_script_finds_wrong_gradients_in_transformers(tmp_path):
+    """docs/parallelism.md reports them. If this fails, a version of transformers has mended them."""
+    text = (REPOSITORY / "docs/parallelism.md").read_text()
+    (tmp_path / "norms.py").write_text(re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1])
+    output = torchrun(tmp_path / "norms.py", ranks=2).check().output
+    errors = re.findall(r"micro-batch (\d), the gradient of [qk]_norm is ([\d.]+)% wrong", output)
+    assert [number for number, _ in errors] == ["1", "1", "2", "2"]
+    assert [float(error) > 10 for _, error in errors] == [False, False, True, True]

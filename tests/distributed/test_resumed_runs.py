@@ -323,6 +323,35 @@ def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+WALK = (0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 0)
+"""Has each ordered pair of four layouts once."""
+TP, CP, EP = (f"strategy.{name}_parallel_size=" for name in ("tensor", "context", "expert"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "divided"),
+    [
+        ([], ([CP + "4"], [TP + "2"], [TP + "4"])),
+        ([QWEN3_MOE.replace("0.1", "0.0")], ([EP + "2"], [EP + "4"], [EP + "2", CP + "2"])),
+    ],
+    ids=["layers", "experts"],
+)
+def test_run_resumes_from_each_layout_in_each_other(folder, model, divided):
+    """One step in each layout. The samples and losses are those of one rank."""
+    name = f"walk-{len(model)}"
+    alone, walk = folder / f"{name}-alone", folder / name
+    steps = f"run.max_steps={len(WALK)}"
+    train(folder, alone, steps, *WHOLE_BATCH, *model, ranks=1).check()
+    layouts = [(1, WHOLE_BATCH), *((4, ["batch.micro_batch_size=1", *own]) for own in divided)]
+    for step, (ranks, own) in enumerate((layouts[number] for number in WALK), start=1):
+        train(folder, walk, f"run.max_steps={step}", *own, *model, ranks=ranks).check()
+    for a, b in zip(records(walk), records(alone), strict=True):
+        for key in ("step", "tokens", "loss_tokens", "samples_seen"):
+            assert a[key] == b[key]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
 # Starting from a checkpoint of another run
 
 
