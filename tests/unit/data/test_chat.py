@@ -860,7 +860,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     def ends(template=None, **data):
         if template is not None:
             data["chat_template"] = str(write(tmp_path / "template.jinja", template))
-        found = taught_ends(schema.Data(tokenizer=folder, **data), model_path=None)
+        found = taught_ends(schema.Data(**data), tokenizer=folder)
         return [tokenizer.convert_ids_to_tokens(token) for token in found]
 
     assert ends() == ["<eos>"]
@@ -877,7 +877,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     source = {"files": ("x",), "weight": 1.0}
     mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
     assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]
-    assert taught_ends(schema.Data(tokenizer="bytes", kind="chat"), model_path=None) == [256]
+    assert taught_ends(schema.Data(kind="chat"), tokenizer="bytes") == [256]
 
 
 CALL = {"function": {"name": "f", "arguments": {}}}
