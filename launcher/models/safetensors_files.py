@@ -79,7 +79,7 @@ class StoredTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, perhaps a view of the mapped file."""
-        parts = self._parts[name]
+        parts = sorted(self._parts[name], key=lambda part: part.first)  # they are stored by rank
         if any(part.columns is not None for part in parts):
             whole = torch.empty_like(self.tensors[name], device="cpu")
             for part in parts:

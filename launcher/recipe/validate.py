@@ -297,9 +297,9 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
         yield "strategy.tensor_parallel_size", f"{what} (ranks); try one of {sizes_text}"
 
 
-def _context(recipe: Recipe) -> Found:
+def _context(recipe: Recipe, ranks: int | None) -> Found:
     size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
-    if length % size:
+    if length % size and (ranks or 0) % size == 0:  # else `_groups` refuses the size
         what = f"is not a multiple of {size} (strategy.context_parallel_size)"
         yield "data.sequence_length", f"{length} {what}; try {-(-length // size) * size}"
 
@@ -351,8 +351,8 @@ def _data_files(recipe: Recipe) -> Found:
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _preference, _config, _sizes),
     _whole_export,
-    *(_template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
+    *(_template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
 )
-_RANK_RULES = (_batches, _groups, _profile)
+_RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)
 """Those that look for the data, which a plan does not need."""
