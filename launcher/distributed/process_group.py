@@ -318,5 +318,6 @@ def set_timeout(seconds: int, *, hang_timeout: int) -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group.group_desc != CHECKPOINT_GROUP:
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            if torch.device("cuda") in group._device_types:
-                group._get_backend(torch.device("cuda"))._set_default_timeout(nccl)
+            gpu = torch.device("cuda")  # also a device of gloo, with the same backend as the CPU
+            if gpu in group._device_types and (backend := group._get_backend(gpu)).name() == "nccl":
+                backend._set_default_timeout(nccl)

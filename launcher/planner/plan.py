@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import torch
 
+from launcher.console import bytes_as_text, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
 from launcher.models.preference import needs_reference
@@ -59,15 +60,16 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     """
     profile = profile_model(recipe, device=machine.device)
     estimated = estimated_plan(profile, recipe, machine)
+    notes = (*estimated.notes, *_experts_note(profile, recipe, machine))
     key = _key(recipe, machine)
     try:
         if key not in _STEPS:
             _STEPS[key] = _trace(recipe, machine)
     except UntraceableError as error:
         note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
-        return dataclasses.replace(estimated, notes=(note, *estimated.notes))
+        return dataclasses.replace(estimated, notes=(note, *notes))
     traced = _plan(profile, recipe, machine, _STEPS[key])
-    return dataclasses.replace(traced, arithmetic=estimated.step)
+    return dataclasses.replace(traced, arithmetic=estimated.step, notes=notes)
 
 
 def trace_ahead(recipes: Iterable[Recipe], machine: Machine) -> None:
@@ -195,6 +197,23 @@ def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> 
         "before the first step, the reference pass computes the log-probabilities of all pairs by "
         f"the initial weights: about {share:.0%} of the time of an epoch, once, and less memory "
         "than a step"
+    )
+
+
+def _experts_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
+    """What expert parallelism saves, by the estimate."""
+    strategy = recipe.strategy
+    if strategy.expert_parallel_size == 1:
+        return
+    whole = dataclasses.replace(strategy, expert_parallel_size=1)
+    both = recipe, dataclasses.replace(recipe, strategy=whole)
+    peaks = (estimate_memory(profile, each, ranks=machine.ranks).peak.total for each in both)
+    waits = (estimate_time(profile, each, machine).communication for each in both)
+    (peak, peak_whole), (wait, wait_whole) = map(bytes_as_text, peaks), map(two_digits, waits)
+    yield (
+        f"without strategy.expert_parallel_size: {strategy.expert_parallel_size} the peak of "
+        f"tensors would be {peak_whole} instead of {peak}, and in each step compute would wait "
+        f"{wait_whole} s for communication instead of {wait} s (both estimated)"
     )
 
 

@@ -59,7 +59,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.tensor_parallel_size", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
-    ("strategy.context_parallel_size", "model.builder data.builder evaluation.generate", False),
+    ("strategy.context_parallel_size", "model.builder data.builder", False),
     ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
     ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
     ("strategy.expert_parallel_size", "model.compile", False),
@@ -69,7 +69,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.tensor_parallel_size", "model.task", "causal_lm sequence_classification"),
     (
         "strategy.tensor_parallel_size",
-        "model.builder model.compile lora.quantize lora.dora data.builder evaluation.generate",
+        "model.builder model.compile lora.quantize lora.dora data.builder",
         False,
     ),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
@@ -100,11 +100,14 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("checkpoint.export_base", "lora.quantize", True),
     ("checkpoint.export_base", "checkpoint.export_merged", True),
     ("lora.quantize", "model.builder model.compile", False),
+    ("model.new_tokens", "model.builder lora.path", False),
 )
 """Keys that may have another value than their default only if one of other keys is given (True),
 none of them is given (False), or the other key has one of these values."""
 _OTHER_DIVISIONS = "; FSDP, strategy.context_parallel_size and strategy.expert_parallel_size are"
 _INSTEAD = {
+    ("strategy.expert_parallel_size", "model.compile"): "; set model.compile: false",
+    ("strategy.tensor_parallel_size", "model.compile"): "; set model.compile: false",
     ("strategy.tensor_parallel_size", "lora.quantize"): _OTHER_DIVISIONS,
     ("strategy.tensor_parallel_size", "lora.dora"): _OTHER_DIVISIONS,
     ("strategy.tensor_parallel_size", "strategy.expert_parallel_size"): (

@@ -207,6 +207,24 @@ def _sizes(recipe: Recipe) -> Found:
         yield "model.config.vocab_size", f"{size} is too small; {what}"
 
 
+def _new_tokens(recipe: Recipe) -> Found:
+    tokens, key = recipe.model.new_tokens or (), "model.new_tokens"
+    if tokens and recipe.model.path is None and recipe.data.tokenizer is None:
+        yield key, "needs a tokenizer: give data.tokenizer or model.path"
+    if tokens and recipe.lora is not None and recipe.strategy.tensor_parallel_size > 1:
+        yield key, "not available with lora and strategy.tensor_parallel_size; use 1"
+    for index, token in enumerate(tokens):
+        what = ""
+        if token != token.strip():
+            what = "must not begin or end with white space"
+        elif len(token) > 200:
+            what = "must have at most 200 characters"
+        elif token in tokens[:index]:
+            what = "is given twice"
+        if what:
+            yield ("model", "new_tokens", index), f"{what}; got {token[:40]!r}"
+
+
 def _micro_batch_tokens(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
     if tokens is not None and data.packing and data.kind != "classification":
@@ -315,9 +333,9 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
         yield "strategy.tensor_parallel_size", f"{what} (ranks); try one of {sizes_text}"
 
 
-def _context(recipe: Recipe) -> Found:
+def _context(recipe: Recipe, ranks: int | None) -> Found:
     size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
-    if length % size:
+    if length % size and (ranks or 0) % size == 0:  # else `_groups` refuses the size
         what = f"is not a multiple of {size} (strategy.context_parallel_size)"
         yield "data.sequence_length", f"{length} {what}; try {-(-length // size) * size}"
 
@@ -369,8 +387,8 @@ def _data_files(recipe: Recipe) -> Found:
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _masked_lm, _preference, _config, _sizes),
     _whole_export,
-    *(_template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding, _context),
+    *(_new_tokens, _template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
 )
-_RANK_RULES = (_batches, _groups, _profile)
+_RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)
 """Those that look for the data, which a plan does not need."""

@@ -92,6 +92,8 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     gathers_again = accumulates and strategy.reshard_after_backward
     mode = None if checkpointing is None else checkpointing.mode
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
+    divided = strategy.expert_parallel_size * strategy.tensor_parallel_size
+    eager = divided > 1 or (recipe.lora is not None and recipe.lora.quantize is not None)
     workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
     micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
     larger = f"batch.global_batch_size={2 * batch.global_batch_size}"
@@ -104,7 +106,10 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
         "communication": {
             "strategy.cpu_offload=null": offload,
             f"strategy.replicate={profile.nodes}": (
-                fsdp and profile.nodes > 1 and strategy.replicate == 1
+                fsdp
+                and profile.nodes > 1
+                and strategy.replicate == 1
+                and profile.ranks % (profile.nodes * divided) == 0
             ),
             "strategy.sync_every_micro_batch=false": (
                 accumulates and (syncs is True or (fsdp and syncs is not False))
@@ -129,7 +134,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
             "strategy.mixed_precision={param_dtype: bfloat16}": (
                 gpu and strategy.mixed_precision is None
             ),
-            "model.compile=true": gpu and recipe.model.compile is False,
+            "model.compile=true": gpu and recipe.model.compile is False and not eager,
             f"batch.micro_batch_size={2 * micro}": gpu and memory and accumulates and micro > 0,
         },
     }[name]

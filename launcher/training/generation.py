@@ -17,6 +17,7 @@ import torch.distributed as dist
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import DataParallel
+from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
@@ -98,13 +99,16 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        for first in range(0, len(prompts), rows * ranks.data_size):  # micro-batches, in turn
-            mine = first + rows * ranks.data_rank
+        # Ranks that share rows in training have their own here, and those that divide layers the same
+        number, parts = (n // ranks.tensor_size for n in (ranks.rank, ranks.size))
+        for first in range(0, len(prompts), rows * parts):  # micro-batches, in turn
+            mine = first + rows * number
             chunk = prompts[mine : mine + rows]
             tokens = self._complete(wrapped, chunk, ranks, proceed, width=width)
             if tokens is None:
                 return None
-            answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
+            if ranks.tensor_rank == 0:
+                answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
         dist.all_reduce(answers, group=ranks.data_group)
         samples = [
             self._score(prompt, [token - 1 for token in row if token])
@@ -171,6 +175,6 @@ def _next_token(
     attention is causal."""
     some = "logits_to_keep" in inspect.signature(type(wrapped.module).forward).parameters
     options = {"logits_to_keep": last} if some else {}
-    with wrapped.forward_context():
+    with wrapped.forward_context(), whole_rows():
         logits = wrapped.model(input_ids=ids, use_cache=False, **options).logits
     return logits[rows, rows if some else last].argmax(-1)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ LAUNCH is a key of LAUNCHES or of PARTS. Reads train.jsonl from FOLDER and write
 DeviceMesh is collective over all processes, so each variant runs on all four ranks.
 """
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.checkpoint.reader import load
+from launcher.checkpoint.reader import load, open_tensors
 from launcher.checkpoint.state import model_and_optimizer, rank_state
 from launcher.checkpoint.writer import Checkpointer
 from launcher.data.dataset import SequenceDataset
@@ -159,6 +160,9 @@ def checkpoint_pairs(worker, model, variants):
             shared = [whole(tensors), str(done.path)]
         dist.broadcast_object_list(shared, src=0)
         expected, path = shared
+        stored = open_tensors(Path(path))  # as exports read it
+        same = all(torch.equal(stored.read(name), expected[name]) for name in expected)
+        worker.results[f"{source} -> export"] = same
         for target, (ranks, _) in layouts.items():
             if target != source and worker.rank < ranks:
                 training, group = trained[target], worker.groups[ranks]
@@ -196,53 +200,66 @@ def exports_what_it_has(out, trained):
     return all(torch.equal(exported[name], trained[name]) for name in trained)
 
 
-def pretrained_layers(worker):
-    """Loads a pretrained folder into divided layers, and counts the numbers that each rank reads."""
+@contextlib.contextmanager
+def counting_reads():
+    """Yields a list with how many numbers this rank has read from safetensors files."""
     read, original = [0], StoredTensors._file
 
-    class Counted:
+    def counted(values):
+        read[0] += values.numel()
+        return values
+
+    class Slice:
         def __init__(self, stored):
             self.stored = stored
 
         def __getitem__(self, index):
-            values = self.stored[index]
-            read[0] += values.numel()
-            return values
+            return counted(self.stored[index])
 
     class File:
         def __init__(self, file):
-            self.get_tensor = file.get_tensor
-            self.get_slice = lambda name: Counted(file.get_slice(name))
+            self.get_tensor = lambda name: counted(file.get_tensor(name))
+            self.get_slice = lambda name: Slice(file.get_slice(name))
 
-    layouts = {"1": (1, []), "tensor 2": (4, [TP + "2"]), "tensor 4": (4, [TP + "4"])}
-    path = save_pretrained(worker, WHOLE_HEADS)
     StoredTensors._file = lambda self, path: File(original(self, path))
-    for name, trained, out in worker.train_from(layouts, path):
-        if worker.rank == 0:
-            worker.results[name] |= {"read": read[0], "exported": exports_what_it_has(out, trained)}
-        read[0] = 0
+    yield read
     StoredTensors._file = original
 
 
+def pretrained_layers(worker):
+    """Loads a pretrained folder into divided layers, and counts the numbers that each rank reads."""
+    layouts = {name: (4, VARIANTS[name][:1]) for name in ("tensor 2", "tensor 4", "context 2")}
+    path = save_pretrained(worker, WHOLE_HEADS)
+    with counting_reads() as read:
+        for name, trained, out in worker.train_from({"1": (1, [])} | layouts, path):
+            if worker.rank == 0:
+                exported = exports_what_it_has(out, trained)
+                worker.results[name] |= {"read": read[0], "exported": exported}
+            read[0] = 0
+
+
 def pretrained_experts(worker):
-    """The same for divided experts; notes which of them each rank reads."""
-    read, original = set(), StoredTensors.read
+    """The same for divided experts; notes also which of them each rank reads."""
+    names, original = set(), StoredTensors.read
 
     def recorded(self, name):
-        read.update(re.findall(r"layers.0.*experts\.(\d+)", name))
+        names.update(re.findall(r"layers.0.*experts\.(\d+)", name))
         return original(self, name)
 
     layouts = {"1": (1, []), "experts 4": (4, [EP + "4"]), "experts 2": (4, [EP + "2"])}
     path = save_pretrained(worker, MODELS["mixtral"])
     StoredTensors.read = recorded
-    for name, trained, out in worker.train_from(layouts, path):
-        ranks = layouts[name][0]
-        experts_read = [None] * ranks
-        dist.all_gather_object(experts_read, sorted(read), group=worker.groups[ranks])
-        if worker.rank == 0:
-            exported = exports_what_it_has(out, trained)
-            worker.results[name] |= {"experts": experts_read, "exported": exported}
-        read.clear()
+    with counting_reads() as read:
+        for name, trained, out in worker.train_from(layouts, path):
+            ranks = layouts[name][0]
+            by_rank = [None] * ranks
+            note = {"experts": sorted(names), "read": read[0]}
+            dist.all_gather_object(by_rank, note, group=worker.groups[ranks])
+            if worker.rank == 0:
+                exported = exports_what_it_has(out, trained)
+                worker.results[name] |= {"by_rank": by_rank, "exported": exported}
+            names.clear()
+            read[0] = 0
     StoredTensors.read = original
 
 

@@ -15,6 +15,7 @@ from launcher.data.origins import trained_rows
 from launcher.models.inputs import IGNORED
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
+from tests.distributed.layouts import MODELS
 from tests.run_files import read_lines, write_lines
 
 
@@ -75,8 +76,8 @@ def sum_of(first, second):
 def tuned(tmp_path_factory):
     """A folder with two runs of the recipe.
 
-    The first one uses two ranks and FSDP. The second one uses one rank and DDP and resumes from
-    step 2 of the first.
+    The first one uses two ranks, which share rows, and FSDP. The second one uses one rank and DDP
+    and resumes from step 2 of the first.
     """
     import torch
     import transformers
@@ -94,7 +95,8 @@ def tuned(tmp_path_factory):
     write_lines(folder / "far.jsonl", far)
     (folder / "chat.yaml").write_text(RECIPE)
     (folder / "mine.py").write_text("def never(answer, reference):\n    return 0.25\n")
-    torchrun(TRAIN, "recipe=chat.yaml", "strategy.kind=fsdp", ranks=2, cwd=folder).check()
+    shared = ["strategy.kind=fsdp", "strategy.context_parallel_size=2"]
+    torchrun(TRAIN, "recipe=chat.yaml", *shared, ranks=2, cwd=folder).check()
     shutil.copytree(folder / "runs/chat", folder / "runs/alone")
     shutil.rmtree(folder / "runs/alone/checkpoints/step_00000006")
     run(
@@ -122,6 +124,16 @@ def test_generated_answers_are_independent_of_rank_count(tuned):
             mean = sum(sample[name] for sample in mine) / 8
             assert line[f"eval_{name}"] == pytest.approx(mean)
     assert evaluations[0]["eval_scores"]["far"]["never"] == 0.25
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", ["context_parallel_size", "replicate"])
+def test_generated_answers_are_independent_of_divided_layers(tuned, key):
+    words = ["strategy.kind=fsdp", "strategy.tensor_parallel_size=2", f"strategy.{key}=2"]
+    words += [f"run.dir=runs/divided_{key}", "batch.micro_batch_size=1"]
+    torchrun(TRAIN, "recipe=chat.yaml", *words, ranks=4, cwd=tuned).check()
+    samples = read_lines(tuned / f"runs/divided_{key}/samples.jsonl")
+    assert samples == read_lines(tuned / "runs/alone/samples.jsonl")
 
 
 @pytest.mark.parametrize("name", ["chat", "alone"])
@@ -198,3 +210,62 @@ def test_export_verification_names_each_planted_fault(tuned, monkeypatch, capsys
         ]
     )
     assert printed[-1] == "faulty does not match runs/chat/checkpoints/step_00000006"
+
+
+TP, EP, CP = (f"strategy.{name}_parallel_size=2" for name in ("tensor", "expert", "context"))
+LORA = "lora={rank: 4}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("qwen3, one key head, tied", [TP, "lora=null"]),
+        ("qwen3, one key head, tied", [TP, CP, LORA]),
+        ("qwen3_moe", [EP, "lora=null"]),
+        ("qwen3_moe", [EP, CP, LORA]),
+        ("gpt_oss", [EP, "lora=null", "data.packing=false"]),
+        ("llama", [CP, "lora=null"]),
+    ],
+)
+def test_exports_of_divided_runs_are_those_of_one_rank(tuned, tmp_path, capsys, model, overrides):
+    """A pretrained folder is read into divided weights, trained and exported: at the end of the run,
+    from its checkpoint, and merged."""
+    import torch
+    import yaml
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = yaml.safe_load(MODELS[model]) | {"vocab_size": 260, "eos_token_id": 256}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(
+        tmp_path / "base"
+    )
+    common = [f"model.path={tmp_path}/base", "run.max_steps=4", "optimizer.learning_rate=0.005"]
+    common += ["evaluation={every_steps: 9, stop_after: null}", "checkpoint.keep_best=null"]
+    common += [word for word in overrides if "strategy" not in word]
+    run_dirs = {}
+    for ranks, more in ((1, ["strategy.kind=ddp"]), (4, ["strategy.kind=fsdp", *overrides])):
+        run_dirs[ranks] = tmp_path / f"run_{ranks}"
+        words = [*common, *more, "batch.micro_batch_size=1", f"run.dir={run_dirs[ranks]}"]
+        torchrun(TRAIN, "recipe=chat.yaml", *words, ranks=ranks, cwd=tuned).check()
+    (alone, divided), out = run_dirs.values(), tmp_path / "out"
+    exports = {divided / "hf": [], tmp_path / "from_checkpoint": []}
+    if LORA in overrides:
+        exports[tmp_path / "merged"] = ["merged=true"]
+    for folder, options in exports.items():
+        checkpoint = str(divided / "checkpoints/step_00000004")
+        assert main(["export", checkpoint, str(folder), *options, "--verify"]) == 0
+        assert f"{folder} matches" in capsys.readouterr().out
+    assert main(["export", str(alone), str(out), *options]) == 0
+    for written, expected in ((divided / "hf", alone / "hf"), (folder, out)):
+        found = weights_in(written)
+        assert found.keys() == weights_in(expected).keys()
+        for name, tensor in weights_in(expected).items():
+            assert (found[name] - tensor).abs().max() <= 1e-5, name
+
+
+def weights_in(folder):
+    from safetensors.torch import load_file
+
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)

@@ -2,9 +2,12 @@
 
 Checkpoints load between all layouts."""
 
+import re
+
 import pytest
 
-from tests.distributed.launching import results_of
+from tests import REPOSITORY
+from tests.distributed.launching import results_of, torchrun
 from tests.distributed.layouts import BOUNDS, FAULTS, LAUNCHES, STEPS, reference_of
 
 
@@ -42,7 +45,7 @@ def test_losses_norms_and_weights_are_those_of_one_rank(tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "count"), [("layers", 30), ("experts", 20)])
+@pytest.mark.parametrize(("kind", "count"), [("layers", 36), ("experts", 25)])
 def test_checkpoints_load_between_all_layouts(tmp_path, kind, count):
     loaded = launch(tmp_path, f"checkpoints of {kind}")
     assert len(loaded) == count
@@ -52,7 +55,7 @@ def test_checkpoints_load_between_all_layouts(tmp_path, kind, count):
 @pytest.mark.long
 def test_each_rank_reads_its_share_of_a_pretrained_folder(tmp_path):
     results = launch(tmp_path, "pretrained layers")
-    for name, share in (("1", 1), ("tensor 2", 4), ("tensor 4", 4)):
+    for name, share in (("1", 1), ("tensor 2", 4), ("tensor 4", 4), ("context 2", 4)):
         note = results[name]
         assert note["from_one_rank"] <= 1e-5
         assert note["exported"]
@@ -62,9 +65,13 @@ def test_each_rank_reads_its_share_of_a_pretrained_folder(tmp_path):
 @pytest.mark.long
 def test_each_rank_reads_its_experts_of_a_pretrained_folder(tmp_path):
     results = launch(tmp_path, "pretrained experts")
-    assert results["experts 4"]["experts"] == [["0"], ["1"], ["2"], ["3"]]
-    assert results["experts 2"]["experts"] == [["0"], ["2"], ["1"], ["3"]]  # FSDP divides pairs
-    for name in ("1", "experts 4", "experts 2"):
+    by_rank = {name: found["by_rank"] for name, found in results.items()}
+    experts = {name: [found["experts"] for found in each] for name, each in by_rank.items()}
+    assert experts["experts 4"] == [["0"], ["1"], ["2"], ["3"]]
+    assert experts["experts 2"] == [["0"], ["2"], ["1"], ["3"]]  # FSDP divides pairs
+    for name, each in by_rank.items():
+        share = by_rank["1"][0]["read"] / len(each)
+        assert all(found["read"] <= 1.1 * share for found in each), name
         assert results[name]["from_one_rank"] <= 1e-5
         assert results[name]["exported"]
 
@@ -75,3 +82,14 @@ def test_an_adapter_is_continued_in_any_layout(tmp_path):
     assert results["first"]["change"] > 0.01  # else a lost adapter would not show
     for name in ("1", "tensor 2", "tensor 4", "context 2"):
         assert results[name]["from_one_rank"] <= 1e-5
+
+
+@pytest.mark.long
+def test_reported_script_finds_wrong_gradients_in_transformers(tmp_path):
+    """docs/parallelism.md reports them. If this fails, a version of transformers has mended them."""
+    text = (REPOSITORY / "docs/parallelism.md").read_text()
+    (tmp_path / "norms.py").write_text(re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1])
+    output = torchrun(tmp_path / "norms.py", ranks=2).check().output
+    errors = re.findall(r"micro-batch (\d), the gradient of [qk]_norm is ([\d.]+)% wrong", output)
+    assert [number for number, _ in errors] == ["1", "1", "2", "2"]
+    assert [float(error) > 10 for _, error in errors] == [False, False, True, True]

@@ -79,6 +79,25 @@ def final_state(run_dir):
     }
 
 
+def assert_same_bits(run_dir, whole, *, steps):
+    """Losses, norms and tokens of each step, and all tensors of the last checkpoint."""
+    mine, other = records(run_dir), records(whole)
+    assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), (
+        "each step must be recorded once"
+    )
+    for a, b in zip(mine, other, strict=True):
+        assert [a.get(key) for key in ("step", "loss", "grad_norm", "tokens")] == [
+            b.get(key) for key in ("step", "loss", "grad_norm", "tokens")
+        ]
+    state, expected = final_state(run_dir), final_state(whole)
+    assert state.keys() == expected.keys()
+    assert len(state) > 60
+    for key, tensor in state.items():
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)
+        ), key
+
+
 def train(folder, run_dir, *overrides, ranks=2, recipe="recipe", **more):
     """Trains; with torchrun if a test signals the processes or gives its options."""
     words = [KILL_TRAIN, f"recipe={folder}/{recipe}.yaml", f"run.dir={run_dir}", *overrides]
@@ -227,23 +246,51 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
     assert events(run_dir, "resumed")
     assert status(run_dir)["state"] == "finished"
     assert list((folder / "state").iterdir()) == []
-    mine, other = records(run_dir), records(whole)
-    assert [line["step"] for line in mine if "loss" in line] == list(range(1, steps + 1)), (
-        "each step must be recorded once"
-    )
-    for a, b in zip(mine, other, strict=True):
-        assert [a.get(key) for key in ("step", "loss", "grad_norm", "tokens")] == [
-            b.get(key) for key in ("step", "loss", "grad_norm", "tokens")
-        ]
     for rank in range(2):
         assert samples(seen, rank) == samples(whole_samples, rank)
-    state, expected = final_state(run_dir), final_state(whole)
-    assert state.keys() == expected.keys()
-    assert len(state) > 60
-    for key, tensor in state.items():
-        assert torch.equal(
-            tensor.reshape(-1).view(torch.uint8), expected[key].reshape(-1).view(torch.uint8)
-        ), key
+    assert_same_bits(run_dir, whole, steps=steps)
+
+
+QWEN3_MOE = """model.config={model_type: qwen3_moe, vocab_size: 260, hidden_size: 32, intermediate_size: 48,
+  num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, num_experts: 8,
+  num_experts_per_tok: 2, moe_intermediate_size: 16, attention_dropout: 0.1}"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["strategy.tensor_parallel_size=2", "strategy.context_parallel_size=2"],
+        ["strategy.expert_parallel_size=2", "strategy.context_parallel_size=2", QWEN3_MOE],
+        ["strategy.tensor_parallel_size=4"],
+    ],
+    ids=["tensor, context", "experts, context", "tensor"],
+)
+def test_killed_and_stopped_run_on_divided_ranks_is_bit_identical(folder, layout):
+    """Three ranks are killed, one of them in a save, and one gets SIGTERM; then the run is started
+    again. The sizes stay the same."""
+    name, steps = "".join(filter(str.isalnum, "".join(layout[:2]))), 30
+    words = [*layout, f"run.max_steps={steps}", "checkpoint.every_steps=5"]
+    whole, run_dir = folder / f"{name}-whole", folder / f"{name}-killed"
+    train(folder, whole, *words, recipe="dropout", ranks=4).check()
+    kill = killer(run_dir, 3, seed=1)
+
+    def kill_and_stop(process):
+        kill(process)
+        trained = len(records(run_dir))
+        wait_until(lambda: len(records(run_dir)) > trained, process=process)
+        os.kill(workers(process.pid)[2], signal.SIGTERM)
+
+    options = {"recipe": "dropout", "ranks": 4, "SLOW_STEP": "0.1", "SLOW_SAVE": "0.1"}
+    restarts = ["--max-restarts", "4"]
+    train(folder, run_dir, *words, options=restarts, during=kill_and_stop, **options).check()
+    assert len(kill.killed) == 3
+    assert "in a save" in kill.killed
+    assert status(run_dir)["state"] == "stopped"
+    assert status(run_dir)["step"] < steps
+    train(folder, run_dir, *words, recipe="dropout", ranks=4).check()
+    assert len(events(run_dir, "started")) == 5
+    assert_same_bits(run_dir, whole, steps=steps)
 
 
 # Resuming with other numbers of ranks and strategies
@@ -273,6 +320,35 @@ def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
             b["loss_tokens"],
             b["samples_seen"],
         )
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+WALK = (0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 0)
+"""Has each ordered pair of four layouts once."""
+TP, CP, EP = (f"strategy.{name}_parallel_size=" for name in ("tensor", "context", "expert"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "divided"),
+    [
+        ([], ([CP + "4"], [TP + "2"], [TP + "4"])),
+        ([QWEN3_MOE.replace("0.1", "0.0")], ([EP + "2"], [EP + "4"], [EP + "2", CP + "2"])),
+    ],
+    ids=["layers", "experts"],
+)
+def test_run_resumes_from_each_layout_in_each_other(folder, model, divided):
+    """One step in each layout. The samples and losses are those of one rank."""
+    name = f"walk-{len(model)}"
+    alone, walk = folder / f"{name}-alone", folder / name
+    steps = f"run.max_steps={len(WALK)}"
+    train(folder, alone, steps, *WHOLE_BATCH, *model, ranks=1).check()
+    layouts = [(1, WHOLE_BATCH), *((4, ["batch.micro_batch_size=1", *own]) for own in divided)]
+    for step, (ranks, own) in enumerate((layouts[number] for number in WALK), start=1):
+        train(folder, walk, f"run.max_steps={step}", *own, *model, ranks=ranks).check()
+    for a, b in zip(records(walk), records(alone), strict=True):
+        for key in ("step", "tokens", "loss_tokens", "samples_seen"):
+            assert a[key] == b[key]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 

@@ -181,11 +181,12 @@ def test_user_cuda_settings_are_kept(before, deterministic, after):
 
 
 class Group:
-    """A process group with gloo and NCCL, as far as its timeouts go."""
+    """A process group with gloo and NCCL or gloo alone, as far as its timeouts go."""
 
     group_desc = "default_pg"
 
-    def __init__(self):
+    def __init__(self, gpu):
+        self._names = {"cpu": "gloo", "cuda": gpu}
         self._device_types = [torch.device("cpu"), torch.device("cuda")]
         self.seconds = {}
 
@@ -193,7 +194,8 @@ class Group:
         def set_timeout(timeout):
             self.seconds[device.type] = timeout.total_seconds()
 
-        return SimpleNamespace(_set_default_timeout=set_timeout)
+        name = self._names[device.type]
+        return SimpleNamespace(name=lambda: name, _set_default_timeout=set_timeout)
 
 
 @pytest.mark.parametrize("timeout", [10, 600, 1800])
@@ -211,12 +213,13 @@ def test_a_hang_is_reported_before_nccl_ends_the_process(
         for device in group._device_types:
             group._get_backend(device)._set_default_timeout(seconds)
 
-    group = Group()
-    world = SimpleNamespace(pg_map={group: None})
+    nccl, gloo = Group("nccl"), Group("gloo")
+    world = SimpleNamespace(pg_map={nccl: None, gloo: None})
     monkeypatch.setattr(process_group.distributed_c10d, "_world", world)
     monkeypatch.setattr(process_group.distributed_c10d, "_set_pg_timeout", set_all)
     process_group.set_timeout(timeout, hang_timeout=hang_timeout)
-    assert group.seconds == {"cpu": timeout, "cuda": max(timeout, hang_timeout) + 120}
+    assert nccl.seconds == {"cpu": timeout, "cuda": max(timeout, hang_timeout) + 120}
+    assert gloo.seconds == {"cpu": timeout, "cuda": timeout}
 
 
 def test_user_settings_of_nccl_are_kept(tmp_path, monkeypatch):

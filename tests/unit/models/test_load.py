@@ -14,7 +14,12 @@ from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.load import open_checkpoint, pretrained_weights, starting_weights
-from launcher.models.safetensors_files import _sampled_blocks, open_folder
+from launcher.models.safetensors_files import (
+    StoredRows,
+    StoredTensors,
+    _sampled_blocks,
+    open_folder,
+)
 from launcher.recipe import schema
 from launcher.recipe.schema import Model
 from launcher.training.prepare import prepare_model
@@ -427,3 +432,14 @@ def test_checkpoint_with_another_class_count_is_refused(tmp_path):
     assert torch.equal(logits(classifier), reference(tmp_path, CLASSIFIER))
     message = load_error(tmp_path, task="sequence_classification", num_labels=4)
     assert "score.weight: is [3, 32] in the checkpoint, and [4, 32] in the model" in message
+
+
+def test_parts_of_a_tensor_are_joined_in_the_order_of_their_rows(tmp_path):
+    """Where ranks hold different experts or divide layers, that is not the order of the ranks."""
+    whole, parts = torch.arange(24.0).view(8, 3), []
+    for rank, first in enumerate((0, 4, 2, 6)):
+        file = tmp_path / f"rank_{rank}.safetensors"
+        save_file({"w": whole[first : first + 2].clone()}, file)
+        parts.append(StoredRows(file, first, 2))
+    stored = StoredTensors({"w": parts}, {"w": whole.to("meta")})
+    assert torch.equal(stored.read("w"), whole)

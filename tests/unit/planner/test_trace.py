@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.console import bytes_as_text
 from launcher.models import chunked_loss
 from launcher.planner import plan, trace
 from launcher.planner.estimate import estimate_memory
@@ -237,6 +238,24 @@ def test_ranks_with_different_experts_gather_their_own(size):
     assert estimate.after_forward.gathered == pytest.approx(
         divided.after_forward.gathered, rel=0.05
     )
+
+
+def test_plan_compares_expert_parallelism_with_whole_experts():
+    machine = known_machine(
+        "h100", nodes=1, gpus_per_node=4, memory=None, host_memory=None, overrides=None
+    )
+
+    def notes(size):
+        found = plan.make_plan(with_experts(size), machine).notes
+        return [note for note in found if "expert_parallel_size" in note]
+
+    profile = profile_model(with_experts(1), device="cuda")
+    estimates = [plan.estimated_plan(profile, with_experts(size), machine) for size in (1, 4)]
+    whole, divided = (bytes_as_text(estimate.step.peak.total) for estimate in estimates)
+    assert notes(1) == []
+    (note,) = notes(4)
+    assert note.startswith("without strategy.expert_parallel_size: 4 the peak of tensors would be ")
+    assert f"{whole} instead of {divided}, and in each step compute would wait " in note
 
 
 @pytest.mark.parametrize("size", [2, 4])

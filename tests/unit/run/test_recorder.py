@@ -144,9 +144,12 @@ def test_rank_is_slow_only_after_three_seconds(slow_rank_messages):
 VERDICTS = [
     ("strategy.kind=ddp", {}, {}, "compute (forward and backward), 100% of a step; no override"),
     ("strategy.kind=fsdp", {}, {"free_memory": 0.5}, "try model.compile=true"),
+    ("strategy.tensor_parallel_size=2", {}, {"free_memory": 0.5}, "no override"),
+    ("lora.quantize=nf4", {}, {"free_memory": 0.5}, "no override"),
     ("strategy.kind=ddp", {"data": 0.2}, {}, "data, 20% of a step; try data.workers=4"),
     ("data.workers=8", {"data": 0.2}, {}, "try data.prefetch_factor=4"),
-    ("strategy.kind=fsdp", {"communication": 0.3}, {"nodes": 2}, "try strategy.replicate=2"),
+    ("strategy.kind=fsdp", {"communication": 0.3}, {"nodes": 2, "ranks": 4}, "try strategy.replicate=2"),
+    ("strategy.expert_parallel_size=4", {"communication": 0.3}, {"nodes": 2, "ranks": 4}, "try strategy.reshard_after_forward="),
     ("strategy.kind=fsdp", {"communication": 0.3}, {"micro_batches": 2}, "try strategy.sync_every_micro_batch=false"),
     ("strategy.kind=fsdp", {"communication": 0.3}, {}, "try strategy.reshard_after_forward=false"),
     ("strategy.kind=fsdp", {"communication": 0.3}, {"free_memory": 0.1}, "try batch.global_batch_size=128"),
@@ -169,7 +172,7 @@ def growing_segments(monkeypatch):
 def test_verdict_names_bottleneck_and_one_override(
     override, shares, shape, expected, folder, growing_segments
 ):
-    recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=1).recipe
+    recipe = load_recipe(["recipe=x.yaml", "strategy.kind=fsdp", override], ranks=None).recipe
     whole = dict.fromkeys(TOLERATED, 0.0) | shares
     text = verdict(StepProfile(whole | {"compute": 1 - sum(shares.values())}, **shape), recipe)
     assert text.startswith("bottleneck: ")
