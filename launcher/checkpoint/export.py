@@ -16,12 +16,14 @@ from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.checkpoint.state import AVERAGE
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
+from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
 from launcher.models.hugging_face_files import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
+from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.nf4 import packable, round_trip
 from launcher.models.safetensors_files import (
     ADAPTER,
@@ -71,12 +73,12 @@ def export_checkpoint(
         )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
-    teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
+    teach_ends(stored.model, recipe.data, recipe.model)
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else stored.dtype)
     with appearing(out) as scratch:
         write_weights(stored.model, scratch, stored.read, dtype=chosen, merged=merged)
-        tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
     return adapter
@@ -130,12 +132,14 @@ def open_checkpoint_weights(
     if ema and recipe.optimizer.ema is None:
         raise RecipeError(f"export: weights: ema: the run of {checkpoint} has no optimizer.ema")
     model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
+    new_ids = new_token_ids(tokenizer_name(recipe.data, recipe.model))
+    grow_vocabulary(model, new_ids)
     read_frozen: Read | None = None
     dtype = torch.float32
     if is_pretrained(recipe.model):
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
-        source = open_checkpoint(folder, model)
+        source = open_checkpoint(folder, model, new_ids=new_ids)
         if state.get("weights") not in (None, source.stored.digest()):
             raise RecipeError(
                 f"export: the weights in {folder} have changed since the run, and {checkpoint} "
@@ -145,7 +149,8 @@ def open_checkpoint_weights(
         if (base or recipe.checkpoint.export_base) == "quantized":
             read_frozen = _rounded(read_frozen, model, recipe)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, base_dtype=torch.float32, base=recipe.model.path)
+        path = recipe.model.path
+        add_adapters(model, recipe.lora, base_dtype=torch.float32, base=path, new_ids=new_ids)
     stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
@@ -252,6 +257,7 @@ def open_exported_weights(source: Path) -> StoredModel:
         base,
         "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "",
         labels=list(_read_object(labels).values()) if labels.is_file() else None,
+        new_ids=ids_of_adapter(settings),
     )
     stored = _open_adapter(source)
     read_base, aliases = checkpoint.reader(), adapted_ties(model, adapted_weights(stored.tensors))
@@ -266,9 +272,15 @@ def open_exported_weights(source: Path) -> StoredModel:
 
 
 def _open_model(
-    path: str, architecture: str, *, labels: list[str] | None = None
+    path: str,
+    architecture: str,
+    *,
+    labels: list[str] | None = None,
+    new_ids: range = range(0),
 ) -> tuple[Any, ModelCheckpoint]:
     classifies = "SequenceClassification" in architecture
     task: Any = "sequence_classification" if classifies else "causal_lm"
-    model = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)
-    return model, open_checkpoint(model_folder(path, key="export"), model, key="export")
+    model: Any = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)
+    grow_vocabulary(model, new_ids)
+    folder = model_folder(path, key="export")
+    return model, open_checkpoint(folder, model, key="export", new_ids=new_ids)

@@ -18,6 +18,7 @@ from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import auto_class, class_count, is_classifier, vocabulary_size
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
+from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.reliability.json_files import Json
 
@@ -46,9 +47,9 @@ def verify_export(
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     if (out / ADAPTER_CONFIG).is_file() and recipe.lora is None:
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
-    teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
+    teach_ends(stored.model, recipe.data, recipe.model)
     differences, dtype = _compare_tensors(stored, out)
-    tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+    tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
     model = stored.load()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
@@ -138,8 +139,10 @@ def _load_exported(
     if (out / ADAPTER_CONFIG).is_file():
         import peft
 
-        base = peft.PeftConfig.from_pretrained(out).base_model_name_or_path
-        adapted = peft.PeftModel.from_pretrained(auto.from_pretrained(base, **options), out)
+        config = peft.PeftConfig.from_pretrained(out)
+        base = auto.from_pretrained(config.base_model_name_or_path, **options)
+        grow_vocabulary(base, ids_of_adapter(config.to_dict()))
+        adapted = peft.PeftModel.from_pretrained(base, out)
         model = adapted.base_model.model.eval()
         if (out / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(out)

@@ -11,18 +11,9 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from launcher.errors import suggestion
-from launcher.recipe.decode import answer, dotted, json_schema, keys
-from launcher.recipe.find import recipe_names
+from launcher.recipe.decode import answer, json_schema
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.recipe.section import size_in_bytes
-
-
-def _complete(incomplete: str) -> list[str]:
-    """Completions of an override for the shell: recipes by name, and keys."""
-    known = [f"recipe={name}" for name in recipe_names()]
-    known += [f"{dotted(path)}=" for path in keys()]
-    return [override for override in known if override.startswith(incomplete)]
-
 
 Overrides = Annotated[
     list[str],
@@ -30,7 +21,6 @@ Overrides = Annotated[
         metavar="recipe=NAME KEY=VALUE",
         default_factory=list,
         hidden=True,  # described by Command.format_epilog, without a type
-        autocompletion=_complete,
     ),
 ]
 

@@ -23,7 +23,7 @@ from launcher.data.opening import make_order, open_dataset, pack_store
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows
-from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe.schema import Batch, Recipe
@@ -63,7 +63,8 @@ def print_page(
     page = _Page()
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
     page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
-    decoder = load_decoder(data.tokenizer, recipe.model.path)
+    name_of_tokenizer = tokenizer_name(data, recipe.model)
+    decoder = load_decoder(data.tokenizer and name_of_tokenizer, name_of_tokenizer)
     shown = itertools.islice(_order(opened, weights, seed, shuffle=shuffle), samples)
     for number, (part, index) in enumerate(shown, start=1):
         heading = [f"sample {number}", *([part] if several else [])]
@@ -84,7 +85,7 @@ def print_page(
 def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
     data, model = files.data, model_inputs(recipe.model)
-    tokenizer, patterns = data.tokenizer or recipe.model.path, files.patterns
+    tokenizer, patterns = tokenizer_name(data, recipe.model), files.patterns
     if files.validation or not data.streaming:
         opened = open_dataset(
             data,

@@ -12,6 +12,7 @@ import typer
 from launcher import __version__
 from launcher.cli.app import Command, SubmitCommand, SweepCommand
 from launcher.cli.chat import chat
+from launcher.cli.completion import completion
 from launcher.cli.doctor import doctor
 from launcher.cli.export import export
 from launcher.cli.inspect import inspect
@@ -30,6 +31,7 @@ from launcher.recipe.find import recipe_names
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog=f"Shipped recipes: {', '.join(recipe_names())}.",
@@ -64,7 +66,7 @@ def launcher(
 
 _COMMANDS = (
     *(new, train, plan, show, inspect, prepare, status, report, rows, submit, export, chat),
-    *(selftest, doctor, schema),
+    *(selftest, doctor, schema, completion),
 )
 for function in _COMMANDS:
     about = (function.__doc__ or "").partition("\n")[0]
@@ -89,8 +91,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script: turns exceptions into a message and an exit status."""
-    if "_LAUNCHER_COMPLETE" in os.environ:  # set by the shell when it completes a command
-        app(prog_name="launcher")
+    if "_LAUNCHER_COMPLETE" in os.environ:  # by a script of earlier versions, at each completion
+        return EXIT_DONE
     try:
         return run(sys.argv[1:] if arguments is None else arguments)
     except RecipeError as error:

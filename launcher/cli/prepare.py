@@ -57,11 +57,12 @@ def prepare(overrides: Overrides) -> int:
 
 def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     from launcher.data.token_store import open_store
+    from launcher.data.tokenizer import tokenizer_name
 
     store = open_store(
         files.patterns,
         files.data,
-        tokenizer=recipe.data.tokenizer or recipe.model.path,
+        tokenizer=tokenizer_name(recipe.data, recipe.model),
         model=model_inputs(recipe.model),
         validation=files.validation,
         build=True,

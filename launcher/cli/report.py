@@ -3,7 +3,9 @@ recipe."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +16,14 @@ import typer
 
 from launcher import __version__
 from launcher.cli.app import option
-from launcher.cli.status import Summary, describe, find_runs, summarize, time_spent
+from launcher.cli.status import (
+    Summary,
+    date_text,
+    describe,
+    find_runs,
+    summarize,
+    time_spent,
+)
 from launcher.console import bytes_as_text, finite, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics.page import (
@@ -38,6 +47,8 @@ from launcher.reliability.run_directory import RunFolder
 
 _SAMPLES = 8
 """Answers that the page shows."""
+_LOG_LINES, _LOG_BYTES = 40, 16 << 10
+"""Of the end of a log that the page shows."""
 _MOST_KEYS = 6
 """Keys with different values that the overview of several runs shows; more are in their own table
 only."""
@@ -88,6 +99,7 @@ def report(
         *_samples(runs),
         differences,
         *(Text(f"{run.name}: recipe.yaml", to_yaml(run.recipe)) for run in runs if run.recipe),
+        *_logs(runs),
         _environment(runs),
     ]
     title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs"
@@ -112,7 +124,10 @@ def _read_run(path: Path, name: str) -> _ReportedRun:
     start: float = (records or [{}])[0].get("time") or 0.0
     if summary.attempts:
         start = summary.attempts[0].started
-    marks = [("restart", attempt.resumed, attempt.started) for attempt in summary.attempts[1:]]
+    marks = [
+        ("restart" if attempt.restart else "resume", attempt.resumed, attempt.started)
+        for attempt in summary.attempts[1:]
+    ]
     marks += [("checkpoint", e["step"], e["time"]) for e in events if e["event"] == "saved"]
     skipped = [record for record in records if record.get("skipped")]
     marks += [("skipped step", record["step"], record.get("time") or start) for record in skipped]
@@ -133,7 +148,8 @@ def _overview(runs: list[_ReportedRun], differences: Table) -> Table:
     swept = swept if len(swept) <= _MOST_KEYS else []
     facts = []
     for number, run in enumerate(runs, start=2):
-        texts = {name: text for name, text, _ in describe(run.summary, time.time()) if name}
+        texts = _totals(run)
+        texts |= {name: text for name, text, _ in describe(run.summary, None) if name}
         losses = [loss for line in run.records if (loss := finite(line.get("eval_loss")))]
         if losses:
             texts["lowest evaluation"] = f"{min(losses):.4f}"
@@ -146,6 +162,46 @@ def _overview(runs: list[_ReportedRun], differences: Table) -> Table:
     return table
 
 
+def _totals(run: _ReportedRun) -> dict[str, str]:
+    """When the run started and ended, its tokens, and the hours of its GPUs."""
+    attempts, until, tokens, hours = run.summary.attempts, run.summary.until, 0.0, 0.0
+    if not attempts:
+        return {}
+    before = attempts[0].resumed
+    for record in run.records:
+        rate, seconds = finite(record.get("tokens_per_second")), finite(record.get("step_seconds"))
+        if rate and seconds:  # means of the steps since the last line
+            tokens += rate * seconds * (record["step"] - before)
+            before = record["step"]
+    for attempt in attempts:
+        end = until if attempt.end is None else attempt.end
+        hours += max(0.0, end - attempt.started) * (attempt.ranks or 0) / 3600
+    last, device = attempts[-1], "rank" if run.built.get("device") == "cpu" else "GPU"
+    return {
+        "started": date_text(attempts[0].started),
+        "ended": date_text(until if last.end is None else last.end),
+        "tokens": f"{tokens:,.0f}",
+        f"{device}-hours": f"{hours:,.3g}",
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 2}f} ms"
+
+
+def _logs(runs: list[_ReportedRun]) -> Iterator[Text]:
+    """The end of what rank 0 printed."""
+    for run in runs:
+        file = run.summary.path / "log/rank_0.log"
+        with contextlib.suppress(OSError):
+            if not file.is_file():  # a pipe would block
+                continue
+            with file.open("rb") as stream:
+                stream.seek(max(0, file.stat().st_size - _LOG_BYTES))
+                lines = stream.read(_LOG_BYTES).decode(errors="replace").splitlines()
+            yield Text(f"{run.name}: end of log/rank_0.log", "\n".join(lines[-_LOG_LINES:]))
+
+
 def _times(runs: list[_ReportedRun]) -> Iterator[Charts]:
     """Where the time went: of each run, and of a step."""
     labels = {"counted": "steps that counted", "repeated": "steps trained again"}
@@ -154,19 +210,24 @@ def _times(runs: list[_ReportedRun]) -> Iterator[Charts]:
     for run in runs:
         spent = time_spent(run.summary) if run.summary.attempts else {}
         of_runs.append((run.name, {text: spent[name] for name, text in labels.items() if spent}))
-        for name, (seconds, share) in timed_parts(run.records).items():
-            of_steps.append((f"{run.name}: {name}, {share:.1%}", {name: seconds}))
+        parts = timed_parts(run.records)
+        waits, label = parts.pop("communication", None), run.name
+        if waits:
+            label += f" (communication {_milliseconds(waits)})"
+        of_steps.append((label, parts))
     yield bars("Time", of_runs, seconds_as_text)
-    note = "Means of all steps, and their shares of step_seconds; parts may overlap."
-    yield bars("Time of a step", of_steps, lambda s: f"{1000 * s:,.3g} ms", note=note)
+    note = "Means of all steps. Communication is a part of forward, backward and optimizer."
+    yield bars("Time of a step", of_steps, _milliseconds, note=note)
 
 
 def _memory(runs: list[_ReportedRun]) -> Charts:
     """The measured peak, divided into what the run recorded that it holds."""
     rows = []
     for run in runs:
-        # Of the last start: others may have had another number of ranks
-        first = run.summary.attempts[-1].resumed if run.summary.attempts else -1
+        # Of the last start that trained: others may have had another number of ranks
+        last = max((record["step"] for record in run.records), default=0)
+        before = [a.resumed for a in run.summary.attempts if a.resumed < last]
+        first = before[-1] if before else -1
         peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
         if peak := max(peaks, default=0):
             sizes = (run.built.get("held") or {}).items()
@@ -217,10 +278,23 @@ def _leaves(section: Json, above: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _environment(runs: list[_ReportedRun]) -> Table:
-    """Devices and versions of the last start of each run."""
+    """Command, devices and versions of the last start of each run."""
     names = ("host", "ranks", "ranks_per_node", "device", "device_memory")
     facts = []
     for run in runs:
-        values = {name: run.built.get(name) for name in names} | (run.built.get("versions") or {})
+        start = next((event for event in run.events[::-1] if event["event"] == "started"), {})
+        values = {"command": _command(run.built | start), "git commit": start.get("git_commit")}
+        values |= {name: run.built.get(name) for name in names} | (run.built.get("versions") or {})
         facts.append({name: str(value) for name, value in values.items() if value is not None})
     return _table("Environment", [run.name for run in runs], facts)
+
+
+def _command(start: Json) -> str | None:
+    """A command with the arguments and the ranks of a start; None if they are not known."""
+    if start.get("overrides") is None or not start.get("ranks"):
+        return None
+    ranks, per_node = start["ranks"], start.get("ranks_per_node") or start["ranks"]
+    words = ["launcher", "train", *start["overrides"], f"gpus={per_node}"]
+    if ranks > per_node:
+        words.append(f"nodes={ranks // per_node}")
+    return shlex.join(words)

@@ -54,10 +54,12 @@ def rows(
     refuse_code(dataclasses.replace(recipe, model=built), run / "recipe.yaml", trust_run=trust_run)
     events, size = RunFolder(run).read_events(), recipe.batch.global_batch_size
     positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
-    opened, tokenizer = _open(run, recipe), recipe.data.tokenizer or recipe.model.path
+    opened = _open(run, recipe)
 
     from launcher.data.origins import trained_rows
+    from launcher.data.tokenizer import tokenizer_name
 
+    tokenizer = tokenizer_name(recipe.data, recipe.model)
     trained = trained_rows(opened, positions, tokenizer=tokenizer)
     if not trained:
         raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
@@ -137,6 +139,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     from launcher.checkpoint.reader import read_state
     from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
+    from launcher.data.tokenizer import tokenizer_name
     from launcher.distributed.process_group import DataParallel
 
     group: Any = None  # one process
@@ -149,7 +152,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         data,
         batch,
         recipe.run,
-        model=ModelInputs(tokenizer=recipe.model.path),
+        model=ModelInputs(tokenizer=tokenizer_name(data, recipe.model)),
         ranks=alone,
         build=True,
         skipped_rows=None,
@@ -213,10 +216,12 @@ def _losses(
 
 def _print_rows(rows: list[TrainedRow], losses: list[float] | None, recipe: Recipe) -> None:
     from launcher.cli.inspect_page import load_decoder
+    from launcher.data.tokenizer import tokenizer_name
 
     decoder = None
     if rows[0].of is not None:
-        decoder = load_decoder(recipe.data.tokenizer, recipe.model.path)
+        name = tokenizer_name(recipe.data, recipe.model)
+        decoder = load_decoder(recipe.data.tokenizer and name, name)
     lines = []
     for row, loss in zip(rows, losses or [math.nan] * len(rows), strict=True):
         tokens = text = ""

@@ -25,6 +25,8 @@ _STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "s
 _SHOWN_ATTEMPTS = 12
 _OPTIONAL = ("restarts", "checkpoint", "tokens/s", "reason")
 """Columns of the table of runs that are left out on a narrow terminal, in this order."""
+_JOB = ("job", "run_id", "agent")
+"""Keys of the event `started` that the starts of a job share."""
 _OF_STEP = ("step", "loss", "time", "tokens_per_second", "step_seconds")
 
 
@@ -36,6 +38,9 @@ class Attempt:
     started: float
     host: str
     ranks: int | None
+    restart: bool = False
+    """Whether it is a restart, after a start that failed, or that was stopped and whose job
+    continued. Otherwise it is the first start, or a resume that the user asked for."""
     resumed: int = 0
     """Step that it resumed from."""
     ended: str = ""
@@ -67,6 +72,11 @@ class Summary:
     checkpoints: list[tuple[int, float, int]] = field(default_factory=list)
     """Step, time and bytes of each valid checkpoint, the newest last."""
     damaged: list[str] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> int:
+        """Starts after a failure or preemption."""
+        return sum(attempt.restart for attempt in self.attempts)
 
     @property
     def steps(self) -> str:
@@ -159,14 +169,22 @@ def read_attempts(events: list[Json]) -> list[Attempt]:
     For an attempt without an end, the next `started` event has the last known step and time.
     """
     attempts: dict[int, Attempt] = {}
+    last: Json = {}
     for event in events:
         number, name = event["attempt"], event["event"]
         if name == "started":
+            again = bool(event.get("job_restart_count") or event.get("restart_count"))
+            again |= any(event.get(key) and event[key] == last.get(key) for key in _JOB)
+            last, restart = event, False
             if (previous := attempts.get(number - 1)) is not None:
                 if not previous.ended:
                     previous.ended, previous.end = "killed", event.get("found_time")
                 previous.reached = max(event.get("found_step") or 0, previous.reached or 0)
-            attempts[number] = Attempt(number, event["time"], event["host"], event.get("ranks"))
+                ended = previous.ended.partition(" ")[0]
+                restart = ended != "finished" and (again or ended != "stopped")
+            attempts[number] = Attempt(
+                number, event["time"], event["host"], event.get("ranks"), restart
+            )
         attempt = attempts.get(number)
         if attempt is None:
             continue
@@ -181,8 +199,8 @@ def read_attempts(events: list[Json]) -> list[Attempt]:
 
 def time_spent(summary: Summary) -> dict[str, float]:
     """Where the time of a run went, in seconds: `counted` in steps of the result, `repeated` in
-    `repeated_steps` that were lost (by the mean step), `between` without a process, and the `rest`
-    add up to `wall`."""
+    `repeated_steps` that were lost (by the mean step), `between` without a process before a
+    restart, and the `rest` add up to `wall`, which has no time before a resume by the user."""
     attempts, counted = summary.attempts, 0.0
     first = trained = attempts[0].resumed
     for record in read_jsonl(RunFolder(summary.path).metrics):
@@ -191,9 +209,13 @@ def time_spent(summary: Summary) -> dict[str, float]:
             trained = record["step"]
     pairs = list(itertools.pairwise(attempts))
     steps = sum(max(0, (old.reached or 0) - new.resumed) for old, new in pairs)
-    between = sum(max(0.0, new.started - old.end) for old, new in pairs if old.end is not None)
+    gaps = [
+        (new.restart, max(0.0, new.started - old.end)) for old, new in pairs if old.end is not None
+    ]
+    between = sum(gap for restart, gap in gaps if restart)
+    paused = sum(gap for restart, gap in gaps if not restart)
     end = attempts[-1].end if attempts[-1].end is not None else summary.until
-    wall = max(end - attempts[0].started, counted)
+    wall = max(end - attempts[0].started - paused, counted)
     repeated = min(steps * counted / max(trained - first, 1), max(0.0, wall - counted - between))
     return {
         "wall": wall,
@@ -208,7 +230,14 @@ def time_spent(summary: Summary) -> dict[str, float]:
 # Printing
 
 
-def _ago(then: float, now: float) -> str:
+def date_text(seconds: float) -> str:
+    """A time on the clock of this machine."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _ago(then: float, now: float | None) -> str:
+    if now is None:
+        return date_text(then)
     return f"{seconds_as_text(max(0.0, now - then))} ago"
 
 
@@ -226,7 +255,7 @@ def _print_run(summary: Summary, now: float) -> None:
         attempts = [
             (
                 str(attempt.number),
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started)),
+                date_text(attempt.started),
                 attempt.host,
                 str(attempt.ranks or ""),
                 f"{attempt.resumed:,}",
@@ -240,8 +269,9 @@ def _print_run(summary: Summary, now: float) -> None:
         print_parts(plain(summary.status["error"], "red"))
 
 
-def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
-    """Rows of name, text and colour; one without a name continues the row above."""
+def describe(summary: Summary, now: float | None) -> Iterator[tuple[str, str, str]]:
+    """Rows of name, text and colour; one without a name continues the row above. Times are those
+    that have passed until now; None: dates."""
     last, steps = summary.last, summary.status.get("steps")
     why = f": {summary.reason}" if summary.reason else ""
     yield "state", summary.state + why, _STYLES.get(summary.state, "bold red")
@@ -284,7 +314,10 @@ def describe(summary: Summary, now: float) -> Iterator[tuple[str, str, str]]:
     yield "owner", summary.owner, ""
     if summary.attempts:
         yield from _lost_time(summary)
-        yield "restarts", str(len(summary.attempts) - 1 or "none"), ""
+        restarts = summary.restarts
+        yield "restarts", str(restarts or "none"), ""
+        if resumes := len(summary.attempts) - 1 - restarts:
+            yield "resumes", str(resumes), ""
 
 
 def _lost_time(summary: Summary) -> Iterator[tuple[str, str, str]]:
@@ -319,7 +352,7 @@ def _print_runs(summaries: list[Summary], now: float) -> None:
                 _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
                 _number(last["tokens_per_second"], ",.0f") if last else "",
                 f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",
-                str(max(0, len(summary.attempts) - 1)),
+                str(summary.restarts),
                 "" if state in ("running", "finished") else summary.reason,
             )
         )

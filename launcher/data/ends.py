@@ -13,10 +13,11 @@ from launcher.recipe import schema
 _PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
 
-def taught_ends(data: schema.Data, *, model_path: str | None) -> list[int]:
+def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     """Ids of the tokens at which a model that is trained on the data stops, without reading the
-    data. Empty for kinds tokens and classification, and for data.builder."""
-    name = data.tokenizer or model_path
+    data. Empty for kinds tokens and classification, and for data.builder. tokenizer: see
+    `tokenizer_name`."""
+    name = tokenizer
     if data.builder is not None or name is None:
         return []
     kinds = {source.kind for source in data.sources().values()}
@@ -39,7 +40,8 @@ def _end_of_turn(encoder: Encoder) -> list[int]:
     (encoded,) = replace(encoder, columns=columns).encode_rows([row])
     if encoded.labels is None:  # the template refuses it
         return []
-    tokenizer = hugging_face_tokenizer(str(encoder.tokenizer))
+    assert encoder.tokenizer is not None
+    tokenizer = hugging_face_tokenizer(encoder.tokenizer)
     added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     for token in reversed(encoded.labels[encoded.labels != IGNORED].tolist()):
         if token in added:

@@ -37,7 +37,7 @@ from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
@@ -180,7 +180,7 @@ def open_run_data(
     build: tokenize what is not cached (one process per node).
     skipped_rows is the file that lists the rows of a stream that cannot be used.
     """
-    tokenizer = data.tokenizer or model.tokenizer
+    tokenizer = model.tokenizer or data.tokenizer
     stored: MapData | None = None
     if data.builder is not None:
         stored, validation = _open_custom(data.builder, data.arguments, seed=run.seed)
@@ -246,26 +246,23 @@ def _by_name(sets: _Set | dict[str, _Set] | None) -> dict[str, _Set]:
     return {name: files for name, files in named.items() if files is not None}
 
 
-def teach_ends(model: nn.Module, data: schema.Data, *, model_path: str | None) -> None:
+def teach_ends(model: nn.Module, data: schema.Data, section: schema.Model) -> None:
     """Adds the tokens that end answers in the training data to the model's generation config."""
-    if ends := taught_ends(data, model_path=model_path):
-        name = data.tokenizer or model_path
-        assert name is not None
+    name = tokenizer_name(data, section)
+    if name is not None and (ends := taught_ends(data, tokenizer=name)):
         add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
 
 
-def tokenizer_to_keep(
-    data: schema.Data, *, model_path: str | None
-) -> PreTrainedTokenizerBase | None:
+def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedTokenizerBase | None:
     """The tokenizer of an exported model: that of the data, with its chat template, or the model's
     own; None if there is none."""
-    name = data.tokenizer or model_path
+    name = tokenizer_name(data, model)
     if name is None:
         return None
     try:
         tokenizer = hugging_face_tokenizer(name)
     except RecipeError:
-        if data.tokenizer is not None:
+        if data.tokenizer is not None or model.new_tokens:
             raise
         return None  # token rows, and a model without a tokenizer
     if data.chat_template is not None:

@@ -67,7 +67,7 @@ class ModelInputs:
     """What the data needs to know of the model."""
 
     tokenizer: str | None = None
-    """model.path, whose tokenizer is used where data.tokenizer is null."""
+    """See `tokenizer_name`; None: data.tokenizer."""
     vocabulary: int | None = None
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
+from launcher.recipe import schema
 from launcher.recipe.hub import model_folder
 
 if TYPE_CHECKING:
@@ -43,6 +45,33 @@ _CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|assistant|>" -}}{%- endif -%}
 """
+
+
+class ExtendedName(str):
+    """The name of a tokenizer that gains tokens (model.new_tokens)."""
+
+    tokens: tuple[str, ...]
+
+    def __new__(cls, name: str, tokens: tuple[str, ...]) -> ExtendedName:
+        made = super().__new__(cls, name)
+        made.tokens = tokens
+        return made
+
+    def __getnewargs__(self) -> tuple[str, tuple[str, ...]]:  # type: ignore[override]
+        return str(self), self.tokens
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, ExtendedName) and self.tokens == other.tokens
+        return same and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash((str(self), self.tokens))
+
+
+def tokenizer_name(data: schema.Data, model: schema.Model) -> str | None:
+    """data.tokenizer, or the model's, with model.new_tokens; None without a tokenizer."""
+    name = data.tokenizer or model.path
+    return name if name is None or not model.new_tokens else ExtendedName(name, model.new_tokens)
 
 
 class ByteTokenizer:
@@ -157,7 +186,9 @@ def hugging_face_byte_tokenizer() -> PreTrainedTokenizerBase:
 @functools.lru_cache(maxsize=4)
 def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The transformers tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if there is
-    none."""
+    none, or if it cannot gain the tokens of an ExtendedName."""
+    if isinstance(name, ExtendedName):
+        return _extended(copy.deepcopy(hugging_face_tokenizer(str(name))), name)
     if name == "bytes":
         return hugging_face_byte_tokenizer()
     from transformers import AutoTokenizer
@@ -168,6 +199,42 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # broken files raise many classes
         what = first_line(error)
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
+
+
+def _extended(tokenizer: PreTrainedTokenizerBase, name: ExtendedName) -> PreTrainedTokenizerBase:
+    """Adds the tokens, which are found in a text as it is, before it is normalized. Those of the
+    form `<|...|>` are special tokens: they may end turns, and are left out of decoded answers."""
+    from transformers import AddedToken
+
+    known = tokenizer.get_vocab()
+    problems = [
+        f"{token} is token {known[token]} of the tokenizer {name} already; leave it out"
+        for token in name.tokens
+        if token in known
+    ]
+    if not problems:
+        for token in name.tokens:
+            markup = token.startswith("<|") and token.endswith("|>")  # as in Llama 3 and Qwen
+            tokenizer.add_tokens(AddedToken(token, normalized=False, special=markup))
+        ids = tokenizer.convert_tokens_to_ids(list(name.tokens))
+        first = max(known.values()) + 1
+        problems = [
+            f"{token}: the tokenizer {name} cannot gain it: it makes it {tokenizer.tokenize(token)}"
+            for index, token in enumerate(name.tokens)
+            if tokenizer(token, add_special_tokens=False)["input_ids"] != [ids[index]]
+            or ids[index] != first + index
+        ]
+    if problems:
+        raise RecipeError([f"model.new_tokens: {problem}" for problem in problems])
+    return tokenizer
+
+
+def new_token_ids(name: str | None) -> range:
+    """The ids of the tokens that a tokenizer gains."""
+    if not isinstance(name, ExtendedName):
+        return range(0)
+    ids = hugging_face_tokenizer(name).convert_tokens_to_ids(list(name.tokens))
+    return range(ids[0], ids[-1] + 1)
 
 
 @functools.lru_cache(maxsize=4)
@@ -181,6 +248,9 @@ def load_tokenizer(name: str | None) -> Tokenizer:
 
 def tokenizer_identity(name: str) -> str:
     """Changes whenever the ids of a text could. Reads the tokenizer's files without loading it."""
+    if isinstance(name, ExtendedName):
+        both = json.dumps([tokenizer_identity(str(name)), name.tokens])
+        return hashlib.sha256(both.encode()).hexdigest()
     if name == "bytes":
         return _BYTES_IDENTITY
     digest = hashlib.sha256()
@@ -191,7 +261,9 @@ def tokenizer_identity(name: str) -> str:
 
 def prints_date(name: str) -> bool:
     """Whether a chat template of the tokenizer prints today's date. Loads no tokenizer."""
-    return name != "bytes" and any(b"strftime_now(" in text for _, text in _tokenizer_files(name))
+    return str(name) != "bytes" and any(
+        b"strftime_now(" in text for _, text in _tokenizer_files(name)
+    )
 
 
 def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:

@@ -28,26 +28,42 @@ _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (_EVALUATION, "", {}),  # those that no other chart shows
     ("Gradient norm before clipping", "", {"grad_norm": ""}),
     ("Learning rate", "", {"learning_rate": ""}),
-    ("Tokens per second, all ranks", "", {"tokens_per_second": ""}),
+    ("Tokens per second, all ranks", "tokens/s", {"tokens_per_second": ""}),
     ("FLOPs utilization (MFU)", "%", {"mfu": "MFU"}),
     (
         "Peak memory of a rank",
         "bytes",
         {"peak_memory_bytes": "allocated", "reserved_memory_bytes": "reserved"},
     ),
-    ("Retried allocations", "", {"allocation_retries": ""}),
-    ("Seconds per step", "", {"step_seconds": ""}),
+    ("Retried allocations", "allocations", {"allocation_retries": ""}),
+    ("Seconds per step", "s", {"step_seconds": ""}),
+    (
+        "Rewards of pairs",
+        "",
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}
+        | {"margin": "margin", "mean_reward": "mean"},
+    ),
+    ("Pairs in the right order", "%", {"rewards/accuracies": "", "accuracy": ""}),
+    ("Waits of a step", "s", {"data_seconds": "data", "communication_seconds": "communication"}),
+    ("Power of a GPU, mean", "W", {"gpu_power_watts": ""}),
+    ("Temperature of the hottest GPU", "°C", {"gpu_temperature_celsius": ""}),
+    ("Utilization of the least busy GPU", "%", {"gpu_utilization": "busy"}),
 )
 """Title, unit, and the keys of metrics.jsonl with the names of their curves."""
+_OPTIONAL = (_EVALUATION, "Rewards of pairs", "Pairs in the right order")
+_MAY_DIVERGE = ("loss", "grad_norm")
+"""Keys whose null means a value that is not finite. Elsewhere it means that nothing is known."""
 _NOT_METRICS = ("eval_loss", "eval_losses", "eval_scores", "eval_tokens")
 _MARKS: dict[str, tuple[tuple[float, ...], str, str]] = {
-    "restart": ((0, 1), "lines", ""),
+    "restart": ((0, 1), "lines", "dash"),
+    "resume": ((0, 1), "lines", "dot"),
     "checkpoint": ((0,), "markers", "line-ns-open"),
     "skipped step": ((1,), "markers", "x-thin-open"),
 }
-"""What is marked in the charts: heights from 0 to 1, and plotly's mode and symbol."""
+"""What is marked in the charts: heights from 0 to 1, and plotly's mode and dash or symbol."""
 _MARKS_NOTE = (
-    "Dashed: restarts. Ticks at the bottom: checkpoints. Crosses at the top: skipped steps."
+    "Dashed: restarts after a failure or preemption. Dotted: resumes that were asked for. "
+    "Ticks at the bottom: checkpoints. Crosses at the top: skipped steps."
 )
 
 Point = tuple[int, float, float | None]
@@ -76,8 +92,10 @@ class Charts:
     kind: ClassVar[str] = "charts"
     figures: Sequence[Figure]
     runs: Sequence[str] = ()
-    time_unit: str = ""
-    """Unit of the time axis; empty if there is none."""
+    starts: Sequence[float] = ()
+    """When each run started; of charts over steps, for the axes of time and date."""
+    time_unit: tuple[str, int] = ("s", 1)
+    """Of the time axis, and its seconds."""
     note: str = ""
 
 
@@ -90,6 +108,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    copied: Sequence[str] = ()
+    """For each row, what its button copies; empty: it has no button."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,7 @@ def run_charts(runs: Sequence[RunHistory]) -> Charts:
         if figure["data"]:
             figure["data"] += marks
             figures.append(figure)
-        elif title != _EVALUATION:
+        elif title not in _OPTIONAL:
             absent.append(title)
     notes = [_MARKS_NOTE]
     if absent:
@@ -135,14 +155,15 @@ def run_charts(runs: Sequence[RunHistory]) -> Charts:
             f"Curves of more than {MOST_POINTS:,} points are thinned (the longest has {longest:,}):"
             " the lowest and the highest value of each interval are drawn, and steps without one."
         )
-    return Charts(figures, [run.name for run in runs], unit, " ".join(notes))
+    names, starts = [run.name for run in runs], [run.start for run in runs]
+    return Charts(figures, names, starts, (unit, size), " ".join(notes))
 
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
     """Chart, name of the curve, and value, for each number of a record."""
     for title, _, names in _CHARTS:
         for key, name in names.items():
-            if key in record:
+            if key in record and (record[key] is not None or key in _MAY_DIVERGE):
                 yield title, name, record[key]
     for set_name, loss in (record.get("eval_losses") or {}).items():
         yield "Loss", f"evaluation, {set_name}", loss
@@ -170,14 +191,16 @@ def _curves_figure(
     }
     names = list(dict.fromkeys(name for name, _ in curves))
     values = [value for points in curves.values() for *_, value in points if value is not None]
-    factor, axis = _value_axis(unit, max(values, default=0.0))
+    factor, shown, axis = _value_axis(unit, max(values, default=0.0))
     traces: list[Figure] = []
     for (name, number), points in curves.items():
         run = runs[number]
-        gaps = [(step, at - run.start, None) for kind, step, at in run.marks if kind == "restart"]
+        kinds = ("restart", "resume")
+        gaps = [(step, at - run.start, None) for kind, step, at in run.marks if kind in kinds]
         drawn = sorted([*thin(points), *gaps], key=lambda point: point[0])
-        label = ""
+        label, color, dash = "", names.index(name), "solid"
         if len(runs) > 1:
+            color, dash = number, ("solid", "dash", "dot")[names.index(name) % 3]
             label = f"{run.name} "
         if len(names) > 1:
             label += f"{name} "
@@ -186,40 +209,38 @@ def _curves_figure(
                 "name": html.escape(name),
                 "legendgroup": name,
                 "showlegend": len(names) > 1 and all(t["legendgroup"] != name for t in traces),
-                "mode": "lines" if len(points) > 100 else "lines+markers",
+                "mode": "lines" if len(points) > 50 else "lines+markers",
                 "line": {
-                    "color": _COLORS[number % 10],
-                    "dash": ("solid", "dash", "dot")[names.index(name) % 3],
+                    "color": _COLORS[color % 10],
+                    "dash": dash,
                     "width": 1.5,
                 },
-                "marker": {"size": 4},
+                "marker": {"size": 4 if len(points) > 20 else 7},
                 "meta": number,
                 "x": [step for step, *_ in drawn],
                 "customdata": [round(seconds / second, 4) for _, seconds, _ in drawn],
                 "y": [None if value is None else value * factor for *_, value in drawn],
-                "hovertemplate": f"{html.escape(label)}%{{y}}<extra></extra>",
+                "hovertemplate": f"{html.escape(label)}%{{y}} {shown}".rstrip() + "<extra></extra>",
             }
         )
     if unit == "" and title == _EVALUATION and len(names) == 1:
         title = f"Evaluation: {names[0]}"
     marks_axis = {"overlaying": "y", "range": [-0.04, 1.04], "visible": False, "fixedrange": True}
-    layout = {"yaxis": axis, "yaxis2": marks_axis}
+    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": axis, "yaxis2": marks_axis}
     return {"title": title, "height": 260, "data": traces, "layout": layout}
 
 
-def _value_axis(unit: str, largest: float) -> tuple[float, dict[str, str]]:
-    """The factor from values to what the axis shows, and its format."""
+def _value_axis(unit: str, largest: float) -> tuple[float, str, Figure]:
+    """The factor from values to what the axis shows, its unit, and the axis."""
+    factor = 100.0 if unit == "%" else 1.0
     if unit == "bytes":
-        size, name = (30, "GiB") if largest >= 2**30 else (20, "MiB")
-        return 2.0**-size, {"ticksuffix": f" {name}", "hoverformat": ".6~g"}
-    if unit == "%":
-        return 100, {"ticksuffix": " %", "hoverformat": ".6~g"}
-    return 1, {"hoverformat": ",.6~g"}
+        factor, unit = (2.0**-30, "GiB") if largest >= 2**30 else (2.0**-20, "MiB")
+    return factor, unit, {"title": {"text": unit}, "hoverformat": ",.6~g"}
 
 
 def _marks(number: int, run: RunHistory, second: float) -> Iterator[Figure]:
     """The traces of a run's restarts, checkpoints and skipped steps."""
-    for kind, (heights, mode, symbol) in _MARKS.items():
+    for kind, (heights, mode, style) in _MARKS.items():
         places = [(step, (at - run.start) / second) for name, step, at in run.marks if name == kind]
         if places:
             yield {
@@ -228,8 +249,8 @@ def _marks(number: int, run: RunHistory, second: float) -> Iterator[Figure]:
                 "y": [*heights, None] * len(places),
                 "yaxis": "y2",
                 "mode": mode,
-                "line": {"color": _COLORS[number % 10], "width": 1, "dash": "dash"},
-                "marker": {"color": _COLORS[number % 10], "symbol": symbol, "size": 8},
+                "line": {"color": _COLORS[number % 10], "width": 1, "dash": style},
+                "marker": {"color": _COLORS[number % 10], "symbol": style, "size": 8},
                 "meta": number,
                 "showlegend": False,
                 "hovertemplate": f"{kind}<extra></extra>",
@@ -253,17 +274,17 @@ def thin(points: list[Point]) -> list[Point]:
 
 def curve_figure(title: str, labels: Sequence[str], sizes: Sequence[int]) -> Figure:
     """A curve of sizes in bytes, one for each label."""
-    factor, axis = _value_axis("bytes", max(sizes, default=0))
+    factor, unit, axis = _value_axis("bytes", max(sizes, default=0))
     trace = {
         "y": [size * factor for size in sizes],
         "text": [html.escape(label) for label in labels],
         "mode": "lines",
         "line": {"color": _COLORS[0], "width": 1.5},
-        "hovertemplate": "%{text}: %{y}<extra></extra>",
+        "hovertemplate": f"%{{text}}: %{{y}} {unit}<extra></extra>",
     }
     layout = {
         "yaxis": axis,
-        "xaxis": {"showticklabels": False},
+        "xaxis": {"showticklabels": False, "title": {"text": "moments of a step, in order"}},
         "showlegend": False,
         "hovermode": "x",
         "hoverdistance": -1,
@@ -276,9 +297,11 @@ def bars(
     rows: Sequence[tuple[str, Mapping[str, float]]],
     as_text: Callable[[float], str],
     *,
+    line: tuple[str, float] | None = None,
     note: str = "",
 ) -> Charts:
-    """A stacked bar for each row, which is a label and its parts; below the label and the sum."""
+    """A stacked bar for each row, which is a label and its parts; below the label and the sum.
+    line: the name and value of a vertical line."""
     names = list(dict.fromkeys(name for _, parts in rows for name in parts if parts[name]))
     labels = [html.escape(f"{label}: {as_text(sum(parts.values()))}") for label, parts in rows]
     traces = [
@@ -289,20 +312,24 @@ def bars(
             "y": labels,
             "x": [parts.get(name, 0) for _, parts in rows],
             "text": [as_text(parts.get(name, 0)) for _, parts in rows],
-            "textposition": "none",
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "insidetextfont": {"color": "#fff"},
+            "textangle": 0,
             "marker": {"color": _COLORS[number % 10]},
             "hovertemplate": f"{html.escape(name)}: %{{text}}<extra></extra>",
         }
         for number, name in enumerate(names)
     ]
     longest = max((sum(parts.values()) for _, parts in rows), default=0)
-    layout = {
+    layout: Figure = {
         "barmode": "stack",
+        "uniformtext": {"mode": "hide", "minsize": 10},  # where the bar has no room for its text
         "bargap": 0.6,
         "hovermode": "closest",
         "showlegend": False,  # the page has one that wraps
         "margin": {"t": 0},
-        "xaxis": {"visible": False, "range": [0, longest]},
+        "xaxis": {"visible": False, "range": [0, max(longest, line[1] * 1.005 if line else 0)]},
         "yaxis": {
             "range": [len(rows) - 0.5, -0.9],
             "dtick": 1,
@@ -310,21 +337,32 @@ def bars(
             "ticklabelshift": 17,
         },
     }
+    if line:
+        name, at = line
+        layout["shapes"] = [
+            {"x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "type": "line",
+             "line": {"color": _COLORS[3], "width": 2},
+             "label": {"text": f"{html.escape(name)}: {as_text(at)}", "textposition": "end",
+                       "textangle": 0, "xanchor": "right", "yanchor": "top"}},
+        ]  # fmt: skip
     height = 46 * len(rows) + 30
     figure = {"title": title, "height": height, "data": traces, "layout": layout}
     return Charts([figure] if names else [], note=note)
 
 
-def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Of each part of a step that was timed: mean seconds, and the share of `step_seconds`."""
+def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean seconds of the phases of a step, which add up to `step_seconds`: data is the rest. Of
+    `communication` too, which is a part of them. Without phases that were not timed."""
     timed = [record for record in records if finite(record.get("step_seconds"))]
-    names = dict.fromkeys(name for record in timed for name in record if name.endswith("_seconds"))
-    sums = {name: sum(finite(record.get(name)) or 0 for record in timed) for name in names}
-    return {
-        name.removesuffix("_seconds"): (total / len(timed), total / sums["step_seconds"])
-        for name, total in sums.items()
-        if total and name not in ("step_seconds", "cpu_seconds")
-    }
+    means = {}
+    for name in ("step", "forward", "backward", "optimizer", "logging", "communication"):
+        values = [value for r in timed if (value := finite(r.get(f"{name}_seconds"))) is not None]
+        if values:
+            means[name] = sum(values) / len(values)
+    step, waits = means.pop("step", 0.0), means.pop("communication", None)
+    if means:
+        means["data"] = max(0.0, step - sum(means.values()))
+    return means if waits is None else means | {"communication": waits}
 
 
 def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: str) -> None:

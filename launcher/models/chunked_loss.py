@@ -19,6 +19,7 @@ from torch import nn
 
 from launcher.models.build import embeddings, text_config
 from launcher.models.inputs import IGNORED
+from launcher.models.new_rows import whole_weight
 from launcher.models.shards import local_part
 
 if TYPE_CHECKING:
@@ -333,7 +334,8 @@ def _linear(
     adapters are concatenated along the features."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    inputs, weight, bias = hidden.to(dtype), local_part(_base(head).weight), _base(head).bias
+    inputs, bias = hidden.to(dtype), _base(head).bias
+    weight = whole_weight(head, local_part(_base(head).weight))
     for name in getattr(head, "active_adapters", ()):
         down, up = head.lora_A[name], head.lora_B[name]
         dropped = head.lora_dropout[name](hidden.to(down.weight.dtype))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from launcher.console import task
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
+from launcher.models.new_rows import PARAMETER
 from launcher.models.nf4 import dequantize, is_packed
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
@@ -117,7 +118,8 @@ def exported_tensors(
             yield from ((key, read(name)) for key, name in stored.items())
             return
         aliases = adapted_ties(model, adapted_weights(stored))
-        names = [name for name in names if ".lora_" not in name] + list(aliases)
+        own = {name for name in names if ".lora_" in name or name.endswith(PARAMETER)}
+        names = [name for name in names if name not in own] + list(aliases)
         base = read
         read = merged_reader(
             *(model, config.to_dict(), stored),

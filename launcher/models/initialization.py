@@ -124,6 +124,8 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
 
 
 def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
+    if "new_rows" in module._parameters:  # of a model without pretrained weights
+        nn.init.normal_(module.get_parameter("new_rows"), std=0.02)
     if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
         nn.init.zeros_(module.get_parameter("weight"))
     elif ".lora_magnitude_vector." in name:  # set to norms of the weights once they are loaded

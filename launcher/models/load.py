@@ -23,6 +23,7 @@ from launcher.console import task
 from launcher.errors import RecipeError
 from launcher.models.build import checkpoint_folder, freeze, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
+from launcher.models.new_rows import PARAMETER, vocabulary_names
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder
 from launcher.models.shards import copy_local_rows, local_rows
 from launcher.models.tensor_names import Conversion, load_conversions
@@ -66,9 +67,10 @@ class ModelCheckpoint:
 
 
 def open_checkpoint(
-    folder: Path, model: PreTrainedModel, *, key: str = "model.path"
+    folder: Path, model: PreTrainedModel, *, key: str = "model.path", new_ids: range = range(0)
 ) -> ModelCheckpoint:
     """Plans how a folder's weights become those of a meta model of transformers, not yet wrapped.
+    The rows of the embeddings for the tokens of `new_ids` are the mean of those before them.
 
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
     missing, unexpected or of another shape.
@@ -81,6 +83,12 @@ def open_checkpoint(
     stored = open_folder(folder, key=key)
     conversions, unexpected, problems = load_conversions(model, stored.tensors)
     state: dict[str, torch.Tensor] = model.state_dict()
+    embedded = vocabulary_names(model) if new_ids else ()
+    for each in conversions:
+        if each.converter is None and each.first in embedded:
+            (name,) = each.names()
+            stored.extend(name, new_ids)
+            each.targets = {each.first: stored.tensors[name]}
     made = {name: list(value.shape) for each in conversions for name, value in each.targets.items()}
     for name, shape in made.items():
         wanted = list(state[name].shape) if name in state else "not"
@@ -104,17 +112,17 @@ Load = Callable[[nn.Module, torch.device, torch.device], None]
 
 
 def starting_weights(
-    section: schema.Model, model: nn.Module, *, seed: int
+    section: schema.Model, model: nn.Module, *, seed: int, new_ids: range = range(0)
 ) -> tuple[Load, torch.dtype, ModelCheckpoint | None]:
     """The function that gives the model its weights once it is wrapped, their dtype on disk, and
-    the checkpoint that they come from. Raises RecipeError like `open_checkpoint`."""
+    the checkpoint that they come from. new_ids: see `open_checkpoint`, whose errors it raises."""
     folder = checkpoint_folder(section)
     load: Load
     checkpoint = None
     if folder is None or not is_pretrained(section):
         load, dtype = partial(random_weights, seed=seed), torch.float32
     else:
-        checkpoint = open_checkpoint(folder, model)
+        checkpoint = open_checkpoint(folder, model, new_ids=new_ids)
         load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)
         dtype = checkpoint.stored.dtype()
         if section.freeze:  # again: the checkpoint may have untied parameters
@@ -209,6 +217,9 @@ def pretrained_weights(
             if conversion.converter is None:
                 (name,) = conversion.names()
                 checkpoint.stored.copy_rows(name, tensors[conversion.first])
+                new = tensors.get(conversion.first.removesuffix(".weight") + PARAMETER)
+                if new is not None:
+                    checkpoint.stored.fill_with_mean(name, new)
             else:
                 _convert_rows(conversion, checkpoint, tensors)
             advance(1)

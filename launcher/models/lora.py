@@ -15,6 +15,7 @@ from launcher.errors import RecipeError
 from launcher.models.build import embeddings, find_blocks, is_classifier, parts_without_text
 from launcher.models.dora import Dora
 from launcher.models.initialization import clean_name
+from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
 from launcher.models.ties import tied_names
 from launcher.recipe.schema import Lora
 
@@ -33,11 +34,16 @@ Read = Callable[[str], torch.Tensor]
 
 
 def add_adapters(
-    model: nn.Module, lora: Lora, *, base_dtype: torch.dtype, base: str | None = None
+    model: nn.Module,
+    lora: Lora,
+    *,
+    base_dtype: torch.dtype,
+    base: str | None = None,
+    new_ids: range = range(0),
 ) -> None:
     """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but
-    modules_to_save and a classifier's head, which has no pretrained weights, and stores it in
-    `base_dtype`.
+    modules_to_save, a classifier's head, which has no pretrained weights, and the rows of the
+    embeddings for `new_ids`, and stores it in `base_dtype`.
 
     `base` is the checkpoint that the adapters belong to, for peft. Raises RecipeError if
     target_modules names something other than a linear layer of the model, or modules_to_save
@@ -69,6 +75,7 @@ def add_adapters(
     except ValueError as error:
         raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
     config.modules_to_save = saved or None  # not before injection: peft would copy them
+    config.trainable_token_indices = add_new_rows(model, new_ids, saved) or None
     layer: Any
     for layer in model.modules():
         if getattr(layer, "lora_variant", None):
@@ -94,7 +101,8 @@ def add_adapters(
 
 def _is_saved(name: str, modules: Collection[str]) -> bool:
     """Whether a parameter is trained and in an adapter's file."""
-    return ".lora_" in name or name.startswith(tuple(f"{module}." for module in modules))
+    own = ".lora_" in name or name.endswith(PARAMETER)
+    return own or name.startswith(tuple(f"{module}." for module in modules))
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -264,10 +272,13 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     names = {name: name for name in (clean_name(name) for name, _ in model.named_parameters())}
     for tied in tied_names(model):
         names |= {name: tied[0] for name in tied if ".lora_" not in name}
+    names = {name: own for name, own in names.items() if own == name or PARAMETER not in name}
     return {_stored_name(name): own for name, own in names.items() if _is_saved(name, saved)}
 
 
 def _stored_name(name: str) -> str:
+    if name.endswith(PARAMETER):
+        return _PREFIX + name.removesuffix(PARAMETER) + STORED
     return _PREFIX + name.replace(".default.", ".").replace(
         "magnitude_vector.weight", "magnitude_vector"
     )
@@ -303,9 +314,12 @@ def merged_reader(
         if _is_transposed(module)
     }
     changed = adapted_weights(names)
-    replaced = {name for name in adapters if ".lora_" not in name}
+    rows = {
+        name.replace(STORED, ".weight"): key for name, key in adapters.items() if STORED in name
+    }
+    others = {name for name in adapters if ".lora_" not in name and STORED not in name}
     known = {clean_name(name) for name in model.state_dict()}
-    if unknown := (changed | replaced) - known:
+    if unknown := (changed | others | rows.keys()) - known:
         raise RecipeError(
             f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "
             "which the adapter changes"
@@ -315,6 +329,8 @@ def merged_reader(
         if name in adapters:  # such as a classifier's head
             return read_adapter(adapters[name])
         weight, layer = read_base(name), name.removesuffix(".weight")
+        if name in rows:
+            return replaced(weight, read_adapter(rows[name]).to(weight), ids_of_adapter(config))
         if name not in changed:
             return weight
         # A: (rank, in); B: (out, rank); weight: (out, in), or transposed

@@ -24,6 +24,7 @@ MAX_FILE_BYTES = 5 * 10**9
 """Largest size of an exported file, unless a single tensor is larger."""
 SAMPLED_BLOCKS, BLOCK_BYTES = 2**14, 2**12
 """What a digest of weights reads: 64 MiB, or one block of each tensor if these are more."""
+_ROWS_AT_ONCE = 2**13
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -69,6 +70,28 @@ class StoredTensors:
         """`tensors` have shapes and dtypes only: they are on meta."""
         self._parts, self.tensors = parts, tensors
         self._open: dict[Path, Any] = {}
+        self._new: dict[str, range] = {}
+
+    def extend(self, name: str, new: range) -> None:
+        """Gives a tensor rows for new tokens, each with the mean of the rows before them."""
+        shape = self.tensors[name].shape
+        self._new[name] = range(min(new.start, shape[0]), new.stop)
+        made = self.tensors[name].new_empty(max(shape[0], new.stop), *shape[1:])
+        self.tensors = {**self.tensors, name: made}
+
+    def fill_with_mean(self, name: str, tensor: torch.Tensor) -> None:
+        """Sets all rows of this rank's part of another tensor to the mean of an extended one."""
+        local_rows(tensor)[0].copy_(self._mean(name))
+
+    def _mean(self, name: str) -> torch.Tensor:
+        """The mean of the rows that tokens used, rounded to the stored dtype."""
+        total, known = 0.0, self._new[name].start
+        (part,) = self._parts[name]
+        stored = self._file(part.file).get_slice(name)
+        for begin in range(0, known, _ROWS_AT_ONCE):
+            rows = stored[begin : min(begin + _ROWS_AT_ONCE, known)]
+            total = total + rows.double().sum(0)
+        return torch.as_tensor(total / known).to(self.tensors[name].dtype)
 
     def dtype(self) -> torch.dtype:
         """The dtype of most of the bytes; float32 if no tensor is floating-point."""
@@ -91,6 +114,11 @@ class StoredTensors:
                 whole[rows, columns.start : columns.stop] = values
             return whole
         tensors = [self._file(part.file).get_tensor(name) for part in parts]
+        if (new := self._new.get(name)) is not None:
+            whole = torch.empty_like(self.tensors[name], device="cpu")
+            whole[: len(tensors[0])] = tensors[0]
+            whole[new.start : new.stop] = self._mean(name)
+            return whole
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def copy_rows(self, name: str, tensor: torch.Tensor) -> None:
@@ -115,6 +143,13 @@ class StoredTensors:
                 if left < right:
                     values = stored[rows, left - kept.start : right - kept.start]
                     target[:, left - wanted.start : right - wanted.start].copy_(values)
+        new = self._new.get(name, range(0))
+        start, stop = max(first, new.start), min(first + len(local), new.stop)
+        if start < stop:
+            mean = self._mean(name)
+            local[start - first : stop - first] = (
+                mean if own is None else mean[own.start : own.stop]
+            )
 
     def digest(self) -> str:
         """A digest of the names, dtypes, shapes and some of the values: enough to notice other

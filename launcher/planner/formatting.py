@@ -243,36 +243,17 @@ def _disagreement(plan: Json) -> Iterator[str]:
 def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
     search, source = plan["search"], plan["machine"]["rates"]["source"]
     rows, best = search["configurations"], search["best"]
-    speeds = [row["tokens_per_second"] for row in rows]
-    whole = max(speeds) if best is None else speeds[best]
     headline = f"Configurations: {search['considered']:,} evaluated; speed is predicted ({source})"
     yield from _paragraph(headline, 4, columns or sys.maxsize)
-    cells, times, others = [], [], []
+    times, others = [], []
     for n, row in enumerate(rows):
-        speed, remarks = row["tokens_per_second"], []
-        if row["fits"] is False:
-            remarks.append("does not fit" + (" the host" if row["fits_device"] else ""))
-        elif row["has_room"] is False:
-            remarks.append("will be slow: little room")
-        if n == best:
-            remarks.append("fastest that fits")
-        if row["as_written"]:
-            remarks.append("as written")
-        if not row["speed_measured"]:
-            remarks.append("speed not measured")
         if n == best or row["as_written"]:
             hours = f"{two_digits(row['hours'])} hours, {two_digits(row['gpu_hours'])}"
-            rate = speed_text(speed, row["tokens_per_second_range"])
+            rate = speed_text(row["tokens_per_second"], row["tokens_per_second_range"])
             times.append(f"{n + 1:>4}  {hours} {_device(plan)}-hours: {rate}")
         if row["fits"] is not False and row["overrides"] and not row["as_written"]:
             others.append(f"{_number(n, best)}  {shlex.join(row['overrides'])}")
-        cells.append(
-            [
-                *(bytes_as_text(row["needed"]), two_digits(speed), f"{speed / whole:.0%}"),
-                ", ".join(remarks),
-            ]
-        )
-    yield from _table(rows, best, ["peak", "tokens/s", "speed", ""], cells, columns)
+    yield from _table([*configuration_cells(plan)], columns)
     what = f"{search['steps']:,} steps" if search["steps"] else "a billion tokens"
     yield from ("", f"Training time of {what}, predicted", *times)
     if others:
@@ -283,24 +264,48 @@ def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
             yield from _paragraph(f"  - {suggestion}", indent=4)
 
 
+def configuration_cells(plan: Json) -> Iterator[list[str]]:
+    """The table of the configurations of a plan with a search. The first row has the titles."""
+    search = plan["search"]
+    rows, best, cells = search["configurations"], search["best"], []
+    speeds = [row["tokens_per_second"] for row in rows]
+    whole = max(speeds) if best is None else speeds[best]
+    for n, (row, speed) in enumerate(zip(rows, speeds, strict=True)):
+        remarks = []
+        if row["fits"] is False:
+            remarks.append("does not fit" + (" the host" if row["fits_device"] else ""))
+        elif row["has_room"] is False:
+            remarks.append("will be slow: little room")
+        if n == best:
+            remarks.append("fastest that fits")
+        if row["as_written"]:
+            remarks.append("as written")
+        if not row["speed_measured"]:
+            remarks.append("speed not measured")
+        numbers = bytes_as_text(row["needed"]), two_digits(speed), f"{speed / whole:.0%}"
+        cells.append([*numbers, ", ".join(remarks)])
+    yield from _named(rows, best, ["peak", "tokens/s", "speed", ""], cells)
+
+
+def _named(
+    rows: list[Json], best: int | None, titles: list[str], cells: list[list[str]]
+) -> Iterator[list[str]]:
+    """A row of titles and a row for each configuration: its number, strategy and micro-batch, and
+    further cells."""
+    yield ["", "strategy", "micro-batch", *titles]
+    for n, row in enumerate(rows):
+        size = row["micro_batch_size"] or row["micro_batch_tokens"]
+        yield [_number(n, best), row["strategy"], f"{size:,}", *cells[n]]
+
+
 def _number(n: int, best: int | None) -> str:
     return f"{'*' if n == best else ' '}{n + 1:>3}"
 
 
-def _table(
-    rows: list[Json],
-    best: int | None,
-    titles: list[str],
-    cells: list[list[str]],
-    columns: int | None,
-) -> Iterator[str]:
-    """A table with a configuration per line, and further columns, the last one for remarks. If it
-    has more than `columns`, the name of a configuration is in a line of its own."""
-    table = [["", "strategy", "micro-batch", *titles]]
-    for n, row in enumerate(rows):
-        size = row["micro_batch_size"] or row["micro_batch_tokens"]
-        table.append([_number(n, best), row["strategy"], f"{size:,}", *cells[n]])
-    sides = ">" * (1 + len(titles[:-1])) + "<"
+def _table(table: list[list[str]], columns: int | None) -> Iterator[str]:
+    """A table of configurations, whose last column has remarks. If it has more than `columns`, the
+    name of a configuration is in a line of its own."""
+    sides = ">" * (len(table[0]) - 3) + "<"
     lines = list(aligned(table, "<<" + sides))
     if columns is None or max(map(len, lines)) <= columns:
         yield from lines
@@ -342,7 +347,7 @@ def measured_text(trials: Json, columns: int | None = None) -> Iterator[str]:
         cells.append([peak, planned[0], speed, planned[1], remark])
     yield "Measured on this machine, on random tokens; peak of tensors"
     titles = ["peak", "planned", "tokens/s", "planned", ""]
-    yield from _table(rows, best, titles, cells, columns)
+    yield from _table([*_named(rows, best, titles, cells)], columns)
     if best is not None and rows[best]["overrides"]:
         pasted = shlex.join(rows[best]["overrides"])
         yield from ("To take the fastest, add to the command:", f"      {pasted}")

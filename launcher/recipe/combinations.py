@@ -93,6 +93,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("checkpoint.export_base", "lora.quantize", True),
     ("checkpoint.export_base", "checkpoint.export_merged", True),
     ("lora.quantize", "model.builder model.compile", False),
+    ("model.new_tokens", "model.builder lora.path", False),
 )
 """Keys that may have another value than their default only if one of other keys is given (True),
 none of them is given (False), or the other key has one of these values."""

@@ -117,6 +117,10 @@ class Model(Section):
     chunked_loss: StrictBool = True
     """Compute the loss for a chunk of the vocabulary at a time, without full logits; only if the
     logits are the output of a linear layer."""
+    new_tokens: TextList | None = None
+    """Tokens that the tokenizer and the model gain, such as `<tool_call>`; special ones are written
+    `<|...|>`. Their rows of the embeddings start as the mean of the others; with lora, they are the
+    only rows that are trained."""
     freeze: TextList | None = None
     """Parameters that are not trained: patterns of names, such as `model.embed_tokens.*`."""
 

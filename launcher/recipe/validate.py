@@ -189,6 +189,24 @@ def _sizes(recipe: Recipe) -> Found:
         yield "model.config.vocab_size", f"{size} is too small; {what}"
 
 
+def _new_tokens(recipe: Recipe) -> Found:
+    tokens, key = recipe.model.new_tokens or (), "model.new_tokens"
+    if tokens and recipe.model.path is None and recipe.data.tokenizer is None:
+        yield key, "needs a tokenizer: give data.tokenizer or model.path"
+    if tokens and recipe.lora is not None and recipe.strategy.tensor_parallel_size > 1:
+        yield key, "not available with lora and strategy.tensor_parallel_size; use 1"
+    for index, token in enumerate(tokens):
+        what = ""
+        if token != token.strip():
+            what = "must not begin or end with white space"
+        elif len(token) > 200:
+            what = "must have at most 200 characters"
+        elif token in tokens[:index]:
+            what = "is given twice"
+        if what:
+            yield ("model", "new_tokens", index), f"{what}; got {token[:40]!r}"
+
+
 def _micro_batch_tokens(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
     if tokens is not None and data.packing and data.kind != "classification":
@@ -351,7 +369,7 @@ def _data_files(recipe: Recipe) -> Found:
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _preference, _config, _sizes),
     _whole_export,
-    *(_template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
+    *(_new_tokens, _template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
 )
 _RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)

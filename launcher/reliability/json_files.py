@@ -26,7 +26,7 @@ _BLOCK = 4096
 # Types of the keys that are read again, in status.json, events.jsonl and metrics.jsonl
 _TEXTS = (
     "state", "reason", "error", "warning", "event", "host", "found", "text", "origin", "job",
-    "run_id", "agent", "device",
+    "run_id", "agent", "device", "git_commit",
 )  # fmt: skip
 _COUNTS = (
     "step", "steps", "attempt", "ranks", "ranks_per_node", "found_step", "skipped_batches",

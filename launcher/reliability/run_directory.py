@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -99,6 +100,7 @@ class RunFolder:
             job_restart_count=environment.job_restart_count,
             restart_count=environment.restart_count,
             from_scratch=from_scratch,
+            git_commit=_git_commit(),
             **_identity(environment),
         )
 
@@ -276,6 +278,17 @@ def _identity(environment: Environment) -> dict[str, str | None]:
     agent = f"{socket.gethostname()}:{environment.parent}" if environment.torchrun else None
     run_id = environment.run_id if environment.run_id not in (None, "", "none") else None
     return {"job": environment.job, "run_id": run_id, "agent": agent}
+
+
+def _git_commit() -> str | None:
+    """The commit of the repository that this process was started in, with `-dirty` if files were
+    changed since; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # reads only
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        options: Any = {"capture_output": True, "text": True, "env": environment, "timeout": 5}
+        return subprocess.run(command, check=False, **options).stdout.strip() or None
+    return None
 
 
 class _Tee:

@@ -24,7 +24,12 @@ from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.rendering import load_template
 from launcher.data.run_data import teach_ends
-from launcher.data.tokenizer import Tokenizer, hugging_face_tokenizer, load_tokenizer
+from launcher.data.tokenizer import (
+    Tokenizer,
+    hugging_face_tokenizer,
+    load_tokenizer,
+    tokenizer_name,
+)
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import end_ids
 from launcher.recipe import schema
@@ -118,9 +123,9 @@ def open_chat_model(
         if recipe.model.builder is not None:
             raise RecipeError(f"chat: {folder}: model.builder: its model has no method `generate`")
         stored = open_checkpoint_weights(folder, trust_run=trust_run)
-        name = recipe.data.tokenizer or recipe.model.path
+        name = tokenizer_name(recipe.data, recipe.model)
         _check(stored, folder, name)
-        teach_ends(stored.model, recipe.data, model_path=recipe.model.path)
+        teach_ends(stored.model, recipe.data, recipe.model)
         assert name is not None
         if plain is None:
             plain = not _with_template(recipe.data, name)

@@ -11,6 +11,7 @@ from torch import nn
 
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
+from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
@@ -31,6 +32,7 @@ from launcher.models.experts import divide_experts
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
 from launcher.models.lora import Read, add_adapters
+from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4 import quantize_blocks
 from launcher.models.preference import check_model
 from launcher.models.reward import TokenScores
@@ -188,17 +190,22 @@ def _refuse_old_torch(strategy: schema.Strategy) -> None:
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
-    model = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
+    model: Any = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
+    new_ids = new_token_ids(tokenizer_name(data, recipe.model))
+    grow_vocabulary(model, new_ids)
     blocks = find_blocks(model)
     _refuse_scalars(model, recipe.strategy)
-    init_fn, export_dtype, stored = starting_weights(recipe.model, model, seed=recipe.run.seed)
+    seed = recipe.run.seed
+    init_fn, export_dtype, stored = starting_weights(
+        recipe.model, model, seed=seed, new_ids=new_ids
+    )
     original = None
     if stored is not None and recipe.checkpoint.export_base == "original":
         original = stored.reader()
     for name in parts_without_text(model):  # DDP would wait for their gradients
         model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path)
+        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path, new_ids=new_ids)
         if recipe.lora.quantize is not None:
             _refuse_old_torch(recipe.strategy)
             quantize_blocks(blocks.values())

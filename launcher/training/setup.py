@@ -16,6 +16,7 @@ from torch import nn
 from launcher.data.batching import Position, rows_of
 from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer_to_keep
 from launcher.data.token_store import ModelInputs
+from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
 from launcher.models.build import (
@@ -128,7 +129,7 @@ def assemble(
         recipe.batch,
         recipe.run,
         model=ModelInputs(
-            tokenizer=recipe.model.path,
+            tokenizer=tokenizer_name(recipe.data, recipe.model),
             vocabulary=prepared.vocabulary,
             classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
             task=recipe.model.task,
@@ -149,7 +150,7 @@ def assemble(
         )
     _seed_generators(recipe.run.seed + ranks.rank // ranks.tensor_size)
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
-        teach_ends(model, recipe.data, model_path=recipe.model.path)
+        teach_ends(model, recipe.data, recipe.model)
     return Training(
         recipe,
         ranks,
@@ -179,7 +180,7 @@ def _make_export(
     """`Training.export`. The tokenizer is loaded now, because it may be missing."""
     tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
-        tokenizer = tokenizer_to_keep(recipe.data, model_path=recipe.model.path)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
     return partial(
         export_hugging_face,
         wrapped.module,
@@ -219,7 +220,7 @@ def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evalu
         return None
     length, generate = recipe.data.sequence_length, recipe.evaluation.generate
     rows, generator = rows_of(recipe.batch, sequence_length=length), None
-    if generate is not None and (tokenizer := recipe.data.tokenizer or recipe.model.path):
+    if generate is not None and (tokenizer := tokenizer_name(recipe.data, recipe.model)):
         generator = Generator(generate, tokenizer=tokenizer, rows=rows, longest=length)
     return Evaluator(
         data.validation,

@@ -1,4 +1,4 @@
-"""The `launcher` command: help, options in both styles, shell completion, start of ranks."""
+"""The `launcher` command: help, options in both styles, start of ranks."""
 
 import os
 import signal
@@ -149,20 +149,6 @@ def test_interrupt_prints_no_traceback(module, status):
     command = [sys.executable, "-c", code, "plan", "recipe=fsdp", "gpu=h100"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (status, "")
-
-
-def test_shell_completes_commands_options_and_keys():
-    def completed(*words):
-        line = " ".join(("launcher", *words))
-        variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(words))}
-        variables |= os.environ | {"_LAUNCHER_COMPLETE": "complete_bash"}
-        options: Any = {"env": variables, "capture_output": True, "text": True, "timeout": 300}
-        return subprocess.run(LAUNCHER, **options, check=False).stdout.split()
-
-    assert completed("sel") == ["selftest"]
-    assert "--samples" in completed("inspect", "--s")
-    assert completed("show", "recipe=fsdp_") == ["recipe=fsdp_offload"]
-    assert completed("show", "optimizer.learn") == ["optimizer.learning_rate="]
 
 
 def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):

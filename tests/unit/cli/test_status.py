@@ -82,6 +82,34 @@ def test_time_spent_counts_repeated_steps_and_gaps(run):
     ]
 
 
+def test_restarts_are_told_from_resumes(tmp_path):
+    """A resume follows a start that finished, or that was stopped and whose job did not go on."""
+    run = RunFolder(tmp_path / "run")
+    run.create("")
+    job = {"job": "7", "job_restart_count": 0}
+    for number, (ended, more) in enumerate(
+        (
+            ("finished", job),
+            ("stopped", job | {"job": "8"}),
+            ("stopped", job | {"job": "8", "job_restart_count": 1}),
+            ("failed", job | {"job": "9"}),
+            ("finished", {}),
+            ("", {"run_id": "name"}),
+        )
+    ):
+        event(run, "started", NOW - 900 + 100 * number, number + 1, **more)
+        if ended:
+            event(run, ended, NOW - 850 + 100 * number, number + 1, step=9)
+    summary = status.summarize(run.path, NOW)
+    restarts = [attempt.restart for attempt in summary.attempts]
+    assert restarts == [False, False, True, False, True, False]
+    rows = {name: text for name, text, _ in status.describe(summary, NOW)}
+    assert (rows["restarts"], rows["resumes"]) == ("2", "3")
+    summary.until = NOW
+    spent = status.time_spent(summary)  # without the time before a resume
+    assert [spent["wall"], spent["between"]] == pytest.approx([900 - 3 * 50, 100])
+
+
 def test_status_of_one_run(run, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
     owner = Ownership.take(run.path, SINGLE_PROCESS)

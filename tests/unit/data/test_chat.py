@@ -5,6 +5,7 @@ The template marks them, or a second rendering finds and verifies them.
 
 import itertools
 import json
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from launcher.data.sources import file_part, read_rows
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
+from tests import REPOSITORY
 from tests.unit.data.rows import write
 
 SPECIAL = ["<bos>", "<eos>", "<|begin|>", "<|end|>", "<|head|>", "<|neck|>", "<turn>", "</turn>"]
@@ -860,7 +862,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     def ends(template=None, **data):
         if template is not None:
             data["chat_template"] = str(write(tmp_path / "template.jinja", template))
-        found = taught_ends(schema.Data(tokenizer=folder, **data), model_path=None)
+        found = taught_ends(schema.Data(**data), tokenizer=folder)
         return [tokenizer.convert_ids_to_tokens(token) for token in found]
 
     assert ends() == ["<eos>"]
@@ -877,7 +879,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     source = {"files": ("x",), "weight": 1.0}
     mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
     assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]
-    assert taught_ends(schema.Data(tokenizer="bytes", kind="chat"), model_path=None) == [256]
+    assert taught_ends(schema.Data(kind="chat"), tokenizer="bytes") == [256]
 
 
 CALL = {"function": {"name": "f", "arguments": {}}}
@@ -919,3 +921,23 @@ def test_arguments_nested_too_deeply_are_a_problem_of_their_row():
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     with pytest.raises(RowError, match="arguments"):
         parse_arguments([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_example_of_tool_calls_in_the_documents():
+    """The row and the template of docs/data.md give the text that the page shows."""
+    text = (REPOSITORY / "docs/data.md").read_text().partition("### Tool calls and reasoning")[2]
+    blocks = re.findall(r"^```(json|jinja|text)\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
+    row, template, shown = (block for _, block in blocks[:3])
+    fields = json.loads(row)
+    tokenizer = bpe_tokenizer()
+    marks = [f"<|{role}|>" for role in ("user", "assistant", "tool", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    messages = parse_arguments(read_messages(fields["messages"], "messages"))
+    ids, labels = encoded(tokenizer, template, messages, tools=read_tools(fields["tools"]))
+    parts = []
+    for learned, run in itertools.groupby(
+        zip(ids, labels, strict=True), key=lambda one: one[1] != IGNORED
+    ):
+        part = tokenizer.decode([token for token, _ in run])
+        parts.append(f"[{part}]" if learned else part)
+    assert "".join(parts).rstrip() == shown

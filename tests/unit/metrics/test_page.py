@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import shlex
+from datetime import datetime
 
 import pytest
 
@@ -27,9 +29,13 @@ CHARTS = {
     "FLOPs utilization (MFU)": {"MFU": "mfu"},
     "Peak memory of a rank": {"allocated": "peak_memory_bytes"},
     "Seconds per step": {"": "step_seconds"},
+    "Waits of a step": {"data": "data_seconds"},
+    "Power of a GPU, mean": {"": "gpu_power_watts"},
+    "Temperature of the hottest GPU": {"": "gpu_temperature_celsius"},
+    "Utilization of the least busy GPU": {"busy": "gpu_utilization"},
 }
 """Chart titles, the names of their curves, and their keys in metrics.jsonl."""
-FACTORS = {"mfu": 100, "peak_memory_bytes": 2**-30}
+FACTORS = {"mfu": 100, "gpu_utilization": 100, "peak_memory_bytes": 2**-30}
 """From values in metrics.jsonl to those of a chart."""
 NO_HORIZONTAL_SCROLL = (
     "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
@@ -52,8 +58,9 @@ def browser():
         yield browser
 
 
-def make_run(path, steps, *, rate=1e-3, every=5, **built):
-    """Write a run of two attempts. The second resumes from step 10. Step 7 is skipped."""
+def make_run(path, steps, *, rate=1e-3, every=5, ended="failed", **built):
+    """Write a run of two attempts. The second resumes from step 10. Step 7 is skipped. ended: the
+    event that ends the first attempt."""
     run, lines = RunFolder(path), []
     overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *SMALL_MODEL]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
@@ -65,7 +72,12 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
         line |= {"grad_norm": 1 + 1 / step, "learning_rate": rate * step, "step_seconds": 1.75}
         line |= {"tokens_per_second": 1000.0 + step, "mfu": 0.4 + step / 1e5, "time": when}
         line |= {"peak_memory_bytes": 2**29 + step * 4096, "data_seconds": 0.25, "cpu_seconds": 3.5}
-        line |= {"forward_seconds": 0.5, "checkpoint_seconds": None}
+        line |= {
+            "forward_seconds": 0.5,
+            "checkpoint_seconds": None,
+            "gpu_temperature_celsius": 71.0,
+        }
+        line |= {"gpu_power_watts": 640.0 + step, "gpu_utilization": 0.97}
         if step == 7:  # in the first attempt
             line |= {"loss": None, "grad_norm": None, "skipped": True, "peak_memory_bytes": 2**30}
         lines.append(line)
@@ -83,7 +95,8 @@ def make_run(path, steps, *, rate=1e-3, every=5, **built):
         ("started", 0, 1, {}),
         ("built", 0, 1, built),
         ("saved", 21, 1, {"step": 10}),
-        ("started", 60, 2, {"found_step": 12}),
+        (ended, 40, 1, {"step": 12}),
+        ("started", 60, 2, {"found_step": 12, "overrides": ["recipe=quickstart", "a='b c'"]}),
         ("resumed", 61, 2, {"step": 10}),
         ("verdict", 79 + 2 * steps, 2, {"step": steps, "text": "Bound by <data>."}),
         ("finished", 80 + 2 * steps, 2, {"step": steps}),
@@ -143,6 +156,7 @@ def hover(browser, title, share):
 
 def test_page_of_a_run(tmp_path, browser, capsys):
     run, out = make_run(tmp_path / "a<b> & c", 50), tmp_path / "report.html"
+    (run.log / "rank_0.log").write_text("x" * 20_000 + "\nthe last words\n")
     assert main.main(["report", str(run.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     records = read_jsonl(run.metrics)
@@ -172,7 +186,9 @@ def test_page_of_a_run(tmp_path, browser, capsys):
 
     browser.open(out, width=1280)
     gaps = {51: 10, 11: 2}  # the second attempt begins after step 10
-    for axis in ("step", "time"):
+    assert browser.evaluate("[...axis.options].map(o => o.value)") == ["step", "time", "date"]
+    for axis in ("step", "time", "date"):
+        browser.evaluate(f"axis.value = '{axis}'; axis.onchange()")
         for title, keys in CHARTS.items():
             traces, _ = drawn(browser, title)
             found = curves(traces)
@@ -182,11 +198,15 @@ def test_page_of_a_run(tmp_path, browser, capsys):
                 assert points[gaps[len(points)]][1] is None
                 if axis == "step":
                     assert without_gap(points) == expected(key, lambda r: r["step"])
-                else:
+                elif axis == "time":
                     minutes = expected(
                         key, lambda r: pytest.approx((r["time"] - START) / 60, abs=1e-3)
                     )
                     assert without_gap(points) == minutes
+                else:  # of this time zone
+                    dates = [datetime.fromisoformat(x).timestamp() for x, _ in without_gap(points)]
+                    along = expected(key, lambda r: r["time"])
+                    assert dates == pytest.approx([at for at, _ in along], abs=0.1)
             marks = {
                 trace["hovertemplate"].removesuffix("<extra></extra>"): trace["x"][0]
                 for trace in traces
@@ -195,12 +215,24 @@ def test_page_of_a_run(tmp_path, browser, capsys):
             assert set(marks) == {"restart", "checkpoint", "skipped step"}
             if axis == "step":
                 assert marks == {"restart": 10, "checkpoint": 10, "skipped step": 7}
-        browser.evaluate('document.getElementById("axis").click()')
+    browser.evaluate("axis.value = 'step'; axis.onchange()")
+    for kept in (0.9, 0):
+        browser.evaluate(f"smooth.value = {kept}; smooth.oninput()")
+        values = [value for _, value in curves(drawn(browser, "Loss")[0])[0, "training"]]
+        weights, total, mean = 0.0, 0.0, []
+        for value in (r["loss"] for r in records if "loss" in r):
+            if value is not None:
+                weights, total = kept * weights + 1, kept * total + value
+            mean.append(value and pytest.approx(total / weights))
+        assert [*values[:10], *values[11:]] == mean
+        few = curves(drawn(browser, "Loss")[0])[0, "evaluation"]  # not smoothed
+        assert few[0] == (5, 2.95)
 
     step, value, *_ = hover(browser, "Learning rate", 0.8)
     (rate,) = (r["learning_rate"] for r in records if r["step"] == int(step) and "loss" in r)
     assert 30 < int(step) < 50
     assert float(value) == pytest.approx(rate, rel=1e-5)
+    assert hover(browser, "Peak memory of a rank", 0.8)[1].endswith(" GiB")
     assert drawn(browser, "Loss")[1] == "linear"
     browser.evaluate('document.querySelector(".log").click()')
     assert drawn(browser, "Loss")[1] == "log"
@@ -209,7 +241,10 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     text = browser.evaluate("document.body.textContent")
     for shown in (
         *("Run a<b> & c", "Bound by <data>.", "lowest evaluation"),
-        *("data, 14.3%", "forward, 28.6%"),  # shares of 1.75 s
+        *("1,250 ms", "500 ms"),
+        *("started", "tokens", "rank-hours", "Time of a step"),
+        "launcher train recipe=quickstart 'a='\"'\"'b c'\"'\"'' gpus=2",
+        "the last words",
         *("Memory at the peak", "512.2 MiB", "parameters", "other"),
         *("optimizer.learning_rate", "2.13.0"),
         *("answers in the evaluation after step 50", "50 + 1 =", "<b>5</b>"),
@@ -241,7 +276,9 @@ def test_page_of_several_runs(tmp_path, browser):
     assert columns["lowest evaluation"] == ["", "2.6000"]
 
     step, *labels = hover(browser, "Tokens per second, all ranks", 0.5)
-    assert any(re.fullmatch(rf"long .*{1000 + int(step.replace(',', '')):,}", t) for t in labels)
+    assert any(
+        re.fullmatch(rf"long .*{1000 + int(step.replace(',', '')):,} tokens/s", t) for t in labels
+    )
     for hidden in ({0}, {0, 1}):
         browser.evaluate(f'document.querySelectorAll("nav button")[{max(hidden)}].click()')
         shown, _ = drawn(browser, "Loss")
@@ -275,10 +312,49 @@ def test_page_of_a_plan(tmp_path, browser):
         assert shown in text
     peaks, timeline = embedded(out).values()
     assert [sum(trace["x"][n] > 0 for trace in peaks["data"]) for n in range(3)] == [10, 10, 7]
+    (line,) = peaks["layout"]["shapes"]
+    assert line["x0"] == line["x1"] == plan["machine"]["memory"]
+    assert peaks["layout"]["xaxis"]["range"][1] > line["x0"]
+    copied = browser.evaluate(
+        """(async () => {
+            const copied = [];
+            navigator.clipboard.writeText = async text => { copied.push(text); };
+            const buttons = [...document.querySelectorAll("[data-copy]")];
+            buttons.forEach(button => button.click());
+            await new Promise(requestAnimationFrame);
+            return [copied, buttons.map(button => button.textContent)];
+        })()"""
+    )
+    pasted = [shlex.join(row["overrides"]) for row in plan["search"]["configurations"]]
+    assert copied == [list(filter(None, pasted)), ["copied"] * len(copied[0])]
+    assert len(copied[0]) > 1
     sizes = [size * 2**30 for size in timeline["data"][0]["y"]]
     assert sizes == pytest.approx([moment["total"] for moment in plan["timeline"]])
     assert browser.evaluate(NO_HORIZONTAL_SCROLL)
     assert browser.problems == []
+
+
+def test_restarts_and_resumes_are_marked(tmp_path):
+    make_run(tmp_path / "killed", 20)
+    reopened = make_run(tmp_path / "resumed", 20, ended="finished")
+    later = {"event": "started", "time": START + 500, "attempt": 3, "host": "node1", "ranks": 2}
+    append_line(reopened.events, later)  # without a step, after the run was finished
+    append_line(reopened.events, later | {"event": "resumed", "step": 20, "time": START + 510})
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(tmp_path), f"out={out}"]) == 0
+    charts = embedded(out)
+    marks = {
+        (trace["meta"], trace["hovertemplate"].removesuffix("<extra></extra>")): trace["x"][::3]
+        for trace in charts["Loss"]["data"]
+        if "name" not in trace
+    }
+    assert marks[0, "restart"] == [10]
+    assert marks[1, "resume"] == [10, 20]
+    assert {(0, "resume"), (1, "restart")}.isdisjoint(marks)
+    (bars,) = {len(trace["y"]) for trace in charts["Memory at the peak"]["data"]}
+    assert bars == 2  # the measured peak is kept
+    phases = {trace["name"]: trace["x"] for trace in charts["Time of a step"]["data"]}
+    assert phases == {"forward": [0.5, 0.5], "data": [1.25, 1.25]}
 
 
 def test_thinned_curves_keep_extremes():

@@ -254,3 +254,31 @@ def test_file_instead_of_run_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(RecipeError, match="cannot be written to: Not a directory"):
         Ownership.take(tmp_path / "run", SINGLE_PROCESS)
+
+
+def test_a_start_records_the_commit(tmp_path, monkeypatch):
+    """Of the folder that it was started in. Changed files are named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+
+    def recorded():
+        run.note_start(SINGLE_PROCESS)
+        return run.read_events()[-1]["git_commit"]
+
+    def git(*words):
+        user = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *user, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert recorded() is None
+    (tmp_path / "file").write_text("one")
+    git("init")
+    git("add", "file")
+    git("commit", "-m", "x")
+    assert recorded() == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("two")
+    assert recorded() == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    assert recorded() is None

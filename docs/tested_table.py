@@ -1,0 +1,100 @@
+"""Writes docs/tested.md: which types of models the tests train, and with what.
+
+    python -m docs.tested_table
+
+The table has what the lists in the tests name, so that page and tests cannot differ:
+tests/unit/test_tested.py compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests import multimodal
+from tests.distributed import architectures_worker, layouts, nf4_worker, test_architectures
+from tests.unit.models import test_experts, test_lora, test_packed_attention
+
+PAGE = Path(__file__).resolve().parent / "tested.md"
+HEAD = """\
+# Which models are tested
+
+Any causal language model, classifier or reward model of transformers can be trained ([Models](models.md)). These
+types are trained in the tests, as small models with random weights on CPUs. `python -m docs.tested_table` wrote the
+table from the lists in the tests.
+
+- **trained**: loads a checkpoint with the logits of transformers, trains to the same losses with DDP, FSDP and FSDP
+  with CPU offload, and exports what transformers loads again.
+- **packed**: the loss of packed documents is that of the documents alone.
+- **classes**: `model.task: sequence_classification`, with a new head.
+- **LoRA**, **QLoRA**: adapters. peft loads them, or the losses are those of the rounded weights.
+- **tensor**, **context**, **expert**: ranks that [divide a model](parallelism.md) train to the losses of one rank.
+  *found* means that the experts of this type are found, and not that a test trains it.
+
+Reward models and preference tuning have no architectures of their own; their tests train `llama`. `launcher selftest
+recipe=...` trains your own model for some steps under each strategy, and compares the losses.
+"""
+FOOT = """
+With a type that is not in the table, run `launcher selftest` first. Where attention cannot keep packed documents
+apart, or layers cannot be divided, the start is refused with the name of the model, before a step is trained.
+"""
+
+
+def model_type(name: str, config: Any) -> str:
+    """Of a case: its name, unless the config (a section or its YAML) has it."""
+    fields = yaml.safe_load(config) if isinstance(config, str) else config
+    return str(fields.get("model_type", name))
+
+
+def marked(function: Any) -> list[str]:
+    """The values that a test is parametrized with."""
+    return list(function.pytestmark[0].args[1])
+
+
+def divided(key: str) -> Iterable[str]:
+    """The types that a launch of tests/distributed/test_layouts.py trains with an override."""
+    for name, variant in (case for cases in layouts.LAUNCHES.values() for case in cases):
+        if any(override.startswith(key) for override in layouts.VARIANTS[variant]):
+            yield model_type(name, layouts.MODELS[name])
+
+
+def table() -> dict[str, dict[str, str]]:
+    """For each type the columns that hold for it."""
+    trained = {n: model_type(n, c) for n, c in architectures_worker.ARCHITECTURES.items()}
+    tests = test_architectures
+    lora = [case.split()[1] for case in tests.LORA if case.split()[1] in trained]
+    columns = {
+        "trained": [trained[n] for n in tests.ROUND_TRIPS if n in trained] + [*multimodal.MODELS],
+        "packed": test_packed_attention.MODELS,
+        "classes": marked(tests.test_new_classification_head_on_base_model),
+        "LoRA": [*lora, *test_lora.MIXTURES],
+        "QLoRA": [name.split()[0] for name in nf4_worker.CASES],
+        "tensor": divided(layouts.TP),
+        "context": divided(layouts.CP),
+        "expert": divided(layouts.EP),
+    }
+    rows: dict[str, dict[str, str]] = {}
+    for column, types in columns.items():
+        for name in types:
+            rows.setdefault(name, {})[column] = "yes"
+    for name, _ in marked(test_experts.test_experts_are_found_by_the_plan):
+        rows.setdefault(name, {}).setdefault("expert", "found")
+    return {name: {c: rows[name].get(c, "") for c in columns} for name in sorted(rows)}
+
+
+def page() -> str:
+    """The text of docs/tested.md."""
+    rows = table()
+    names = list(next(iter(rows.values())))
+    lines = [f"| model type | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for name, row in rows.items():
+        text = " (images and text; trained on text)" if name in multimodal.MODELS else ""
+        lines.append(f"| `{name}`{text} | {' | '.join(row.values())} |")
+    return "\n".join([HEAD, *lines]) + "\n" + FOOT
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

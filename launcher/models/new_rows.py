@@ -1,0 +1,107 @@
+"""Rows of the embeddings for tokens that a tokenizer gains (model.new_tokens).
+
+With adapters, the rows are parameters of their own beside the frozen embedding, as with
+`trainable_token_indices` of peft, which reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from launcher.errors import RecipeError
+from launcher.models.build import embeddings
+from launcher.models.initialization import clean_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PARAMETER, STORED = ".new_rows", ".token_adapter.trainable_tokens_delta"
+"""Ends of names: of the parameters here, and in files of peft."""
+
+
+def grow_vocabulary(model: PreTrainedModel, new_ids: range) -> None:
+    """Gives the embeddings of a model rows for these tokens. Rows that it has already, and that no
+    token used, are taken first."""
+    embedding = embeddings(model)[0]
+    if new_ids and not isinstance(embedding, nn.Embedding):
+        raise RecipeError(f"model.new_tokens: {type(model).__name__} names no input embedding")
+    if new_ids and embedding.num_embeddings < new_ids.stop:
+        model.resize_token_embeddings(new_ids.stop, mean_resizing=False)
+
+
+def vocabulary_names(model: nn.Module) -> set[str]:
+    """Names of the weights and biases of the embeddings; of a tied one, all names."""
+    modules = [module for module in embeddings(model) if module is not None]
+    ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {clean_name(name) for name, parameter in named if id(parameter) in ids}
+
+
+def add_new_rows(model: Any, new_ids: range, saved: Collection[str]) -> dict[str, list[int]]:
+    """Gives the embeddings of a meta model, but those in `saved` modules, parameters for the rows
+    of these tokens. Returns the ids by the embedding's name, for peft. Raises RecipeError if an
+    embedding has an adapter already, or a bias."""
+    found: dict[str, list[int]] = {}
+    names = {module: name for name, module in model.named_modules()}
+    made: dict[int, nn.Parameter] = {}  # by id of the weight: tied ones share them
+    module: Any
+    for module in embeddings(model) if new_ids else ():
+        if module is None or names[module] in saved:
+            continue
+        instead = "leave it out of lora.target_modules"
+        what = "" if type(module) is nn.Linear or isinstance(module, nn.Embedding) else "an adapter"
+        if getattr(module, "bias", None) is not None:
+            what, instead = "a bias, which peft would drop", "name it in lora.modules_to_save"
+        if what:
+            problem = f"not available with lora for {names[module]}, which has {what}; {instead}"
+            raise RecipeError(f"model.new_tokens: {problem}")
+        weight = module.weight
+        if id(weight) not in made:
+            made[id(weight)] = nn.Parameter(weight.new_empty(len(new_ids), weight.shape[1]))
+            found[names[module]] = list(new_ids)
+        module.register_parameter(PARAMETER.removeprefix("."), made[id(weight)])
+        module.new_ids = new_ids
+        forward = _embed if isinstance(module, nn.Embedding) else _project
+        module.forward = partial(forward, module, module.forward)
+    return found
+
+
+def _embed(module: Any, forward: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The embeddings of ids, those of new tokens from their own rows."""
+    known, first = forward(ids), module.new_ids.start
+    new = (ids >= first) & (ids < module.new_ids.stop)
+    rows = functional.embedding((ids - first).clamp(0, len(module.new_ids) - 1), module.new_rows)
+    if (scale := getattr(module, "embed_scale", None)) is not None:  # of Gemma
+        rows = rows * scale.to(rows.dtype)
+    return torch.where(new[..., None], rows.to(known.dtype), known)
+
+
+def _project(module: Any, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits, those of new tokens by their own rows."""
+    known: torch.Tensor = forward(hidden)
+    ids = module.new_ids
+    rows = functional.linear(hidden, module.new_rows.to(hidden.dtype)).to(known.dtype)
+    return torch.cat((known[..., : ids.start], rows, known[..., ids.stop :]), dim=-1)
+
+
+def whole_weight(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The weight of an embedding with its new rows, if it has any."""
+    rows = getattr(module, "new_rows", None)
+    return weight if rows is None else replaced(weight, rows.to(weight.dtype), module.new_ids)
+
+
+def replaced(weight: torch.Tensor, rows: torch.Tensor, ids: range) -> torch.Tensor:
+    """A copy of a weight with other values of these rows."""
+    return torch.cat((weight[: ids.start], rows, weight[ids.stop :]))
+
+
+def ids_of_adapter(config: Mapping[str, Any]) -> range:
+    """The ids of the new tokens in peft's adapter_config.json."""
+    ids = [id for each in (config.get("trainable_token_indices") or {}).values() for id in each]
+    return range(min(ids), max(ids) + 1) if ids else range(0)

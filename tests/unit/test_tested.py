@@ -1,0 +1,17 @@
+"""docs/tested.md: which types of models the tests train."""
+
+from docs import tested_table
+
+
+def test_page_is_what_the_tests_train():
+    """If this fails, `python -m docs.tested_table` writes the page again."""
+    assert tested_table.PAGE.read_text() == tested_table.page()
+
+
+def test_table_has_what_the_tests_name():
+    rows = tested_table.table()
+    assert rows["llama"] == dict.fromkeys(rows["llama"], "yes") | {"expert": ""}
+    assert rows["bert"] == dict.fromkeys(rows["bert"], "") | {"classes": "yes"}
+    assert rows["qwen3_vl"]["trained"] == "yes"
+    assert (rows["mixtral"]["expert"], rows["olmoe"]["expert"]) == ("yes", "found")
+    assert len(rows) > 25
