@@ -30,8 +30,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
     ("data.mask_probability", "model.task", "masked_lm"),
     (
-        "lora data.streaming data.weights_column strategy.context_parallel_size"
-        " strategy.tensor_parallel_size",
+        "lora data.streaming data.weights_column strategy.context_parallel_size",
         "model.task",
         "causal_lm sequence_classification reward",
     ),

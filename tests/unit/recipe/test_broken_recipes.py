@@ -304,6 +304,8 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.mask_probability=0.2"], "data.mask_probability=0.2: needs model.task: masked_lm"),
     (None, [*MASKED, "data.train={a: {files: data.txt}}"],
      "data.train={a: {files: data.txt}}: a mixture is not available with model.task: masked_lm; give a list"),
+    (None, [*MASKED, "strategy.tensor_parallel_size=2"],
+     "strategy.tensor_parallel_size=2: needs model.task: causal_lm or sequence_classification"),
     (None, [*MASKED, "data.streaming=true"],
      "data.streaming=true: needs model.task: causal_lm or sequence_classification or reward"),
     (None, [*MASKED, "lora.rank=4"],
