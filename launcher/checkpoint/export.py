@@ -278,8 +278,8 @@ def _open_model(
     labels: list[str] | None = None,
     new_ids: range = range(0),
 ) -> tuple[Any, ModelCheckpoint]:
-    classifies = "SequenceClassification" in architecture
-    task: Any = "sequence_classification" if classifies else "causal_lm"
+    task: Any = "masked_lm" if "MaskedLM" in architecture else "causal_lm"
+    task = "sequence_classification" if "SequenceClassification" in architecture else task
     model: Any = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)
     grow_vocabulary(model, new_ids)
     folder = model_folder(path, key="export")

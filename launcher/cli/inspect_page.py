@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
+from launcher.data.objectives import MaskedDataset
 from launcher.data.opening import make_order, open_dataset, pack_store
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
@@ -97,6 +99,8 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
             held_out=files.held_out,
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
+        if isinstance(opened, MaskedDataset) and not (files.validation or files.held_out):
+            opened = replace(opened, seed=recipe.run.seed)  # of the first epoch
         return opened
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     parts = find_parts(patterns, kind=data.kind)
@@ -255,7 +259,9 @@ class _Page:
             if before:
                 self._print(f"… {before:,} tokens of it come before these", "cyan")
             loss = [False] * (end - start)
-            if "position_ids" in row:
+            if isinstance(dataset, MaskedDataset):
+                loss = (row["targets"] != IGNORED).tolist()
+            elif "position_ids" in row:
                 # A token has loss if it is a target of the one before, maybe in another sequence
                 loss = (store.targets[start:end] != IGNORED).tolist()
                 loss[0] = loss[0] and before > 0

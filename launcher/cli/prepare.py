@@ -79,7 +79,11 @@ def model_inputs(model: Model) -> ModelInputs:
     """The model's vocabulary and number of classes, as far as the recipe sets them."""
     from launcher.data.token_store import ModelInputs
 
-    return ModelInputs(vocabulary=(model.config or {}).get("vocab_size"), classes=model.num_labels)
+    return ModelInputs(
+        vocabulary=(model.config or {}).get("vocab_size"),
+        classes=model.num_labels,
+        task="masked_lm" if model.task == "masked_lm" else "causal_lm",
+    )
 
 
 class DataFiles(NamedTuple):

@@ -82,6 +82,9 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
     if loss and recipe.data.kind == "preference":
         what = "the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
         raise RecipeError(f"command line: --loss: not available for kind preference: {what}")
+    if loss and recipe.model.task == "masked_lm":
+        what = "which tokens are predicted differs from epoch to epoch"
+        raise RecipeError(f"command line: --loss: not available with model.task masked_lm: {what}")
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")

@@ -231,10 +231,12 @@ class TokenBatchSampler(_RankPart):
         start = self.start_of(step)
         drawn = map(self.order.sample, range(start, start + self.global_batch_size))
         samples = [sample for sample in drawn if sample != NO_SAMPLE]
-        samples.sort(key=lambda sample: -int(self.lengths[sample]))
+        lengths = self.lengths  # an index may count on through the epochs
+        samples.sort(key=lambda sample: -int(lengths[sample % len(lengths)]))
         groups: list[list[int]] = []
         while samples:
-            rows = max(1, self.micro_batch_tokens // max(1, int(self.lengths[samples[0]])))
+            longest = max(1, int(lengths[samples[0] % len(lengths)]))
+            rows = max(1, self.micro_batch_tokens // longest)
             groups.append(samples[:rows])
             samples = samples[rows:]
         # If the groups do not divide by the ranks, split groups before a rank gets none

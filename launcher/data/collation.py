@@ -123,6 +123,24 @@ def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -
     return made | {"loss_tokens": count // 2, "documents": np.concatenate(names)[::2] // 2}
 
 
+def collate_masked(rows: list[Sample], *, padding: int) -> Collated:
+    """A micro-batch of rows whose targets are those of the same tokens: `input_ids`, `targets` and
+    `attention_mask` (rows, tokens), padded on the right to the longest row, and
+    `target_positions` as of `collate_sequences`."""
+    ids = [row["input_ids"] for row in rows]
+    width = max(1, *(len(row) for row in ids))
+    tensors: dict[str, Any] = {
+        "input_ids": padded(ids, width, padding),
+        # A row without tokens attends to its padding: a softmax over nothing is not a number
+        "attention_mask": padded(
+            [np.ones(max(1, len(row)), dtype=np.int64) for row in ids], width, 0
+        ),
+        "targets": padded([row["targets"] for row in rows], width, IGNORED),
+    }
+    tensors["target_positions"] = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    return collated(tensors, rows)
+
+
 def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArray[np.int64]:
     """(tokens,): 0 at the last token that is not `padding`, or without such a token at the first
     one, as transformers has it; IGNORED elsewhere."""

@@ -156,7 +156,7 @@ def expected_padding(dataset: TrainingData, sampler: BatchSampler) -> float | No
         return None
     held = padded = 0
     for indices in itertools.islice(sampler, 64):
-        rows = [int(lengths[index]) for index in indices if index != NO_SAMPLE]
+        rows = [int(lengths[index % len(lengths)]) for index in indices if index != NO_SAMPLE]
         held += sum(rows)
         padded += max(rows, default=0) * len(rows)
     return 1 - held / padded if padded else 0.0

@@ -17,7 +17,7 @@ from launcher.data.dataset import (
     PreferenceDataset,
     SequenceDataset,
 )
-from launcher.data.objectives import RewardDataset
+from launcher.data.objectives import MaskedDataset, RewardDataset, masking_vocabulary
 from launcher.data.packing import Integers, first_names, no_targets, pack, pack_pairs
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
@@ -83,6 +83,15 @@ def pack_store(
         names = store.fingerprint.get("files", ())
         raise RecipeError(no_targets(first_names(names), data))
     options = {"packed": data.packing, "masking": model.masking, "part": model.part}
+    if model.task == "masked_lm":
+        tokenizer = data.tokenizer or model.tokenizer
+        return MaskedDataset(
+            *(store, sequences, length),
+            **options,
+            padding=model.padding,
+            probability=data.mask_probability,
+            vocabulary=masking_vocabulary(tokenizer, vocabulary=model.vocabulary),
+        )
     if model.task == "reward":
         return RewardDataset(store, sequences, length, **options, padding=model.padding)
     made = PreferenceDataset if pairs else SequenceDataset
@@ -92,7 +101,8 @@ def pack_store(
 def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
     """The order of the samples of a data set."""
     if not isinstance(dataset, MixtureDataset) or dataset.weights is None:
-        draws = isinstance(dataset, CustomDataset)  # random numbers, others in each epoch
+        # random numbers, others in each epoch
+        draws = isinstance(dataset, CustomDataset | MaskedDataset)
         return SampleOrder(
             samples=len(dataset), with_epoch=draws, seed=seed, shuffle=shuffle, epochs=epochs
         )

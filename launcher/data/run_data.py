@@ -33,6 +33,7 @@ from launcher.data.loader import (
     make_loader,
     to_device,
 )
+from launcher.data.objectives import MaskedDataset
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
@@ -193,6 +194,8 @@ def open_run_data(
         if not data.streaming:
             assert data.train is not None
             stored = open_files(data.train)
+            if isinstance(stored, MaskedDataset):  # evaluations have fixed masks
+                stored = replace(stored, seed=run.seed)
             if data.validation_split is not None:
                 held_out = open_files(data.train, held_out=True)
                 validation = {"validation": held_out}

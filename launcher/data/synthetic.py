@@ -11,6 +11,7 @@ import torch
 
 from launcher.data.batching import rows_of
 from launcher.data.collation import (
+    collate_masked,
     collate_pairs,
     collate_scored,
     collate_sequences,
@@ -21,6 +22,7 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
+from launcher.models.inputs import IGNORED
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
 from launcher.models.preference import summed_preference_loss
 from launcher.models.reward import summed_reward_loss
@@ -77,6 +79,14 @@ def synthetic_data(
         }
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = summed_classification_loss
+    elif model.task == "masked_lm":
+        predicted = drawn.random((rows, length)) < data.mask_probability
+        ids[0] = ids[0][:-1]  # without padding, some models build no mask
+        masked = [
+            {"input_ids": row, "targets": np.where(where[: len(row)], row, IGNORED)}
+            for row, where in zip(ids, predicted, strict=True)
+        ]
+        collated = collate_masked(masked, padding=model.padding)
     elif model.task == "reward":  # a pair in each row
         answers = ((half, last_target(half)) for half in np.array_split(ids[0], 2))
         scored = make_sample(answers) | {"margins": np.zeros(1, dtype=np.float32)}

@@ -99,18 +99,21 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str) -> None:
         self._name = name
         self.tokenizer = hugging_face_tokenizer(name)
-        bos = self.tokenizer.bos_token_id
-        # Documents get a begin-of-text token (Llama's <|begin_of_text|>), but no [CLS]
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if eos is None:  # of an encoder, such as BERT
+            bos, eos = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        self._end: int | None = eos
+        # Documents get a begin-of-text token (Llama's <|begin_of_text|>)
         begins = bos is not None and self.tokenizer("a")["input_ids"][:1] == [bos]
         self.begin: list[int] = [bos] if begins else []
 
     @property
     def end(self) -> int:
         """Ends a document. Raises RecipeError if there is no such token."""
-        if self.tokenizer.eos_token_id is None:
+        if self._end is None:
             what = "has no end-of-text token (eos_token), which ends each document"
             raise RecipeError(f"data.tokenizer: {self._name}: {what}")
-        return int(self.tokenizer.eos_token_id)
+        return self._end
 
     def ids(
         self, texts: Sequence[str], *, special: bool = False, longest: int | None = None

@@ -93,11 +93,10 @@ def auto_class(model_type: str, task: str) -> Any:
     """The class of transformers that makes models of this type for a task."""
     import transformers
 
-    if task != "causal_lm":
-        return transformers.AutoModelForSequenceClassification
-    if model_type in IMAGE_TEXT:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+    kind = {"causal_lm": "CausalLM", "masked_lm": "MaskedLM"}.get(task, "SequenceClassification")
+    if task == "causal_lm" and model_type in IMAGE_TEXT:
+        kind = "ImageTextToText"
+    return getattr(transformers, f"AutoModelFor{kind}")
 
 
 def text_config(model: nn.Module) -> Any:
@@ -183,11 +182,10 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
     causal, kind = model.task == "causal_lm", config.model_type
     if causal and kind not in _DECODERS and getattr(config, "is_decoder", None) is False:
         instead = "give a causal language model"
-        if model.path is None:
-            instead = "set model.config.is_decoder=true"
+        instead = instead if model.path else "set model.config.is_decoder=true"
         raise RecipeError(
             f"{key}: {kind} is an encoder (is_decoder is false), whose tokens see the ones after "
-            f"them; {instead}, or model.task: sequence_classification"
+            f"them; {instead}, or model.task: masked_lm or sequence_classification"
         )
     where = f"{key}." if model.path is None else f"{key}: {model.path}/config.json: "
     if problems := [f"{where}{name}: {what}" for name, what in value_problems(config.to_dict())]:
@@ -291,13 +289,15 @@ def modules_without_text(model: nn.Module) -> tuple[nn.Module, ...]:
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
-    not those of a vision tower."""
+    not those of a vision tower, nor an input embedding (BERT's)."""
+    embedding = getattr(embeddings(model)[0], "weight", None)
     names = set(getattr(model, "_no_split_modules", None) or ())
     towers = {inner for module in modules_without_text(model) for inner in module.modules()}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = module in towers or any(name.startswith(outer + ".") for outer in blocks)
-        if type(module).__name__ in names and not inside and any(True for _ in module.parameters()):
+        own = list(module.parameters()) if type(module).__name__ in names and not inside else []
+        if own and all(parameter is not embedding for parameter in own):
             blocks[name] = module
     return blocks
 

@@ -181,7 +181,8 @@ def _unexpected(model: PreTrainedModel, names: list[str], notes: list[str]) -> l
         if ignored or _matches(name, _COMPUTED) or {name, f"{prefix}.{name}"} & buffers:
             continue
         child = name.split(".")[0]
-        if base is None or child == prefix or hasattr(base, child):
+        pools = "pooler." in name and getattr(base, "pooler", None) is None
+        if not pools and (base is None or child == prefix or hasattr(base, child)):
             problems.append(f"{name}: in the checkpoint, but not in the model")
         else:
             heads.append(name)

@@ -323,12 +323,19 @@ def _profile_of_shapes(
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         chunked_loss=prepared.chunked_loss,
         hidden=hidden,
-        vocabulary=0 if recipe.model.classifies else prepared.vocabulary or 0,
+        vocabulary=_logits_per_token(recipe, prepared),
         heads=(heads, configured("head_dim") or (hidden // heads if heads else 0)),
         packed_attention=prepared.masking == "varlen",
         experts=configured("num_experts_per_tok") or 1,
         saved={},
     )
+
+
+def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
+    """The mean over all tokens."""
+    vocabulary = 0 if recipe.model.classifies else prepared.vocabulary or 0
+    masked = recipe.model.task == "masked_lm" and recipe.data.builder is None
+    return round(vocabulary * recipe.data.mask_probability) if masked else vocabulary
 
 
 def with_saved(

@@ -188,15 +188,16 @@ def _logits_label(
     prepared: PreparedModel, data: SyntheticData, *, tensor_size: int
 ) -> Callable[[torch.Tensor], str | None]:
     """A function that labels logits, by their shape. tensor_size: ranks that divide them."""
-    widths = set()
+    widths, positions = set(), data.tensors.get("target_positions")
+    tokens = data.tokens if positions is None else len(positions)
     if vocabulary := prepared.vocabulary:
         vocabulary = -(-vocabulary // tensor_size)
-        width = chunk_width(data.tokens, vocabulary) if prepared.chunked_loss else vocabulary
+        width = chunk_width(tokens, vocabulary) if prepared.chunked_loss else vocabulary
         widths = {width, vocabulary % width or width}
 
     def label_of(tensor: torch.Tensor) -> str | None:
         last = tensor.shape[-1] if tensor.ndim > 1 else 0
-        return "logits" if last in widths and tensor.numel() == data.tokens * last else None
+        return "logits" if last in widths and tensor.numel() == tokens * last else None
 
     return label_of
 

@@ -28,6 +28,13 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.prompt_column", "data.kind", "instruct preference"),
     ("data.response_column", "data.kind", "instruct"),
     ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
+    ("data.mask_probability", "model.task", "masked_lm"),
+    (
+        "lora data.streaming data.weights_column strategy.context_parallel_size"
+        " strategy.tensor_parallel_size",
+        "model.task",
+        "causal_lm sequence_classification reward",
+    ),
     ("data.margin_column", "model.task", "reward"),
     ("preference", "model.task", "causal_lm"),
     ("preference.label_smoothing", "preference.loss", "robust"),

@@ -99,9 +99,10 @@ class Model(Section):
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder."""
-    task: Literal["causal_lm", "sequence_classification", "reward"] = "causal_lm"
-    """Class in transformers: AutoModelForCausalLM or AutoModelForSequenceClassification; reward:
-    the latter with one label, which scores answers, for data.kind preference."""
+    task: Literal["causal_lm", "sequence_classification", "reward", "masked_lm"] = "causal_lm"
+    """Class in transformers: AutoModelForCausalLM, AutoModelForSequenceClassification or
+    AutoModelForMaskedLM, for data.kind text or tokens; reward: a classifier with one label, which
+    scores answers, for data.kind preference."""
     num_labels: Annotated[PositiveInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
@@ -190,6 +191,9 @@ class Data(Section):
     """Column of kind classification."""
     labels: TextList | None = None
     """Names of the classes, for kind classification; null: the column holds integers from 0."""
+    mask_probability: Annotated[Fraction, Field(gt=0)] = 0.15
+    """For model.task masked_lm: share of the tokens that are predicted. Of these, 80 % are replaced
+    by the mask token, 10 % by random tokens, and 10 % stay."""
     weights_column: Text | None = None
     """Column of kinds tokens and chat with the weight of a row, or for kind tokens of each token;
     null: each token with loss counts the same."""

@@ -26,7 +26,11 @@ _TEMPLATE_VALUES = (
     *("continue_final_message", "return_assistant_tokens_mask"),
 )
 
-_KINDS_OF_TASK = {"sequence_classification": {"classification"}, "reward": {"preference"}}
+_KINDS_OF_TASK = {
+    "sequence_classification": {"classification"},
+    "reward": {"preference"},
+    "masked_lm": {"text", "tokens"},
+}
 """data.kind by model.task; other tasks take all but classification."""
 
 
@@ -149,6 +153,20 @@ def _classification(recipe: Recipe) -> Found:
         if kind != data.kind and {kind, data.kind} & {"classification", "preference"}:
             what = f"{kind} does not mix with data.kind {data.kind}: the losses differ"
             yield f"data.train.{name}.kind", what
+
+
+def _masked_lm(recipe: Recipe) -> Found:
+    data = recipe.data
+    if recipe.model.task != "masked_lm" or data.builder is not None:
+        return
+    if data.packing:
+        what = "packed documents would see each other in attention to both sides"
+        yield "data.packing", f"not available with model.task: masked_lm: {what}; set it to false"
+    if (recipe.model.config or {}).get("is_decoder"):
+        what = "must be false with model.task: masked_lm, so that tokens see the ones after them"
+        yield "model.config.is_decoder", what
+    if isinstance(data.train, dict):
+        yield "data.train", "a mixture is not available with model.task: masked_lm; give a list"
 
 
 def _preference(recipe: Recipe) -> Found:
@@ -367,7 +385,7 @@ def _data_files(recipe: Recipe) -> Found:
 
 
 _RULES = (
-    *(_mixture, _pretrained, _attention, _classification, _preference, _config, _sizes),
+    *(_mixture, _pretrained, _attention, _classification, _masked_lm, _preference, _config, _sizes),
     _whole_export,
     *(_new_tokens, _template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
 )

@@ -222,7 +222,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         TokenScores(model)
     if recipe.preference is not None:
         check_model(model, data.sequence_length)
-    if sequences and not packed:
+    if sequences and not packed and recipe.model.task == "causal_lm":
         drop_causal_mask(model)
     masking: Masking = "mask"
     if packed:

@@ -1,6 +1,7 @@
 """Tests of the analytic memory estimate, against hand-calculated values and the trace."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -221,6 +222,27 @@ def test_classifier_has_no_vocabulary_logits(load):
     divided = dataclasses.replace(recipe.strategy, kind="fsdp", tensor_parallel_size=2)
     recipe = dataclasses.replace(recipe, strategy=divided)
     assert profile_model(recipe, device="cpu").vocabulary == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["masked_lm", "sequence_classification"])
+def test_encoders(load, task):
+    """Their embeddings are no block, and the head of a masked language model computes logits for the
+    predicted tokens only."""
+    config = {"model_type": "bert", "vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072,
+              "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 12, "pad_token_id": 0}  # fmt: skip
+    masked = task == "masked_lm"
+    recipe = load(f"model.config={json.dumps(config)}", f"model.task={task}", "data.sequence_length=512",
+                  f"data.kind={'text' if masked else 'classification'}", "data.packing=false",
+                  *(() if masked else ["model.num_labels=3"]), "batch.micro_batch_size=8")  # fmt: skip
+    profiled = profile_model(recipe, device="cuda")
+    assert len(profiled.block_classes) == 6
+    assert profiled.vocabulary == masked * 4578
+    estimated = estimate_memory(profiled, recipe, ranks=2)
+    traced = trace_step(recipe, ranks=2, device="cuda", micro_batches=2)
+    assert estimated.peak.total == pytest.approx(traced.peak.total, rel=0.1)
+    logits = (step.phases["forward"].components.logits > 0 for step in (estimated, traced))
+    assert list(logits) == [masked, masked]
 
 
 def test_model_without_blocks_is_one_group(load, monkeypatch):

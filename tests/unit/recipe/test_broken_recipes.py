@@ -95,6 +95,7 @@ MISTAKES_IN_A_FILE = [
     (3, "  max_steps: !!int x", " not YAML: invalid literal for int() with base 10: 'x'"),
 ]
 PREFER = ("data.kind=preference", "preference.loss=dpo")
+MASKED = ("data.kind=text", "model.task=masked_lm", "data.packing=false")
 REWARD = ("data.kind=preference", "model.task=reward")
 CLASSIFY = ("data.kind=classification", "model.task=sequence_classification")
 LONG = "é" * 128
@@ -296,6 +297,20 @@ MISTAKES_IN_ARGUMENTS = [
      "...preference.label_smoothing: loss: robust needs a share above 0; else use dpo"),
     (None, ["data.kind=preference", "preference={loss: robust, label_smoothing: 0.5}"],
      "...preference.label_smoothing: must be less than 0.5; got 0.5"),
+    (None, [*MASKED, "data.packing=true"],
+     "data.packing=true: not available with model.task: masked_lm: packed documents would ...; set it to false"),
+    (None, [*MASKED, "data.mask_probability=0"], "data.mask_probability=0: must be greater than 0; got 0"),
+    (None, [*MASKED, "data.mask_probability=1"], "data.mask_probability=1: must be less than 1; got 1"),
+    (None, ["data.mask_probability=0.2"], "data.mask_probability=0.2: needs model.task: masked_lm"),
+    (None, [*MASKED, "data.train={a: {files: data.txt}}"],
+     "data.train={a: {files: data.txt}}: a mixture is not available with model.task: masked_lm; give a list"),
+    (None, [*MASKED, "data.streaming=true"],
+     "data.streaming=true: needs model.task: causal_lm or sequence_classification or reward"),
+    (None, [*MASKED, "lora.rank=4"],
+     "lora...: needs model.task: causal_lm or sequence_classification or reward"),
+    (None, [*MASKED, "model={path: null, config: {model_type: bert, is_decoder: true}}"],
+     "model.config.is_decoder: must be false with model.task: masked_lm, so that tokens ..."),
+    (None, [*MASKED, "data.kind=chat"], "data.kind=chat: chat is not for model.task: masked_lm"),
     (None, ["optimizer.ema=1.0"], "optimizer.ema=1.0: must be less than 1; got 1.0"),
     (None, ["optimizer.ema=0"], "optimizer.ema=0: must be greater than 0; got 0"),
     (None, ["optimizer.ema=0.9", "checkpoint.every_steps=null"], "optimizer.ema=0.9: needs checkpoint.every_steps"),

@@ -395,7 +395,7 @@ def test_complete_recipe_shows_every_key_and_every_choice():
         "preference": "dpo ipo hinge robust apo_zero simpo orpo",
         "schedule.kind": "cosine linear constant wsd",
         "model.init": "pretrained random",
-        "model.task": "causal_lm sequence_classification reward",
+        "model.task": "causal_lm sequence_classification reward masked_lm",
         "data.on_error": "fail skip",
         "checkpoint.keep_best": "null eval_loss",
         "checkpoint.resume": "auto never",
