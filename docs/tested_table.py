@@ -16,13 +16,13 @@ import yaml
 
 from tests import multimodal
 from tests.distributed import architectures_worker, layouts, nf4_worker, test_architectures
-from tests.unit.models import test_experts, test_lora, test_packed_attention
+from tests.unit.models import test_experts, test_lora, test_masked_lm, test_packed_attention
 
 PAGE = Path(__file__).resolve().parent / "tested.md"
 HEAD = """\
 # Which models are tested
 
-Any causal language model, classifier or reward model of transformers can be trained ([Models](models.md)). These
+Any causal language model, classifier, reward model or masked language model of transformers can be trained ([Models](models.md)). These
 types are trained in the tests, as small models with random weights on CPUs. `python -m docs.tested_table` wrote the
 table from the lists in the tests.
 
@@ -30,6 +30,7 @@ table from the lists in the tests.
   with CPU offload, and exports what transformers loads again.
 - **packed**: the loss of packed documents is that of the documents alone.
 - **classes**: `model.task: sequence_classification`, with a new head.
+- **masked**: losses and gradients of `model.task: masked_lm` are those of transformers.
 - **LoRA**, **QLoRA**: adapters. peft loads them, or the losses are those of the rounded weights.
 - **tensor**, **context**, **expert**: ranks that [divide a model](parallelism.md) train to the losses of one rank.
   *found* means that the experts of this type are found, and not that a test trains it.
@@ -70,6 +71,7 @@ def table() -> dict[str, dict[str, str]]:
         "trained": [trained[n] for n in tests.ROUND_TRIPS if n in trained] + [*multimodal.MODELS],
         "packed": test_packed_attention.MODELS,
         "classes": marked(tests.test_new_classification_head_on_base_model),
+        "masked": [config.model_type for config in test_masked_lm.CONFIGS],
         "LoRA": [*lora, *test_lora.MIXTURES],
         "QLoRA": [name.split()[0] for name in nf4_worker.CASES],
         "tensor": divided(layouts.TP),

@@ -314,6 +314,12 @@ def test_links_between_documents_resolve(document):
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
+def test_documents_name_each_key():
+    """Not only the generated reference, where a key stands alone."""
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    assert [".".join(p) for p in keys() if not re.search(rf"(?<!\w){p[-1]}\b", text)] == []
+
+
 def test_keys_in_documents_exist():
     known = {".".join(path) for path in keys()}
     first = "|".join(Recipe.__dataclass_fields__)

@@ -10,8 +10,8 @@ def test_page_is_what_the_tests_train():
 
 def test_table_has_what_the_tests_name():
     rows = tested_table.table()
-    assert rows["llama"] == dict.fromkeys(rows["llama"], "yes") | {"expert": ""}
-    assert rows["bert"] == dict.fromkeys(rows["bert"], "") | {"classes": "yes"}
+    assert rows["llama"] == dict.fromkeys(rows["llama"], "yes") | {"expert": "", "masked": ""}
+    assert rows["bert"] == dict.fromkeys(rows["bert"], "") | {"classes": "yes", "masked": "yes"}
     assert rows["qwen3_vl"]["trained"] == "yes"
     assert (rows["mixtral"]["expert"], rows["olmoe"]["expert"]) == ("yes", "found")
     assert len(rows) > 25

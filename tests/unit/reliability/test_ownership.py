@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -256,6 +257,7 @@ def test_file_instead_of_run_folder_is_refused(tmp_path):
         Ownership.take(tmp_path / "run", SINGLE_PROCESS)
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_a_start_records_the_commit(tmp_path, monkeypatch):
     """Of the folder that it was started in. Changed files are named."""
     monkeypatch.chdir(tmp_path)
