@@ -27,6 +27,7 @@ from launcher.planner.profile import profile_model
 from launcher.planner.recipes import micro_batches_of
 from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
+from launcher.recipe.validate import check
 
 EQUAL_SPEED = 0.02
 """Of configurations whose speeds differ by less, relatively, the simplest is chosen."""
@@ -320,7 +321,10 @@ def suggestions(written: Recipe, machine: Machine) -> Iterator[str]:
             yield f"adapters instead of all weights: {_overrides(written, adapted)}"
     elif written.lora is not None and written.lora.quantize is None:
         lora = dataclasses.replace(written.lora, quantize="nf4")
-        if quantized := smallest_that_fits(dataclasses.replace(written, lora=lora), machine):
+        model = dataclasses.replace(written.model, compile=False)  # not available with it
+        recipe = dataclasses.replace(written, lora=lora, model=model)
+        allowed = not check(recipe, ranks=machine.ranks, unsound=set(), files=False)
+        if allowed and (quantized := smallest_that_fits(recipe, machine)):
             yield f"frozen weights in 4 bits: {_overrides(written, quantized)}"
 
 
@@ -347,7 +351,7 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
         if fitting is not None:
             hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
             text = f"more {unit}s: {hardware}, with {_overrides(written, fitting)}"
-            if size % more.ranks:
-                text += f"; batch.global_batch_size must be a multiple of {more.ranks}, not {size}"
+            if size % (groups := max(1, more.ranks // written.strategy.ranks_of_a_row)):
+                text += f"; batch.global_batch_size must be a multiple of {groups}, not {size}"
             return text
     return f"a {unit} with more memory: {NODES[-1] * per_node} of these are not enough"

@@ -416,6 +416,26 @@ def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
     assert any("data.sequence_length=" in text for text in large.suggestions)
 
 
+@pytest.mark.long
+def test_suggestions_are_what_the_recipe_allows(load):
+    lora = ("model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_attention_heads=32",
+            "lora={rank: 4}", "batch={global_batch_size: 6, micro_batch_size: 1}")  # fmt: skip
+    few = machine(gpus=2, memory=3 * GIB, host_memory=7 * GIB)
+
+    def suggested(*own):
+        return list(search.suggestions(concrete(load(*lora, *own, ranks=2), few), few))
+
+    compiled, divided = (
+        suggested("model.compile=true"),
+        suggested("strategy.tensor_parallel_size=2"),
+    )
+    (quantized,) = (text for text in compiled if "lora.quantize=nf4" in text)
+    assert "model.compile=false" in quantized
+    assert not any("lora.quantize" in text for text in divided)
+    (more,) = (text for text in divided if text.startswith("more GPUs: 4 of them"))
+    assert "must be a multiple" not in more  # 6 rows a step, for two groups of ranks
+
+
 LONG = ("data.sequence_length=65536", "model.config.max_position_embeddings=65536",
         "batch.micro_batch_size=1")  # fmt: skip
 
