@@ -336,7 +336,8 @@ def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
     store, sequences = dataset.store, dataset.sequences
     lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, ""
-    if "position_ids" in dataset[0]:  # otherwise the targets are classes
+    # Otherwise the targets are classes, or others in each epoch
+    if "position_ids" in dataset[0] and not isinstance(dataset, MaskedDataset):
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()

@@ -84,7 +84,7 @@ def pack_store(
         raise RecipeError(no_targets(first_names(names), data))
     options = {"packed": data.packing, "masking": model.masking, "part": model.part}
     if model.task == "masked_lm":
-        tokenizer = data.tokenizer or model.tokenizer
+        tokenizer = model.tokenizer or data.tokenizer
         return MaskedDataset(
             *(store, sequences, length),
             **options,
