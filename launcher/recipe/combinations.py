@@ -30,7 +30,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
     ("data.mask_probability", "model.task", "masked_lm"),
     (
-        "lora data.streaming data.weights_column strategy.context_parallel_size",
+        "lora data.streaming data.weights_column",
         "model.task",
         "causal_lm sequence_classification reward",
     ),
@@ -60,6 +60,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     ("strategy.context_parallel_size", "model.builder data.builder", False),
     ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
+    ("strategy.context_parallel_size", "model.task", "causal_lm"),
     ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
     ("strategy.expert_parallel_size", "model.compile", False),
     ("strategy.tensor_parallel_size", "optimizer.name", "adamw sgd"),
