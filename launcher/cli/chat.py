@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,9 +69,10 @@ def chat(
       launcher chat runs/quickstart temperature=0
     """
     configure_logging(stream="stderr")
-    if temperature < 0 or not 0 < top_p <= 1:
-        wrong = "temperature" if temperature < 0 else "top_p"
-        limits = "at least 0" if temperature < 0 else "above 0 and at most 1"
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        wrong, limits = "temperature", "a number of at least 0"
+        if 0 <= temperature < math.inf:
+            wrong, limits = "top_p", "above 0 and at most 1"
         raise RecipeError(f"command line: {wrong} must be {limits}")
     folder, checkpoint = _find(run, step)
 
@@ -116,6 +119,8 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history)
 
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text, which no tokenizer takes
+        sys.stdin.reconfigure(errors="replace")
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:

@@ -9,10 +9,10 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from launcher.cli.app import option
 from launcher.cli.plan import detect_gpus
@@ -60,7 +60,10 @@ def new(
         int | None, option("GPUs per node. Default: those of this machine, or 1.", "N")
     ] = None,
     nodes: Annotated[int, option("Nodes.", "N")] = 1,
-    sequence_length: Annotated[int, option("Tokens of a sequence.", "N", min=2)] = LENGTH,
+    sequence_length: Annotated[
+        int | None,
+        option(f"Tokens of a sequence. Default: {LENGTH}, or what the model takes.", "N", min=2),
+    ] = None,
 ) -> int:
     """Write a recipe with the fastest configuration that fits, to standard output.
 
@@ -77,12 +80,13 @@ def new(
     if gpu is None and (present := detect_gpus()) is not None:
         gpu, memory, count = present
         gpus = gpus or count
-    machine = known_machine(gpu, nodes=nodes, gpus_per_node=gpus or 1, memory=memory)
+    count = gpus or 1
+    machine = known_machine(gpu, nodes=nodes, gpus_per_node=count, memory=memory, others="")
     if machine.memory is None:
         raise RecipeError(
             "command line: gpu=cpu: a recipe is written for GPUs; name one, such as h100"
         )
-    wanted = Wanted(model, data, _kind(data, method), method, sequence_length)
+    wanted = Wanted(model, data, _kind(data, method), method, sequence_length or LENGTH)
     draft = load_text(wanted.text(machine.ranks), machine)
 
     from rich.console import Console
@@ -90,6 +94,9 @@ def new(
     from launcher.planner.search import search_configurations
 
     with Console(stderr=True).status("searching for the fastest configuration that fits"):
+        if sequence_length is None and (length := _positions(draft)) < LENGTH:
+            wanted = replace(wanted, sequence_length=length)
+            draft = load_text(wanted.text(machine.ranks), machine)
         planned, note = plannable(draft, machine)
         result = search_configurations(planned, machine)
         if result.best is None:
@@ -137,18 +144,9 @@ def _kind(data: str, method: str) -> str:
 def plannable(recipe: Recipe, machine: Machine) -> tuple[Recipe, str]:
     """The recipe with a known config in place of a model that is not here, and without packing if
     the model cannot have it; and a note or an empty text. Raises RecipeError."""
-    from launcher.planner.known_models import known_models, with_known_config
     from launcher.planner.profile import profile_model
 
-    path = str(recipe.model.path)
-    planned, note = with_known_config(recipe)
-    config = planned.model.config
-    try:
-        if config is None:
-            folder = model_folder(path, key="command line: model", weights=False)
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except RecipeError as error:
-        raise RecipeError(f"{error}{suggestion(path, known_models())}") from None
+    planned, config, note = _with_config(recipe)
     unpacked = dataclasses.replace(planned, data=dataclasses.replace(planned.data, packing=False))
     if config.get("model_type") in _NOT_PACKED:
         return unpacked, note
@@ -159,6 +157,29 @@ def plannable(recipe: Recipe, machine: Machine) -> tuple[Recipe, str]:
             raise
         return unpacked, note
     return planned, note
+
+
+def _with_config(recipe: Recipe) -> tuple[Recipe, Mapping[str, Any], str]:
+    """The recipe with a known config if the model is not here, the config, and a note."""
+    from launcher.planner.known_models import known_models, with_known_config
+
+    path = str(recipe.model.path)
+    planned, note = with_known_config(recipe)
+    config = planned.model.config
+    try:
+        if config is None:
+            folder = model_folder(path, key="command line: model", weights=False)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except RecipeError as error:
+        raise RecipeError(f"{error}{suggestion(path, known_models())}") from None
+    return planned, config, note
+
+
+def _positions(recipe: Recipe) -> int:
+    """The most tokens of a sequence by the model's config; LENGTH if it does not say."""
+    config = _with_config(recipe)[1]
+    sizes = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    return min((size for size in sizes if isinstance(size, int) and size > 1), default=LENGTH)
 
 
 @dataclass(frozen=True)

@@ -105,12 +105,14 @@ def known_machine(
     memory: int | None = None,
     host_memory: int | None = None,
     overrides: Mapping[str, Any] | None = None,
+    others: str = ", cpu, or gpu_memory=80GiB",
 ) -> Machine:
     """A machine with a GPU of the table, or with `cpu`.
 
     `gpu` is a name as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); a GPU that is not in
     the table gets the rates of the GPU with the nearest memory size. `overrides` are rates that
-    replace those of the table. Raises RecipeError if neither the GPU nor `memory` is known.
+    replace those of the table, and `others` what a message names besides its GPUs. Raises
+    RecipeError if neither the GPU nor `memory` is known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":
@@ -120,9 +122,7 @@ def known_machine(
         if listed is None and memory is None:
             known = ", ".join(listed.name.lower().replace(" ", "-") for listed in GPUS)
             problem = "no GPU given" if gpu is None else f"gpu={gpu}: is not known"
-            raise RecipeError(
-                f"command line: {problem}; give one of {known}, cpu, or gpu_memory=80GiB"
-            )
+            raise RecipeError(f"command line: {problem}; give one of {known}{others}")
         name = gpu or f"GPU of {(memory or 0) / 2**30:.0f} GiB"
         if listed is not None:
             name, memory = listed.name, memory or listed.memory

@@ -34,6 +34,9 @@ from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import end_ids
 from launcher.recipe import schema
 
+_COLDEST = 1e-4
+"""At a lower temperature the most likely token is taken: logits / temperature could overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -87,7 +90,7 @@ class ChatModel:
             raise RecipeError(f"{what}; /reset begins another one" if ids else "it is empty")
         ends = sorted({self._decoder.eos_token_id, *end_ids(self._model)} - {None})
         chosen: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature:
+        if sampling.temperature > _COLDEST:
             chosen = {"do_sample": True, "temperature": sampling.temperature}
             chosen["top_p"] = sampling.top_p
         config = GenerationConfig(

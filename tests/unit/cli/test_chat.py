@@ -157,3 +157,24 @@ def test_answers_do_not_control_the_terminal(pretrained, talk, monkeypatch):
     replaced = "\N{REPLACEMENT CHARACTER}"
     printed = talk(pretrained, lines="hi\n")
     assert printed.out == f"{replaced}[2Ja\tb\nc{replaced}{replaced}\n"
+
+
+def test_bytes_that_are_no_text_are_replaced(pretrained, talk, monkeypatch):
+    """Surrogates instead of these bytes made the tokenizer raise TypeError."""
+    with monkeypatch.context() as patch:
+        stdin = io.TextIOWrapper(io.BytesIO(b"h\xffi\n"), "utf-8", errors="surrogateescape")
+        patch.setattr(io, "StringIO", lambda _: stdin)
+        odd = talk(pretrained, lines="")
+    assert odd == talk(pretrained, lines="h\N{REPLACEMENT CHARACTER}i\n")
+
+
+def test_a_temperature_next_to_0_takes_the_most_likely_tokens(pretrained, talk):
+    """Logits divided by it overflowed."""
+    cold = talk(pretrained, "temperature=1e-320", lines="hi\n")
+    assert cold == talk(pretrained, lines="hi\n")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_temperatures_that_are_none(pretrained, talk, value):
+    printed = talk(pretrained, f"temperature={value}", lines="hi\n", status=2)
+    assert printed.err == "command line: temperature must be a number of at least 0\n"

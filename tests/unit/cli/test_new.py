@@ -152,3 +152,19 @@ def test_a_model_that_cannot_be_packed(here, capsys):
     text = written(capsys, "data=chat.jsonl", "gpu=h100", "gpus=1", "sequence_length=256").out
     (here / "my.yaml").write_text(text)
     assert load_recipe(["recipe=my.yaml"], ranks=1).recipe.data.packing is False
+
+
+def test_a_model_with_few_positions(here, capsys, monkeypatch):
+    """The default length was refused: more than the positions of the model."""
+    (here / "model/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
+    monkeypatch.setattr(search, "search_configurations", lambda *_, **__: example_search())
+    text = written(capsys, "data=chat.jsonl", "gpu=h100").out
+    assert "  sequence_length: 512  #" in text
+
+
+def test_a_machine_without_gpus_is_offered_what_the_command_takes(here, capsys, monkeypatch):
+    monkeypatch.setattr(new, "detect_gpus", lambda: None)
+    refused = written(capsys, "data=chat.jsonl", status=2).err
+    assert "no GPU given; give one of a100" in refused
+    assert "gpu_memory" not in refused
+    assert "cpu" not in refused
