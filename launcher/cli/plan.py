@@ -114,15 +114,12 @@ def plan(
     if verify or measure_fastest:
         machine = _this_machine(machine, "verify" if verify else "measure", gpu)
     set_compile_cache(cache_folder(recipe.data.cache))
-    gc.disable()  # the imports and traces create millions of objects and little garbage
     try:
         arguments = (notes, search and not verify, verify, measure_fastest, print_json)
         report = copy_context().run(_report, overrides, machine, *arguments)
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
-    finally:
-        gc.enable()
     if html is not None:
         write_plan(report, html)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -152,6 +149,7 @@ def _report(
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
+    gc.freeze()  # collections would scan the imported modules again and again
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe = loaded.recipe

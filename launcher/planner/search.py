@@ -200,10 +200,7 @@ class _Search:
 
     def trace_ahead(self, configurations: Iterable[Configuration]) -> None:
         """Traces these configurations at the same time, so that `trace` finds the results."""
-        recipes = [configuration.recipe for configuration in configurations]
-        # Those with checkpointing take longest: first, so that the cores end at the same time
-        recipes.sort(key=lambda recipe: recipe.activation_checkpointing is None)
-        trace_ahead(recipes, self._machine)
+        trace_ahead([configuration.recipe for configuration in configurations], self._machine)
 
     def likely(self, candidates: Sequence[Configuration]) -> list[Configuration]:
         """What a search will trace if the estimates are right: the fastest that fits, then the
