@@ -30,21 +30,28 @@ def train(gpus, folder, *overrides, ranks=2, restarts=0, **options):
 
 
 def test_killed_rank_is_reported_and_run_restarts(null_gpus, tmp_path):
+    """Rank 0 waits for a collective of rank 1, unless it learns of the failure before, on a busy
+    machine: then the run is repeated."""
     gpus = null_gpus(count=2)
-    result = train(gpus, tmp_path, restarts=1, FAULT="kill:1:5")
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        check_killed_rank(train(gpus, folder, restarts=1, FAULT="kill:1:5"), folder)
+        if any(log.rank == 0 and log.of_kind("stuck") for log in gpus.logs()):
+            return
+    pytest.fail("rank 0 did not wait for a collective of rank 1")
+
+
+def check_killed_rank(result, folder):
     result.check()
-    events = read_lines(tmp_path / "run/events.jsonl")
+    events = read_lines(folder / "run/events.jsonl")
     (failed,) = (event for event in events if event["event"] == "failed")
     assert failed["reason"] == "rank_lost"
     assert "rank 1 of 2" in result.output
-    assert any(log.rank == 0 and log.of_kind("stuck") for log in gpus.logs()), (
-        "rank 0 waited for a collective of rank 1"
-    )
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    status = json.loads((folder / "run/status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 8)
     steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()
     ]
     assert steps == list(range(1, 9))
 
