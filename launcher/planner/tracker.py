@@ -193,7 +193,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         without: frozenset[str] = frozenset(),
     ) -> list[tuple[Place, Held]]:
         """The highest moment of each place between two events, in order. held: bytes to begin with,
-        in place of those held at `since`. without: modules whose events are left out."""
+        in place of those held at `since`. without: modules whose events do not count."""
         now, last, most = self.at(since) if held is None else dict(held), None, 0
         moments: list[tuple[Place, Held]] = []
         for place, record, delta in self._events[since:until]:
