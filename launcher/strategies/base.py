@@ -51,8 +51,25 @@ class WrappedModel(ABC):
         on every rank. Does not synchronize with the device."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local)))
-        return norm
+        return joint_norm(local)
+
+
+def joint_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """2-norm of all tensors together, which are on one device: a scalar tensor.
+
+    On a CPU torch adds the squares of a float32 tensor in float32 and in order, so the norm of 66
+    million numbers was too small by 0.6 %. So norms are computed by rows there.
+
+    Raises RuntimeError if there are no tensors: no gradient has been reduced."""
+    if not tensors:
+        raise RuntimeError("No parameter has a gradient: the backward pass has reduced none")
+    norm: torch.Tensor
+    if tensors[0].device.type == "cpu":
+        rows = [torch.linalg.vector_norm(tensor, dim=-1).flatten() for tensor in tensors]
+        norm = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).float()
+    else:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return norm
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:

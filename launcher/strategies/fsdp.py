@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
 from launcher.recipe.schema import CpuOffload
-from launcher.strategies.base import InitFn, WrappedModel, dtype_name, offloads_parameters
+from launcher.strategies.base import (
+    InitFn,
+    WrappedModel,
+    dtype_name,
+    joint_norm,
+    offloads_parameters,
+)
 
 
 def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
@@ -237,7 +243,4 @@ class Fsdp(WrappedModel):
 
 def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     """Of all tensors together; None if there are none."""
-    if not tensors:
-        return None
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
-    return norm.square()
+    return joint_norm(tensors).square() if tensors else None
