@@ -74,6 +74,8 @@ def chat(
         if 0 <= temperature < math.inf:
             wrong, limits = "top_p", "above 0 and at most 1"
         raise RecipeError(f"command line: {wrong} must be {limits}")
+    if system is not None and any("\ud800" <= character <= "\udfff" for character in system):
+        raise RecipeError("command line: system: holds bytes that are not UTF-8")
     folder, checkpoint = _find(run, step)
 
     import torch
@@ -99,6 +101,9 @@ def _find(run: Path, step: int | None) -> tuple[Path, bool]:
         if not (folder / MARKER).is_file():
             steps = [str(step_of(one)) for one in list_checkpoints(run / "checkpoints")]
             there = f"there are those of steps {', '.join(steps)}" if steps else "there is none"
+            if not (run / "checkpoints").is_dir():
+                runs = (one for one in run.parents[:2] if (one / "checkpoints").is_dir())
+                there = f"give the folder of a run, such as {next(runs, 'runs/quickstart')}"
             raise RecipeError(f"command line: step={step}: {run} has no such checkpoint; {there}")
         run = folder
     found = find_checkpoint(run)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup, TyperOption
 
+from launcher.cli.app import SweepCommand
 from launcher.distributed.hardware import GPUS
 from launcher.errors import EXIT_DONE
 from launcher.recipe.decode import dotted, subsection
@@ -24,13 +25,14 @@ from launcher.recipe.section import Section
 
 _BASH = """\
 _launcher() {
-  local word=${COMP_LINE:0:COMP_POINT} command=${COMP_WORDS[1]} list= values= keys='@keys' key_values='@values'
+  local word=${COMP_LINE:0:COMP_POINT} command=${COMP_WORDS[1]} list= values= prefix=
+  local keys='@keys' key_values='@values'
   word=${word##*[[:space:]]}
 @cases
   (( COMP_CWORD == 1 )) && list='@commands'
   [[ $word == *=* ]] && list=$values
-  COMPREPLY=($(compgen -W "$list" -- "$word"))
-  [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+  COMPREPLY=($(compgen -P "$prefix" -W "$list" -- "${word#"$prefix"}"))
+  [[ ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
   # Where = separates words, the shell replaces only what follows it
   [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#*=}")
 }
@@ -38,13 +40,14 @@ complete -o bashdefault -o default -F _launcher launcher
 """
 _ZSH = """\
 _launcher() {
-  local command=${words[2]} list= values= keys='@keys' key_values='@values'
+  local word=$PREFIX command=${words[2]} list= values= prefix= keys='@keys' key_values='@values'
 @cases
   (( CURRENT == 2 )) && list='@commands'
-  [[ $PREFIX == *=* ]] && list=$values
+  [[ $word == *=* ]] && list=$values
   local -a found=(${=list})
-  compadd -S '' -- ${(M)found:#*=}
-  compadd -- ${found:#*=}
+  found=($prefix${^found})
+  compadd -S '' -- ${(M)found:#*[=.]}
+  compadd -- ${found:#*[=.]}
   (( compstate[nmatches] )) && return
   compset -P '*='
   _files
@@ -58,10 +61,12 @@ function __launcher_words
     set -l key_values @values
     set -l list
     set -l values
+    set -l prefix
+    set -l word (commandline -ct)
 @cases
     set -q command[1]; or set list @commands
-    string match -q '*=*' -- (commandline -ct); and set list $values
-    printf '%s\n' $list
+    string match -q '*=*' -- $word; and set list $values
+    printf "$prefix%s\n" $list
 end
 complete -c launcher -a '(__launcher_words)'
 # Files only where no word fits
@@ -94,7 +99,7 @@ def completion(
 
 def _cases(group: TyperGroup, *, fish: bool) -> Iterator[str]:
     """The statement that sets `list` (words without a value) and `values` for a subcommand."""
-    yield '    switch "$command"' if fish else "  case $command in"
+    yield '    switch "$command:$word"' if fish else "  case $command:$word in"
     for name, command in group.commands.items():
         options = [param for param in command.params if isinstance(param, TyperOption)]
         hints, known = typing.get_type_hints(command.callback), {}
@@ -106,16 +111,24 @@ def _cases(group: TyperGroup, *, fish: bool) -> Iterator[str]:
         names += [*(option.opts[0] for option in options), "--help"]
         if any(param.name == "overrides" for param in command.params):
             names, values = [*names, "$keys"], [*values, "$key_values"]
+            if isinstance(command, SweepCommand):
+                names.append("sweep.")
+                swept = {"list": "$keys", "values": "$key_values", "prefix": "sweep."}
+                yield from _case(f"{name}:sweep.*", fish, **swept)
         elif not options:  # the shell completes files, or the names of shells
             hint = hints[command.params[0].name] if command.params else None
             names = list(_values(hint))
-        sets = f"list{{0}}{' '.join(names)}{{1}}", f"values{{0}}{' '.join(values)}{{1}}"
-        if fish:
-            yield f"        case {name}"
-            yield from (f"            set {text.format(' ', '')}" for text in sets)
-        else:
-            yield f"    {name}) " + " ".join(text.format('="', '"') for text in sets) + " ;;"
+        yield from _case(f"{name}:*", fish, list=" ".join(names), values=" ".join(values))
     yield "    end" if fish else "  esac"
+
+
+def _case(pattern: str, fish: bool, **sets: str) -> Iterator[str]:
+    """The lines that set variables where the pattern matches."""
+    if fish:
+        yield f"        case '{pattern}'"
+        yield from (f"            set {name} {text}" for name, text in sets.items())
+    else:
+        yield f"    {pattern}) " + " ".join(f'{n}="{text}"' for n, text in sets.items()) + " ;;"
 
 
 def _split(known: dict[str, list[str]]) -> tuple[list[str], list[str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -74,6 +76,8 @@ def export(
     if base is not None and not merged and not verify:
         raise RecipeError("command line: base: needs merged=true")
     if not (verify and out.is_dir() and any(out.iterdir())):
+        # SIGTERM removes what was written until then, as Ctrl-C does: it may be many GB
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             _write(
                 *(run, out, dtype),
@@ -84,6 +88,8 @@ def export(
             )
         except (OSError, DamagedCheckpointError) as error:
             raise RecipeError(f"export: {out} was not written: {error}") from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if not verify:
         return EXIT_DONE
     return _verify(run, out, base=base, ema=weights == "ema", trust_run=trust_run)

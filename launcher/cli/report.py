@@ -177,9 +177,10 @@ def _totals(run: _ReportedRun) -> dict[str, str]:
         end = until if attempt.end is None else attempt.end
         hours += max(0.0, end - attempt.started) * (attempt.ranks or 0) / 3600
     last, device = attempts[-1], "rank" if run.built.get("device") == "cpu" else "GPU"
+    running = run.summary.state in ("starting", "running")
     return {
         "started": date_text(attempts[0].started),
-        "ended": date_text(until if last.end is None else last.end),
+        "ended": "" if running else date_text(until if last.end is None else last.end),
         "tokens": f"{tokens:,.0f}",
         f"{device}-hours": f"{hours:,.3g}",
     }
@@ -255,7 +256,11 @@ def _samples(runs: list[_ReportedRun]) -> Iterator[Table]:
 
 def _differences(runs: list[_ReportedRun]) -> Table:
     """Keys in which a run differs from the shipped recipe of its name, or from the defaults."""
-    names = {run.recipe.run.name for run in runs if run.recipe}
+    names = {  # in a sweep, the name of the folder follows that of the recipe
+        run.recipe.run.name.removesuffix(f" {run.summary.path.resolve().name}")
+        for run in runs
+        if run.recipe
+    }
     shipped, base = "default", DEFAULT
     if len(names) == 1 and (name := names.pop()) in recipe_names():
         try:

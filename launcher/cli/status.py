@@ -102,7 +102,7 @@ def status(
     if runs == [folder]:
         _print_run(summarize(folder, now), now)
     else:
-        _print_runs([summarize(path, now) for path in runs], now)
+        print_runs([summarize(path, now) for path in runs])
     return EXIT_DONE
 
 
@@ -334,7 +334,9 @@ def _lost_time(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "", "the rest: " + ", ".join(lost), ""
 
 
-def _print_runs(summaries: list[Summary], now: float) -> None:
+def print_runs(summaries: list[Summary]) -> None:
+    """Prints a table with a row for each run."""
+    now = time.time()
     columns = (
         *("run", "state", ">step", ">loss", ">evaluation", ">tokens/s", "checkpoint"),
         *(">restarts", "reason"),

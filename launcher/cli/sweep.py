@@ -14,27 +14,59 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from launcher.cli.status import print_runs, summarize
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, RecipeError
+from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe
 
 Sweep = list[tuple[str, list[str]]]
 """Keys with their values."""
 
-_VALUE = re.compile(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""")
-"""A value of a sweep: `1,[2,3]` is two of them."""
+_CLOSES = {"[": "]", "{": "}", '"': '"', "'": "'"}
 
 
 def take_sweep(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
-    """The arguments without `sweep.KEY=A,B`, and these."""
+    """The arguments without `sweep.KEY=A,B`, and these. Raises RecipeError."""
     rest: list[str] = []
     sweep: Sweep = []
+    problems = []
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key.startswith("sweep."):
-            sweep.append((key.removeprefix("sweep."), _VALUE.findall(value) or [value]))
-        else:
+        key, equals, text = argument.partition("=")
+        if not equals or not key.startswith("sweep."):
             rest.append(argument)
+            continue
+        values, closing = _values(text)
+        key, problem = key.removeprefix("sweep."), ""
+        if closing:
+            problem = f"{closing} is missing; write text with a bracket or quote in other quotes"
+        elif not all(values):
+            problem = "a value is empty; write sweep.KEY=A,B,C, and null for none"
+        elif key == "run.dir":
+            problem = "each run has its own folder below run.dir already; give run.dir=FOLDER"
+        elif key in (known for known, _ in sweep):
+            problem = "the key has a sweep already; give all its values in one: sweep.KEY=A,B,C"
+        if problem:
+            problems.append(f"command line: {shown(argument)}: {problem}")
+        sweep.append((key, values))
+    if problems:
+        raise RecipeError(problems)
     return rest, sweep
+
+
+def _values(text: str) -> tuple[list[str], str]:
+    """The values of a sweep, and the brackets and quotes that are missing at its end: `1,[2,3]` is
+    two values."""
+    values, closing = [""], ""
+    for character in text:
+        if character == "," and not closing:
+            values.append("")
+            continue
+        values[-1] += character
+        if character == closing[:1]:
+            closing = closing[1:]
+        elif closing[:1] not in ("'", '"'):
+            closing = _CLOSES.get(character, "") + closing
+    return values, closing
 
 
 def combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
@@ -89,15 +121,17 @@ class LocalSweep:
         """
         self.runs: dict[Path, list[str]] = {}
         """The folder of each run, and the command that trains it."""
-        self.parent, self.device = Path(), "auto"
-        """The folder that holds those of the runs, and run.device, both of the last run."""
+        self.device = "auto"
+        """run.device of the last run."""
         for label, values in labels(sweep).items():
             recipe = load_recipe([*overrides, *values], ranks=ranks, hub=True).recipe
-            self.parent, self.device = Path(recipe.run.dir), recipe.run.device
+            folder, self.device = Path(recipe.run.dir) / label, recipe.run.device
             name = json.dumps(f"{recipe.run.name} {label}")
-            own = [f"run.dir={json.dumps(str(self.parent / label))}", f"run.name={name}"]
+            own = [f"run.dir={json.dumps(str(folder))}", f"run.name={name}"]
             command = [sys.executable, "-m", "launcher", "train", *options]
-            self.runs[self.parent / label] = [*command, *overrides, *values, *own]
+            self.runs[folder] = [*command, *overrides, *values, *own]
+        self.waiting = list(self.runs)
+        """Those that were not started."""
 
     def run(self, throttle: int, devices: Sequence[Sequence[str]]) -> int:
         """Runs all; returns 0, the status of the first that failed, or 75 after a request to stop.
@@ -105,7 +139,7 @@ class LocalSweep:
         devices: for each run that may run at the same time, its GPUs; empty: all that are visible.
         With several at a time, each writes its output to FOLDER.log.
         """
-        waiting, free = list(self.runs), list(range(throttle))
+        waiting, free = self.waiting, list(range(throttle))
         running: dict[int, tuple[Path, subprocess.Popen[bytes]]] = {}
         requests: list[int] = []
         statuses: list[int] = []
@@ -130,6 +164,16 @@ class LocalSweep:
         if requests or EXIT_STOPPED in statuses:
             return EXIT_STOPPED
         return next((status for status in statuses if status != EXIT_DONE), EXIT_DONE)
+
+    def print_table(self) -> None:
+        """Prints the state of each run, also of those that were not started or failed early."""
+        summaries = [summarize(folder, time.time()) for folder in self.runs]
+        for summary in summaries:
+            if not summary.status:
+                started = summary.path not in self.waiting
+                summary.state = "failed" if started else "not started"
+                summary.reason = "before its first step; see its output" if started else ""
+        print_runs(summaries)
 
     def _start(
         self, folder: Path, throttle: int, devices: Sequence[str]

@@ -17,7 +17,6 @@ from typing import Annotated, Any, NoReturn
 
 from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
-from launcher.cli.status import status
 from launcher.cli.sweep import LocalSweep, Sweep, take_sweep
 from launcher.errors import (
     EXIT_DONE,
@@ -132,7 +131,7 @@ def _train_sweep(
         names[place * each : (place + 1) * each] for place in range(throttle if count else 0)
     ]
     exit_status = local.run(throttle, devices)
-    status(local.parent)
+    local.print_table()
     return exit_status
 
 

@@ -24,7 +24,12 @@ _COLORS = (
 """Of runs and of the parts of bars; visible on a light and on a dark background."""
 _EVALUATION = "Evaluation metrics"
 _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("Loss", "", {"loss": "training", "eval_loss": "evaluation"}),
+    (
+        "Loss",
+        "",
+        {"loss": "training", "eval_loss": "evaluation"}
+        | {"cross_entropy": "cross-entropy", "kl": "KL divergence"},
+    ),
     (_EVALUATION, "", {}),  # those that no other chart shows
     ("Gradient norm before clipping", "", {"grad_norm": ""}),
     ("Learning rate", "", {"learning_rate": ""}),

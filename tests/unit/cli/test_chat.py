@@ -86,6 +86,13 @@ def test_checkpoints_of_a_run(tmp_path, pretrained, talk):
     assert talk(tmp_path, "system=Sing", lines="hi").out == f"{other}\n"
     missing = talk(tmp_path, "step=15", lines="hi", status=2).err
     assert missing.endswith("has no such checkpoint; there are those of steps 10, 20\n")
+    for inside in ("hf", "checkpoints/step_00000010"):  # not the folder of the run
+        missing = talk(tmp_path / inside, "step=10", lines="", status=2).err
+        assert missing.endswith(
+            f"no such checkpoint; give the folder of a run, such as {tmp_path}\n"
+        )
+    refused = talk(tmp_path, "system=a\udcff", lines="hi\n", status=2).err
+    assert refused == "command line: system: holds bytes that are not UTF-8\n"
 
 
 def test_a_run_on_text_completes_lines(tmp_path, pretrained, talk):

@@ -112,12 +112,15 @@ def test_restarts_are_told_from_resumes(tmp_path):
 
 def test_status_of_one_run(run, capsys, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: NOW)
-    owner = Ownership.take(run.path, SINGLE_PROCESS)
+    owner, page = Ownership.take(run.path, SINGLE_PROCESS), run.path / "page.html"
     try:
         assert main.main(["status", str(run.path)]) == 0
+        printed = capsys.readouterr().out
+        assert main.main(["report", str(run.path), f"out={page}"]) == 0
     finally:
         owner.release()
-    printed = capsys.readouterr().out
+    assert "<td>started</td>" in page.read_text()
+    assert "<td>ended</td>" not in page.read_text()  # it runs
     for text in (
         *("state running", "100 of 200 (50.0%), about 3 min 20 s left"),
         *("loss 2.7500 after step 99", "2.0000, grad norm 1.000"),

@@ -39,6 +39,11 @@ def test_arguments_become_runs(tmp_path):
     assert rest == ["recipe=x"]
     assert labels(sweep)["betas=_0.9_0.99_,seed=2"] == ("optimizer.betas=[0.9,0.99]", "run.seed=2")
     assert len(labels(sweep)) == 4
+    nested = ["sweep.data.train=[[1,2],[3]],{a: [b,c]}", "sweep.data.system=\"a, b\",'it''s, [x'"]
+    assert [values for _, values in take_sweep(nested)[1]] == [
+        ["[[1,2],[3]]", "{a: [b,c]}"],
+        ['"a, b"', "'it''s, [x'"],
+    ]
     with pytest.raises(RecipeError, match="two runs would have the same name and folder"):
         labels([("run.seed", ["1", "1"])])
 
@@ -50,6 +55,21 @@ def test_arguments_become_runs(tmp_path):
     assert command[-2:] == [f'run.dir="{tmp_path}/seed=2"', 'run.name="quickstart seed=2"']
     with pytest.raises(RecipeError, match=r"run\.seed=x: must be a whole number"):
         LocalSweep(overrides, [("run.seed", ["1", "x"])], [], ranks=1)
+
+
+def test_sweeps_that_are_refused():
+    words = {
+        "sweep.run.seed=[1,2": "] is missing",
+        "sweep.data.system=it's,b": "' is missing",
+        "sweep.optimizer.eps=1,,2": "a value is empty",
+        "sweep.optimizer.eps2=": "a value is empty",
+        "sweep.run.dir=a,b": "each run has its own folder",
+        "sweep.run.seed=3": "the key has a sweep already",
+    }
+    with pytest.raises(RecipeError) as raised:
+        run(["train", *RECIPE, *words])
+    for problem, (word, what) in zip(raised.value.problems, words.items(), strict=True):
+        assert problem.startswith(f"command line: {word}: {what}")
 
 
 def test_runs_side_by_side_have_gpus_of_their_own(sweep, capfd):
@@ -80,7 +100,7 @@ def test_request_stops_the_sweep(sweep, capfd):
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         "open(f'{sys.argv[1]}{number}', 'w').close()\ntime.sleep(60)"
     )
-    ready = local.parent.parent / "ready"
+    ready = next(iter(local.runs)).parent.parent / "ready"
     for command in local.runs.values():
         command.append(str(ready))
 
@@ -99,6 +119,10 @@ def test_request_stops_the_sweep(sweep, capfd):
     out = capfd.readouterr().out
     assert out.count(": stopped") == 2
     assert "learning_rate=3e-4" not in out
+    local.print_table()  # the runs ended before they wrote their state
+    table = [line.split()[:3] for line in capfd.readouterr().out.splitlines()[1:]]
+    assert [row[1] for row in table] == ["failed", "failed", "not"]
+    assert table[2] == ["learning_rate=3e-4", "not", "started"]
 
 
 def test_options_that_a_sweep_cannot_have(monkeypatch):

@@ -58,11 +58,12 @@ def browser():
         yield browser
 
 
-def make_run(path, steps, *, rate=1e-3, every=5, ended="failed", **built):
+def make_run(path, steps, *, rate=1e-3, every=5, ended="failed", name=None, **built):
     """Write a run of two attempts. The second resumes from step 10. Step 7 is skipped. ended: the
     event that ends the first attempt."""
     run, lines = RunFolder(path), []
     overrides = [f"optimizer.learning_rate={rate}", f"run.dir={path}", *SMALL_MODEL]
+    overrides += [] if name is None else [f"run.name={name}"]
     loaded = load_recipe(["recipe=quickstart", *overrides], ranks=2, files=False)
     run.create(to_yaml(loaded.recipe))
     run.write_status("finished", step=steps, steps=steps)
@@ -300,6 +301,15 @@ def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
     first, *others = re.findall(r"<table>.*?</table>", out.read_text(), re.DOTALL)
     assert "data.workers" not in first
     assert any("data.workers" in table for table in others)
+
+
+def test_a_sweep_is_compared_with_its_recipe(tmp_path):
+    """The names of its runs, `quickstart seed=1`, are those of no recipe."""
+    for label in ("seed=1", "seed=2"):
+        make_run(tmp_path / label, 10, name=f"quickstart {label}")
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(tmp_path), f"out={out}"]) == 0
+    assert "<th>recipes/quickstart.yaml</th>" in out.read_text()
 
 
 def test_page_of_a_plan(tmp_path, browser):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -290,6 +291,23 @@ def model_with_seed(folder, seed):
     model = build_model(Model(path=str(folder)), sequence_length=16)
     random_weights(model, CPU, CPU, seed=seed)
     return model.eval()
+
+
+def test_an_ended_export_leaves_nothing(tmp_path, llama, monkeypatch):
+    """SIGTERM left the folder that was being written."""
+    run = create_run(tmp_path, model_with_seed(llama, 1))
+    copy = shutil.copy2
+
+    def ended(source, target):
+        copy(source, target)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(shutil, "copy2", ended)
+    with pytest.raises(SystemExit) as exit:
+        export(run, tmp_path / "out")
+    assert exit.value.code == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_export_takes_the_newest_weights(tmp_path, llama, capsys):
