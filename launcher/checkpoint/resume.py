@@ -15,13 +15,22 @@ from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe, to_yaml
-from launcher.recipe.schema import Data, Lora, Model, Preference, Recipe
+from launcher.recipe.schema import Data, Distillation, Lora, Model, Preference, Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
-_ALTERS_TRAINING = ("run.seed", "model", "lora", "data", "preference", "batch.global_batch_size")
+_ALTERS_TRAINING = (
+    *("run.seed", "model", "lora", "data", "preference", "distillation"),
+    "batch.global_batch_size",
+)
 """Sections and keys that decide what the model learns."""
-_SECTIONS = {"model": Model, "data": Data, "lora": Lora, "preference": Preference}
+_SECTIONS = {
+    "model": Model,
+    "data": Data,
+    "lora": Lora,
+    "preference": Preference,
+    "distillation": Distillation,
+}
 _HARMLESS = (
     "model.attention",
     "model.compile",

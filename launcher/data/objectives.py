@@ -1,4 +1,4 @@
-"""Data sets for other objectives than the next token: masked tokens, and scores of answers."""
+"""Data sets for other objectives than the next token: masked tokens, scores, a teacher."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -25,9 +26,10 @@ from launcher.data.collation import (
 from launcher.data.dataset import PreferenceDataset, SequenceDataset
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
-from launcher.models import reward
+from launcher.models import distillation, reward
 from launcher.models.inputs import IGNORED
 from launcher.models.philox import derived_seed
+from launcher.recipe import schema
 
 
 class Vocabulary(NamedTuple):
@@ -129,3 +131,67 @@ class RewardDataset(PreferenceDataset):
         return collate_scored(
             rows, length=self.length if self.packed else None, masking=self.masking
         )
+
+
+TOP_K = (("id", "<i4"), ("log_probability", "<f4"))
+"""Fields of a teacher's prediction, each with an array (top_k,)."""
+
+
+def top_k_dtype(top_k: int) -> np.dtype[Any]:
+    """Of a row of the file with a teacher's predictions."""
+    return np.dtype([(name, kind, (top_k,)) for name, kind in TOP_K])
+
+
+@dataclass(frozen=True)
+class DistilledDataset(SequenceDataset):
+    """Sequences with what a teacher predicts at each target."""
+
+    settings: schema.Distillation | None = None
+    teacher: npt.NDArray[Any] | None = None
+    """Rows of `top_k_dtype`: of each target of each sequence, in order."""
+    first: npt.NDArray[np.int64] | None = None
+    """The first row of each sequence, and the end."""
+    metrics: ClassVar[tuple[str, ...]] = distillation.METRICS
+
+    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
+        """Sum of the losses of a micro-batch's targets, and the sums of `metrics`; float32."""
+        assert self.settings is not None
+        return distillation.summed_distillation_loss(model, tensors, self.settings)
+
+    def __getitem__(self, index: int) -> Sample:
+        """As of SequenceDataset; and `teacher`, the rows of its targets."""
+        assert self.teacher is not None
+        assert self.first is not None
+        begin, end = (0, 0) if index == NO_SAMPLE else self.first[index : index + 2].tolist()
+        return super().__getitem__(index) | {"teacher": np.array(self.teacher[begin:end])}
+
+    def collate(self, rows: list[Sample]) -> Collated:
+        """See `collate_distilled`."""
+        return collate_distilled(super().collate(rows), [row["teacher"] for row in rows])
+
+
+def collate_distilled(made: Collated, teacher: list[npt.NDArray[Any]]) -> Collated:
+    """Adds a teacher's predictions of the rows to a micro-batch: `teacher_ids` (positions, top_k)
+    and `teacher_log_probabilities`, float32, of the `target_positions`, here all targets."""
+    tensors, rows = with_positions(made["tensors"]), np.concatenate(teacher)
+    tensors["teacher_ids"] = torch.from_numpy(rows["id"].astype(np.int64))
+    values = np.ascontiguousarray(rows["log_probability"])
+    tensors["teacher_log_probabilities"] = torch.from_numpy(values)
+    return made | {"tensors": tensors}
+
+
+def with_positions(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors with `target_positions`, also if these are many."""
+    positions = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    return {**tensors, "target_positions": positions}
+
+
+def first_targets(dataset: SequenceDataset) -> npt.NDArray[np.int64]:
+    """The number of targets before each sequence, and of all: (sequences + 1,)."""
+    store, sequences = dataset.store, dataset.sequences
+    counted = np.append(0, np.cumsum(store.targets != IGNORED))
+    starts = sequences.starts.astype(np.int64)
+    ends = store.offsets[np.searchsorted(store.offsets, starts, side="right")]
+    last = np.minimum(starts + sequences.lengths + 1, ends)
+    counts = counted[last] - counted[starts + 1]
+    return np.append(0, np.cumsum(np.add.reduceat(counts, sequences.bounds[:-1])))

@@ -20,8 +20,10 @@ from launcher.data.collation import (
 )
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
+from launcher.data.objectives import collate_distilled, top_k_dtype
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.process_group import DataParallel
+from launcher.models.distillation import summed_distillation_loss
 from launcher.models.inputs import IGNORED
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
 from launcher.models.preference import summed_preference_loss
@@ -54,6 +56,7 @@ def synthetic_data(
     *,
     model: ModelInputs,
     packed: bool,
+    distillation: schema.Distillation | None = None,
 ) -> SyntheticData:
     """A micro-batch of full sequences; with data.builder, of its first samples. packed: rows of two
     documents."""
@@ -112,4 +115,9 @@ def synthetic_data(
         collated = collate_sequences(
             sequences, length=length, packed=packed, masking=model.masking, part=model.part
         )
+        if distillation is not None:
+            teacher = np.zeros(rows * length, dtype=top_k_dtype(distillation.top_k))
+            teacher["id"] = np.arange(distillation.top_k) % (model.vocabulary or 1)
+            collated = collate_distilled(collated, [teacher])
+            summed = partial(summed_distillation_loss, settings=distillation)
     return SyntheticData(collated["tensors"], summed, collated["tokens"], collated["loss_tokens"])

@@ -122,13 +122,14 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
         cases = [(None, count, size) for count in counts for size in (SEQUENCES_PER_RANK, 1)]
         if own is not None and own.param_dtype != "float32":
             # ddp reduces in float32
-            ddp = MixedPrecision(param_dtype=own.param_dtype)
+            ddp = MixedPrecision(param_dtype=own.param_dtype, float8=own.float8)
             cases.append((ddp if strategy.kind == "ddp" else own, ranks, SEQUENCES_PER_RANK))
         for precision, count, size in cases:
             changed = replace(
                 recipe,
                 strategy=replace(strategy, mixed_precision=precision),
                 activation_checkpointing=checkpointing,
+                distillation=None,  # a teacher has another vocabulary than a shrunk model
                 batch=Batch(global_batch_size=sequences, micro_batch_size=size),
             )
             accumulation = sequences * shared // (size * count)

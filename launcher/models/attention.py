@@ -73,7 +73,7 @@ def isolate_documents(
     implementation, passed = model.config._attn_implementation or "", False
     if implementation.startswith("flash_attention"):
         passed = _all_calls(model, inputs, has_bounds)
-    elif implementation == "sdpa" and _has_kernel(model, device, compute_dtype):
+    elif implementation == "sdpa" and not why_masked(model, device, compute_dtype):
         passed = _use_varlen(model, inputs, fits)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
@@ -113,16 +113,22 @@ def refuse_other_layers(
         )
 
 
-def _has_kernel(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> bool:
+def why_masked(
+    model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype
+) -> str | None:
+    """What packed rows lack here to be computed without a mask; None: nothing."""
     if device.type != "cuda":
         # In bfloat16 the CPU compiles and keeps kernels for each length: slower than a mask, and
         # 230 MiB more in a small benchmark (torch 2.13)
-        return compute_dtype == torch.float32
+        return None if compute_dtype == torch.float32 else "float32 on CPUs"
     if without_flash(device):
-        return False
+        return "a GPU of compute capability 8.0 or more"
     config = model.config.get_text_config(decoder=True)
     dropouts = [getattr(config, key, 0) for key in ("attention_dropout", "attn_pdrop")]
-    return compute_dtype in (torch.bfloat16, torch.float16) and not any(dropouts)
+    if any(dropouts):
+        return "a model without dropout in its attention"
+    half = compute_dtype in (torch.bfloat16, torch.float16)
+    return None if half else "bfloat16 or float16 on GPUs (strategy.mixed_precision)"
 
 
 def without_flash(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from launcher.models.build import embeddings, text_config
 from launcher.models.inputs import IGNORED
+from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
 from launcher.models.new_rows import whole_weight
 from launcher.models.shards import local_part
 
@@ -90,6 +91,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+HeadFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Chunking], torch.Tensor
+]
+"""A function of the arguments of `linear_cross_entropy` that returns (tokens, columns)."""
+
+
 def linear_cross_entropy(
     inputs: torch.Tensor,
     weight: torch.Tensor,
@@ -122,10 +129,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         largest, sums = [], []
         at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
-            for chunk in _chunks(weight, chunking.width):
+            for chunk in chunks_of(weight, chunking.width):
                 column = (targets - (chunking.first + chunk.start))[:, None]
                 highest, total, at_target = statistics(
-                    _logits(inputs, weight, bias, chunk), column, at_target, transform
+                    logits_of(inputs, weight, bias, chunk), column, at_target, transform
                 )
                 largest.append(highest)
                 sums.append(total)
@@ -143,36 +150,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight, bias, targets, log_sum = ctx.saved_tensors
-        of_inputs, of_weight, of_bias, *_ = ctx.needs_input_grad
         gradient_of_logits, transform = ctx.chunking.function(_gradient), ctx.chunking.transform
-        # A sum over the chunks is kept in float32; rows of the weight's gradient are written once
-        d_inputs = torch.zeros_like(inputs, dtype=torch.float32) if of_inputs else None
-        d_weight = torch.empty_like(weight) if of_weight else None
-        d_bias = torch.empty_like(bias) if of_bias else None
         per_token = (gradient * (targets != IGNORED))[:, None]
-        with torch.autocast(targets.device.type, enabled=False):
-            for chunk in _chunks(weight, ctx.chunking.width):
-                column = (targets - (ctx.chunking.first + chunk.start))[:, None]
-                # No name for the logits here, so that they can be freed before the gradient is made
-                d_logits = gradient_of_logits(
-                    _logits(inputs, weight, bias, chunk), log_sum, column, per_token, transform
-                )
-                if d_inputs is not None:
-                    d_inputs += d_logits @ weight[chunk].to(inputs.dtype)
-                if d_weight is not None:
-                    d_weight[chunk] = d_logits.T @ inputs
-                if d_bias is not None:
-                    d_bias[chunk] = d_logits.sum(0)
-                del d_logits  # so that it is not held beside the next chunk's logits
+
+        def of_chunk(chunk: slice) -> torch.Tensor:
+            column = (targets - (ctx.chunking.first + chunk.start))[:, None]
+            # No name for the logits here, so that they can be freed before the gradient is made
+            d_logits: torch.Tensor = gradient_of_logits(
+                logits_of(inputs, weight, bias, chunk), log_sum, column, per_token, transform
+            )
+            return d_logits
+
+        d_inputs, *others = linear_gradients(ctx, inputs, weight, bias, of_chunk)
         if d_inputs is not None and ctx.chunking.group is not None:
             dist.all_reduce(d_inputs, group=ctx.chunking.group)
         d_inputs = None if d_inputs is None else d_inputs.to(inputs.dtype)
-        return d_inputs, d_weight, d_bias, None, None
-
-
-def _chunks(weight: torch.Tensor, width: int) -> list[slice]:
-    size = len(weight)
-    return [slice(begin, min(begin + width, size)) for begin in range(0, size, width)]
+        return d_inputs, *others, None, None
 
 
 # The functions that are compiled take the logits of a chunk in the dtype of the matrix product, and
@@ -232,16 +225,6 @@ def _copies_to_cast(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _logits(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: slice
-) -> torch.Tensor:
-    """(tokens, width of the chunk), in the dtype of the inputs."""
-    logits = inputs @ weight[chunk].to(inputs.dtype).T
-    if bias is not None:
-        logits += bias[chunk].to(inputs.dtype)
-    return logits
-
-
 class ChunkedHead:
     """Replaces the forward methods of a model and of its head, a linear layer.
 
@@ -258,6 +241,7 @@ class ChunkedHead:
         self._head_forward = self._head.forward
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
+        self._function: HeadFunction | None = None
         self._loss: torch.Tensor | None = None
         self._reduction: Literal["sum", "none"] = "sum"
         self._group: dist.ProcessGroup | None = None
@@ -280,22 +264,26 @@ class ChunkedHead:
         targets: torch.Tensor | None = None,
         target_positions: torch.Tensor | None = None,
         reduction: Literal["sum", "none"] = "sum",
+        head_function: HeadFunction | None = None,
         **kwargs: object,
     ) -> Any:
         """`targets` are (rows, tokens); `target_positions` are the indices of the flattened targets
-        whose loss is computed, by default all. reduction: none, for a loss of each of these."""
+        whose loss is computed, by default all. reduction: none, for a loss of each of these.
+        `head_function` takes the place of the cross-entropy: its result is the loss."""
         if targets is None:
             return self._model_forward(*args, **kwargs)
         self._targets, self._positions = targets.flatten(), target_positions
-        self._reduction = reduction
+        self._reduction, self._function = reduction, head_function
         try:
             outputs = self._model_forward(*args, **kwargs)
             assert self._loss is not None
             # Whatever the model computed from the head's output is discarded
             losses = self._loss.sum() if reduction == "sum" else self._loss.flatten().clone()
+            if head_function is not None:
+                losses = self._loss[0].clone()
             outputs.loss, outputs.logits = losses, None
         finally:
-            self._targets = self._positions = self._loss = None
+            self._targets = self._positions = self._loss = self._function = None
         return outputs
 
     def _forward_head(self, hidden: torch.Tensor) -> Any:
@@ -310,6 +298,10 @@ class ChunkedHead:
         chunking = Chunking(
             self._transform, width, self._compile, self._reduction, self._group, self._first
         )
+        if self._function is not None:
+            loss = self._function(*_linear(self._head, hidden), targets, chunking)
+            self._loss = loss[None].clone()
+            return self._loss
         if width < vocabulary or not whole:
             loss = linear_cross_entropy(*_linear(self._head, hidden), targets, chunking)
         else:  # a single chunk: its logits are kept for the backward pass, not recomputed

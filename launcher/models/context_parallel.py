@@ -35,9 +35,11 @@ def share_rows(
     *,
     sequence_length: int,
     tensor_size: int = 1,
+    lacks: str | None = None,
 ) -> None:
     """Divides the rows of this model over the ranks of the group: replaces its attention by
-    `shared_attention`. Each rank has the heads of one of `tensor_size` parts of the layers.
+    `shared_attention`. Each rank has the heads of one of `tensor_size` parts of the layers. `lacks`
+    is what `why_masked` says of packed rows.
 
     Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
     """
@@ -47,11 +49,12 @@ def share_rows(
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1")
     config = model.config.get_text_config(decoder=True)
     if model.config._attn_implementation != VARLEN:
-        raise RecipeError(
-            f"{KEY}: the attention of {name} cannot be divided here. It must be causal, without "
-            "biases and caps on its scores, with model.attention: sdpa; for packed rows, in "
-            "bfloat16 or float16 on a GPU of capability 8.0 or more, or in float32 on CPUs; use 1"
-        )
+        why = f"packed rows need {lacks}; use it, data.packing: false, or"
+        if model.config._attn_implementation != "sdpa":
+            why = "it needs model.attention: sdpa; use it, or"
+        elif lacks is None:
+            why = "it is not plain causal attention (biases, caps, wide heads or other masks); use"
+        raise RecipeError(f"{KEY}: the attention of {name} cannot be divided: {why} 1")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(value) for value in _values(rope) if value in ("dynamic", "longrope")}
     if kinds:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _NOT_INPUTS = (
     *("targets", "target_positions", "weights"),
     *("answers", "answer_tokens", "reference"),
+    *("teacher_ids", "teacher_log_probabilities"),
 )
 
 MicroBatch = Mapping[str, Any]
@@ -56,11 +57,16 @@ def target_losses(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tens
     return (losses if positions is None or computes_loss(model) else losses[positions]), outputs
 
 
+def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
+    """The arguments of the model's forward in a micro-batch."""
+    return {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
+
+
 def _cross_entropies(
     model: nn.Module, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
 ) -> tuple[torch.Tensor, ModelOutput]:
     targets = micro_batch["targets"]
-    inputs = {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
+    inputs = model_inputs(micro_batch)
     if computes_loss(model):
         inputs |= {"targets": targets, "target_positions": micro_batch.get("target_positions")}
         outputs = model(**inputs, reduction=reduction, use_cache=False)

@@ -12,6 +12,7 @@ from launcher.recipe.schema import Recipe
 Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
+_FLOAT8 = "strategy.mixed_precision.float8"
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
@@ -39,6 +40,13 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("preference.label_smoothing", "preference.loss", "robust"),
     ("preference.margin", "preference.loss", "simpo"),
     ("lora.dropout", "preference", False),
+    ("distillation", "model.task", "causal_lm"),
+    ("distillation", "data.kind", "text tokens chat instruct"),
+    ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
+    ("distillation", "strategy.context_parallel_size", "1"),
+    ("distillation", "strategy.expert_parallel_size", "1"),
+    ("distillation", "strategy.tensor_parallel_size", "1"),
+    ("distillation", "model.chunked_loss", True),
     ("lora.path", "model.path", True),
     ("preference", "data.builder", False),
     ("data.label_column data.labels", "data.kind", "classification"),
@@ -57,6 +65,9 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.reshard_after_backward strategy.expert_parallel_size", "strategy.kind", "fsdp auto"),
     ("strategy.tensor_parallel_size", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
+    (_FLOAT8, "strategy.mixed_precision.param_dtype", "bfloat16"),
+    (_FLOAT8, "strategy.tensor_parallel_size", "1"),
+    (_FLOAT8, "lora", False),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     ("strategy.context_parallel_size", "model.builder data.builder", False),
     ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
@@ -106,6 +117,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
 none of them is given (False), or the other key has one of these values."""
 _OTHER_DIVISIONS = "; FSDP, strategy.context_parallel_size and strategy.expert_parallel_size are"
 _INSTEAD = {
+    (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
     ("strategy.expert_parallel_size", "model.compile"): "; set model.compile: false",
     ("strategy.tensor_parallel_size", "model.compile"): "; set model.compile: false",
     ("strategy.tensor_parallel_size", "lora.quantize"): _OTHER_DIVISIONS,
@@ -185,7 +197,7 @@ def _one_of(recipe: Recipe, keys: list[str]) -> Found:
     if given[:2] == ["model.path", "model.config"]:
         del given[0]  # changes to the config of the checkpoint
     for key in given[1:]:
-        yield key, f"{given[0]} is given too; set all but one to null"
+        yield key, f"{given[0]} is given too; set one to null: {given[0]}=null or {key}=null"
 
 
 def kinds_of(recipe: Recipe) -> set[str]:

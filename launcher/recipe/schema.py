@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
+from launcher.recipe.schema_methods import Distillation as Distillation
 from launcher.recipe.schema_methods import Lora as Lora
 from launcher.recipe.schema_methods import Preference as Preference
 from launcher.recipe.schema_outputs import Checkpoint as Checkpoint
@@ -22,6 +23,7 @@ from launcher.recipe.schema_source import DataKind as DataKind
 from launcher.recipe.schema_source import Source as Source
 from launcher.recipe.section import (
     Day,
+    Float8,
     Folder,
     FolderName,
     Fraction,
@@ -256,6 +258,9 @@ class MixedPrecision(Section):
     """ddp: the autocast dtype; fsdp: unsharded weights and compute."""
     reduce_dtype: Dtype = "float32"
     """fsdp: gradient reduction; ddp reduces in float32."""
+    float8: Float8 | None = None
+    """Products of the blocks' linear layers in float8, by torchao's recipe of this name: all three
+    (rowwise), or all but the weights' gradients (rowwise_with_gw_hp). null: off."""
 
 
 class CpuOffload(Section):
@@ -380,6 +385,8 @@ class Recipe(Section):
     """Train low-rank adapters and freeze all else; null: train everything."""
     preference: Preference | None = None
     """The loss on pairs of answers; null: data.kind is not preference, or model.task is reward."""
+    distillation: Distillation | None = None
+    """Train on the predictions of a teacher; null: on the tokens of the data only."""
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

@@ -1,4 +1,4 @@
-"""Methods of training: adapters, and losses on pairs of answers."""
+"""Methods of training: adapters, losses on pairs of answers, and distillation."""
 
 from typing import Annotated, Literal
 
@@ -11,6 +11,8 @@ from launcher.recipe.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Share,
+    Text,
     TextList,
 )
 
@@ -58,3 +60,18 @@ class Preference(Section):
     """robust: share of the pairs whose answers are assumed to be swapped."""
     margin: NonNegativeFloat = 0.5
     """simpo: the least margin of the rewards (gamma)."""
+
+
+class Distillation(Section):
+    """Training on what a teacher predicts: the loss of a token is (1 - weight) * cross-entropy +
+    weight * temperature^2 * KL(teacher, model) (Hinton et al., 2015)."""
+
+    teacher: Text
+    """Hugging Face checkpoint with the tokenizer of the model: a folder or a hub id."""
+    top_k: PositiveInt = 64
+    """Most probable tokens that are kept of each prediction, at 8 bytes. All others count as one
+    token, whose probability is the sum of theirs."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both models in the KL divergence."""
+    weight: Share = 0.5
+    """Weight of the KL divergence."""

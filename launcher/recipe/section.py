@@ -42,6 +42,24 @@ def size_in_bytes(text: str) -> int | None:
 
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+_TENSORWISE = (
+    "has one scale for a whole tensor, so that losses depend on how rows are divided over ranks; "
+    "use rowwise or rowwise_with_gw_hp"
+)
+
+
+def _not_tensorwise(value: Any) -> Any:
+    if value == "tensorwise":
+        raise ValueError(_TENSORWISE)
+    return value
+
+
+Float8 = Annotated[
+    Literal["rowwise", "rowwise_with_gw_hp"],
+    BeforeValidator(
+        _not_tensorwise, json_schema_input_type=Literal["rowwise", "rowwise_with_gw_hp"]
+    ),
+]
 # The only conversion is that of an integer to a float: 3 is not true, and "4" is not 4
 StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 # Larger numbers overflow the integers and floats that they are computed with

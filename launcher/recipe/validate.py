@@ -119,8 +119,10 @@ def _pretrained(recipe: Recipe) -> Found:
     if lora is not None and lora.path is not None and recipe.model.init == "random":
         what = "not available with model.init: random: the adapter belongs to trained weights"
         yield "lora.path", what
-    if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
-        yield "model.path", _missing(f"no such folder with a config.json: {path}")
+    for key in ("model.path", "distillation.teacher"):
+        path = value_of(recipe, key)
+        if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
+            yield key, _missing(f"no such folder with a config.json: {path}")
 
 
 def _missing(what: str) -> str:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel, all_gather_single
-from launcher.models import preference, reward
+from launcher.models import distillation, preference, reward
+from launcher.recipe.schema import Distillation
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
@@ -153,10 +154,14 @@ class StepRecorder:
     calls. Neither `add` nor `launch` waits for the device; `collect` does.
     """
 
-    def __init__(self, ranks: DataParallel, task: str = "causal_lm") -> None:
-        """task: model.task."""
+    def __init__(
+        self, ranks: DataParallel, task: str = "causal_lm", teacher: Distillation | None = None
+    ) -> None:
+        """task: model.task. teacher: the section distillation."""
         self._ranks = ranks
-        self._metrics = reward.METRICS if task == "reward" else preference.METRICS
+        self._metrics: tuple[str, ...] = preference.METRICS
+        if task == "reward" or teacher is not None:
+            self._metrics = reward.METRICS if teacher is None else distillation.METRICS
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan

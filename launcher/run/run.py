@@ -115,15 +115,15 @@ class TrainingRun:
         prepared = self._resolve(loaded, source, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
-        recorder = StepRecorder(rank.ranks, recipe.model.task)
-        sections = recipe.preference, recipe.model, recipe.lora, recipe.strategy
+        recorder = StepRecorder(rank.ranks, recipe.model.task, recipe.distillation)
+        sections = recipe.preference, recipe.model, recipe.lora, recipe.strategy, recipe.run.seed
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),
             prepared=prepared,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
-            reference=reference_file(directory.path, *sections, seed=recipe.run.seed),
+            reference=reference_file(directory.path, *sections, recipe.distillation),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
         self._set_timeout(recipe.run.init_timeout)

@@ -16,6 +16,7 @@ from launcher.models.attention import attention_kernels
 from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.config_overrides import config_changes
+from launcher.models.float8 import describe_float8
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.shards import local_rows
@@ -95,6 +96,9 @@ def _model(training: Training) -> Iterator[str]:
     yield training.wrapped.description()
     if recipe.lora is not None and recipe.lora.quantize is not None:
         yield _quantized(blocks.values())
+    precision = recipe.strategy.mixed_precision
+    if precision is not None and precision.float8 is not None:
+        yield describe_float8(module, blocks.values())
     sequences = recipe.data.builder is None and not recipe.model.classifies
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"

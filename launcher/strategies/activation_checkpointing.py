@@ -34,7 +34,7 @@ ATTENTION = {
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
 
 
 class Kept(NamedTuple):

@@ -42,17 +42,19 @@ class Ddp(WrappedModel):
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         no_buffers: dict[str, Any] = {buffers: False}
-        self._ddp = DistributedDataParallel(
-            model,
-            device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-            process_group=ranks.group,
-            init_sync=False,  # every rank has initialized the same weights
-            **no_buffers,
-            gradient_as_bucket_view=True,
-        )
-        # By default DDP waits for timing events in each of its first ten iterations, and in every
-        # 100th
-        self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
+        self._ddp: Any = model  # DDP refuses a model without a trained parameter: a teacher
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            self._ddp = DistributedDataParallel(
+                model,
+                device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
+                process_group=ranks.group,
+                init_sync=False,  # every rank has initialized the same weights
+                **no_buffers,
+                gradient_as_bucket_view=True,
+            )
+            # By default DDP waits for timing events in each of its first ten iterations, and in
+            # every 100th
+            self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
         super().__init__(self._ddp, module=model, ranks=ranks)
         if shard_optimizer:
             self.optimizer_mesh = DeviceMesh.from_group(
@@ -62,7 +64,7 @@ class Ddp(WrappedModel):
         self._param_dtype, self._sync_every_micro_batch = param_dtype, sync_every_micro_batch
         self._reductions = 0
         self._reduction, self._reducing = ExitStack(), False
-        if ranks.size > 1:
+        if ranks.size > 1 and self._parameters:
             self._time_reduction()
 
     def _time_reduction(self) -> None:

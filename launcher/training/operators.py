@@ -239,9 +239,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: set[int] = set()
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts what autograd saves, each storage once."""
+        """Counts what autograd saves, each storage once. Casts of weights are no activations."""
         self._needed = len(self._made)
-        if id_of(tensor) not in self._seen:
+        if id_of(tensor) not in self._seen and id_of(tensor) not in self._weights:
             self._seen[id_of(tensor)] = tensor.untyped_storage()
             self._kept += tensor.untyped_storage().nbytes()
         return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,12 @@ from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
-from launcher.models.attention import check_isolation, drop_causal_mask, isolate_documents
+from launcher.models.attention import (
+    check_isolation,
+    drop_causal_mask,
+    isolate_documents,
+    why_masked,
+)
 from launcher.models.build import (
     build_model,
     class_count,
@@ -29,6 +34,7 @@ from launcher.models.build import (
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
 from launcher.models.context_parallel import check_shared_rows, share_rows
 from launcher.models.experts import divide_experts
+from launcher.models.float8 import use_float8
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import starting_weights
 from launcher.models.lora import Read, add_adapters
@@ -64,6 +70,8 @@ class PreparedModel:
     packed: bool
     """Whether several documents share a row."""
     masking: Masking
+    lacks: str | None
+    """What packed rows lack to be computed without a mask; None: nothing, or no row is packed."""
     vocabulary: int | None
     chunked_loss: bool
     """Whether the model computes the loss without full logits."""
@@ -76,6 +84,7 @@ class PreparedModel:
     original: Read | None
     """Reads a weight of the checkpoint, for an export that adds adapters to it; None: adapters are
     added to the weights in NF4."""
+    distillation: schema.Distillation | None = None
 
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
@@ -87,7 +96,12 @@ class PreparedModel:
         if ranks.context_group is not None:
             length, divided = recipe.data.sequence_length, ranks.tensor_size
             group = ranks.context_group
-            share_rows(self.model, group, sequence_length=length, tensor_size=divided)
+            share_rows(
+                *(self.model, group),
+                sequence_length=length,
+                tensor_size=divided,
+                lacks=self.lacks,
+            )
         if checkpointing is not None and checkpointing.budget is not None:
             # A slow import, which only a budget needs
             from launcher.training.operators import operators_to_keep
@@ -145,6 +159,7 @@ class PreparedModel:
                 task=self.task,
             ),
             packed=self.packed,
+            distillation=self.distillation,
         )
 
     def check_logits(self, wrapped: WrappedModel, ranks: DataParallel) -> None:
@@ -195,6 +210,9 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     grow_vocabulary(model, new_ids)
     blocks = find_blocks(model)
     _refuse_scalars(model, recipe.strategy)
+    precision = recipe.strategy.mixed_precision
+    if precision is not None and precision.float8 is not None:
+        use_float8(blocks, precision.float8, device=device, dtype=dtype)
     seed = recipe.run.seed
     init_fn, export_dtype, stored = starting_weights(
         recipe.model, model, seed=seed, new_ids=new_ids
@@ -232,6 +250,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     transform = logits_transform(model) if sequences else None
     if transform is not None and recipe.model.chunked_loss:
         ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
+    if recipe.distillation is not None:
+        _check_head(model)
     return PreparedModel(
         model,
         recipe.model.task,
@@ -241,10 +261,44 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         masking=masking,
+        lacks=why_masked(model, device, dtype) if packed else None,
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
         unused=modules_without_text(model),
         depth=len(blocks),
         original=original,
+        distillation=recipe.distillation,
     )
+
+
+def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
+    """Builds the teacher of the recipe, whose weights are frozen in the dtype of forward passes.
+    Raises RecipeError if it cannot be used for the recipe's model."""
+    assert recipe.distillation is not None
+    model = schema.Model(
+        path=recipe.distillation.teacher,
+        attention=recipe.model.attention,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    strategy, precision = recipe.strategy, recipe.strategy.mixed_precision
+    if precision is not None:  # its predictions do not depend on the products of the model
+        strategy = replace(strategy, mixed_precision=replace(precision, float8=None))
+    teacher = replace(recipe, model=model, lora=None, distillation=None, strategy=strategy)
+    try:
+        prepared = prepare_model(teacher, device=device)
+    except RecipeError as error:
+        what = str(error).removeprefix("model.path: ")
+        raise RecipeError(f"distillation.teacher: {what}") from None
+    _check_head(prepared.model)
+    for parameter in prepared.model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(prepared.compute_dtype)
+    return prepared
+
+
+def _check_head(model: nn.Module) -> None:
+    if not computes_loss(model):
+        what = f"not available for {type(model).__name__}, which does more than a linear layer"
+        raise RecipeError(f"distillation: {what} to compute its logits")

@@ -1,8 +1,9 @@
-"""Log-probabilities of all answers by the initial weights, for losses on pairs of answers.
+"""Log-probabilities of all answers by the initial weights, for losses on pairs of answers; and the
+files that a loss reads.
 
-They are computed once, before the first step: each rank computes its share of the sequences. Rank 0
-writes them to the run folder, and a resume reads them. They are those of a pair of the store,
-whatever the packing, so a resume may use another strategy, batch or number of ranks.
+The log-probabilities are computed once, before the first step: each rank computes its share of the
+sequences. Rank 0 writes them to the run folder, and a resume reads them. They are those of a pair
+of the store, whatever the packing, so a resume may use another strategy, batch or number of ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import xxhash
@@ -24,8 +27,10 @@ from safetensors.numpy import save_file
 from launcher.console import seconds_as_text, task
 from launcher.data.dataset import MixtureDataset, PreferenceDataset
 from launcher.data.loader import to_device
+from launcher.data.objectives import top_k_dtype
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import DataParallel, from_rank_0
+from launcher.errors import RecipeError, TrainingError
 from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
@@ -76,6 +81,56 @@ class ReferenceFile:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
 
 
+@dataclass(frozen=True)
+class TeacherFile:
+    """RUN_DIR/teacher_top_k.npy: rows of `top_k_dtype`; and its description, a JSON file."""
+
+    path: Path
+    teacher: str
+    """Names the teacher's weights. A file of others is not used."""
+
+    def problem(self, about: dict[str, Any]) -> str | None:
+        """Why the file cannot be used for what `about` describes; None if it can. Empty: missing."""
+        try:
+            found = json.loads(self._description.read_text())
+            if {name: found.get(name) for name in about} != about:
+                return "is of another teacher, other settings or other data"
+            return None if _file_checksum(self.path) == found["checksum"] else "is damaged"
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError) as error:
+            return f"cannot be read ({error})"
+
+    def write(self, parts: Iterator[npt.NDArray[Any]], rows: int, about: dict[str, Any]) -> None:
+        """Replaces the file by one with these parts, together `rows`. Raises TrainingError if that
+        fails, for example on a full disk."""
+        scratch, written = self.path.with_name(f".{self.path.name}"), 0
+        kind = top_k_dtype(about["top_k"])
+        header = {
+            "descr": np.lib.format.dtype_to_descr(kind),
+            "fortran_order": False,
+            "shape": (rows,),
+        }
+        try:
+            self._description.unlink(missing_ok=True)
+            with scratch.open("wb") as file:
+                np.lib.format.write_array_header_2_0(file, header)
+                for part in parts:
+                    file.write(part.tobytes())
+                    written += len(part)
+            assert written == rows
+            scratch.replace(self.path)
+            self._description.write_text(
+                json.dumps(about | {"checksum": _file_checksum(self.path)})
+            )
+        except OSError as error:
+            raise TrainingError(f"{self.path} cannot be written: {error}") from None
+
+    @property
+    def _description(self) -> Path:
+        return self.path.with_suffix(".json")
+
+
 def reference_file(
     run: Path,
     preference: schema.Preference | None,
@@ -83,17 +138,19 @@ def reference_file(
     lora: schema.Lora | None,
     strategy: schema.Strategy,
     seed: int,
-) -> ReferenceFile | None:
-    """The file of a run; None if its loss needs no reference. `seed` is that of random weights."""
+    distillation: schema.Distillation | None = None,
+) -> ReferenceFile | TeacherFile | None:
+    """The file of a run; None if its loss needs none. `seed` is that of random weights."""
+    if distillation is not None:
+        try:
+            name = weights_name(schema.Model(path=distillation.teacher), strategy, seed)
+        except RecipeError as error:
+            what = str(error).removeprefix("model.path: ")
+            raise RecipeError(f"distillation.teacher: {what}") from None
+        return TeacherFile(run / "teacher_top_k.npy", name)
     if preference is None or not needs_reference(preference):
         return None
-    if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
-        weights = open_folder(folder).digest()
-        if model.config:
-            weights += f" with {json.dumps(model.config, sort_keys=True)}"
-    else:
-        weights = json.dumps([model.path, model.config, seed])
-    name = f"{weights} in {compute_dtype(strategy)}"
+    name = weights_name(model, strategy, seed)
     if lora is not None and lora.quantize is not None:
         name += f", quantized to {lora.quantize}"
     if lora is not None and lora.path is not None:
@@ -102,11 +159,30 @@ def reference_file(
     return ReferenceFile(run / "reference.safetensors", name)
 
 
+def weights_name(model: schema.Model, strategy: schema.Strategy, seed: int) -> str:
+    """Names a model's initial weights and the precision in which it computes with them."""
+    if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
+        weights = open_folder(folder).digest()
+        if model.config:
+            weights += f" with {json.dumps(model.config, sort_keys=True)}"
+    else:
+        weights = json.dumps([model.path, model.config, seed])
+    return f"{weights} in {compute_dtype(strategy)}"
+
+
 def _checksum(arrays: Mapping[str, Reference]) -> str:
     digest = xxhash.xxh3_128()
     for name, array in sorted(arrays.items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _file_checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from torch import nn
 from launcher.data.batching import Position, rows_of
 from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer_to_keep
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import tokenizer_name
+from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
+from launcher.errors import RecipeError
 from launcher.models.build import (
     class_count,
     embeddings,
@@ -35,8 +37,9 @@ from launcher.strategies.base import WrappedModel
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
-from launcher.training.prepare import PreparedModel, prepare_model, row_part
+from launcher.training.prepare import PreparedModel, prepare_model, prepare_teacher, row_part
 from launcher.training.reference import ReferenceFile, with_references
+from launcher.training.teacher import TeacherFile, with_teacher
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,13 @@ def assemble(
     prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
-    reference: ReferenceFile | None = None,
+    reference: ReferenceFile | TeacherFile | None = None,
     hooks: Hooks | None = None,
 ) -> Training:
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
     With `build_data` this process tokenizes what is not cached (one process of a node).
     `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
-    log-probabilities that losses on pairs compare with, or gets them."""
+    log-probabilities that losses on pairs or of distillation compare with, or gets them."""
     strategy = recipe.strategy
     ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
@@ -141,9 +144,12 @@ def assemble(
         build=build_data,
         skipped_rows=None if ranks.context_rank or ranks.tensor_rank else skipped_rows,
     )
+    if isinstance(reference, TeacherFile):  # before the model takes memory
+        data = _with_teacher(data, recipe, prepared, ranks, reference)
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
     if recipe.preference is not None:
+        assert not isinstance(reference, TeacherFile)
         rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
         data = with_references(
             data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
@@ -164,6 +170,55 @@ def assemble(
         hooks or Hooks(),
         _make_export(prepared, wrapped, recipe, ranks),
     )
+
+
+def _with_teacher(
+    data: RunData, recipe: Recipe, prepared: PreparedModel, ranks: DataParallel, file: TeacherFile
+) -> RunData:
+    """`with_teacher`. The teacher is freed before this returns."""
+    settings, vocabulary = recipe.distillation, prepared.vocabulary
+    assert settings is not None
+    assert vocabulary is not None
+
+    def load() -> WrappedModel:
+        teacher = prepare_teacher(recipe, device=ranks.device)
+        _check_vocabulary(recipe, vocabulary, teacher.vocabulary or 0)
+        if teacher.masking != prepared.masking:
+            what = f"keeps packed documents apart by {teacher.masking}, the model by"
+            raise RecipeError(
+                f"distillation.teacher: {what} {prepared.masking}; set data.packing: false"
+            )
+        wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
+        teacher.check_logits(wrapped, ranks)
+        return wrapped
+
+    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    data = with_teacher(
+        *(data, settings, file, load), micro_batch_size=rows, vocabulary=vocabulary, ranks=ranks
+    )
+    gc.collect()  # wrapped models are in reference cycles
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return data
+
+
+def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int) -> None:
+    """Raises RecipeError if the ids of the teacher's tokens differ from those of the model's. The
+    numbers of entries may differ, since some models have spare ones."""
+    settings, name = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
+    assert settings is not None
+    try:
+        tokenizers = [hugging_face_tokenizer(each) for each in (name or "", settings.teacher)]
+    except RecipeError:  # there is none, as for rows of ids
+        same = own == of_teacher
+    else:
+        same = tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    if not same:
+        what = f"its vocabulary ({of_teacher:,} entries) differs from that of the model ({own:,})"
+        raise RecipeError(f"distillation.teacher: {what}: ids must mean the same tokens")
+    if settings.top_k > min(own, of_teacher):
+        what = f"{settings.top_k} is more than the vocabulary of {min(own, of_teacher):,}"
+        raise RecipeError(f"distillation.top_k: {what}")
 
 
 def _seed_generators(seed: int) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.data.dataset import collate_sequences, make_sample
 from launcher.errors import RecipeError
-from launcher.models.attention import VARLEN, isolate_documents
+from launcher.models.attention import VARLEN, isolate_documents, why_masked
 from launcher.models.context_parallel import share_rows
 from launcher.models.inputs import IGNORED, RowPart
 
@@ -41,7 +41,7 @@ def test_models_that_cannot_share_rows_are_refused_by_name():
         f"{key}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"
     )
     assert refusal("llama", attention="eager").startswith(
-        f"{key}the attention of LlamaForCausalLM cannot be divided here"
+        f"{key}the attention of LlamaForCausalLM cannot be divided: it needs model.attention: sdpa"
     )
     assert "layers (linear_attention) that carry information" in refusal("qwen3_next")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -50,13 +50,19 @@ def test_models_that_cannot_share_rows_are_refused_by_name():
     )
 
 
-def test_packed_rows_in_bfloat16_on_cpus_are_refused():
+@pytest.mark.parametrize(
+    ("device", "dtype", "named"),
+    [("cpu", torch.bfloat16, "float32 on CPUs"), ("cuda", torch.float32, "bfloat16 or float16")],
+)
+def test_packed_rows_that_need_a_mask_are_refused_with_the_reason(device, dtype, named):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
-    isolate_documents(
-        model, sequence_length=32, device=torch.device("cpu"), compute_dtype=torch.bfloat16
-    )
-    with pytest.raises(RecipeError, match="in float32 on CPUs"):
-        share_rows(model, SimpleNamespace(size=lambda: 2), sequence_length=32)
+    where, group = torch.device(device), SimpleNamespace(size=lambda: 2)
+    isolate_documents(model, sequence_length=32, device=where, compute_dtype=dtype)
+    lacks = why_masked(model, where, dtype)
+    with pytest.raises(RecipeError, match=f"packed rows need {named}"):
+        share_rows(model, group, sequence_length=32, lacks=lacks)
+    with pytest.raises(RecipeError, match="not plain causal attention"):
+        share_rows(model, group, sequence_length=32)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -351,7 +352,7 @@ def test_the_reference_is_that_of_adapter_and_quantization(base, adapter, tmp_pa
     (scaled / "adapter_config.json").write_text(json.dumps(config))
     words = [["lora.rank=3"], ["lora.quantize=nf4"]]
     words += [[f"lora.path={folder}"] for folder in (adapter, other, scaled)]
-    files = []
+    files: list[Any] = []
     for some in words:
         recipe = full_recipe(base, "model.compile=false", *some)
         sections = recipe.model, recipe.lora, recipe.strategy

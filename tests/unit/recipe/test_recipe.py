@@ -20,6 +20,7 @@ from launcher.recipe.schema import (
     Batch,
     CpuOffload,
     Data,
+    Distillation,
     Lora,
     Model,
     Preference,
@@ -322,6 +323,7 @@ def test_recipe_is_immutable(folder):
         *("data.kind=chat", "evaluation.generate={}"),
     )
     recipe = dataclasses.replace(recipe, preference=Preference())  # for another kind of data
+    recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
     for path, kind in sections():

@@ -1,0 +1,124 @@
+"""Training in float8 with torchao: the linear layers of the blocks multiply in float8.
+
+Weights stay parameters of their dtype under their names. Each product converts its operands, with a
+scale for each row. The package torchao is imported here only, and needed only for this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+from launcher.models.attention import planned_gpu
+
+logger = logging.getLogger(__name__)
+KEY = "strategy.mixed_precision.float8"
+_ROUTER = re.compile(r"(.*_)?(gate|router)")
+"""Names of linears that choose experts: small, and their choices are sensitive to rounding."""
+_TOO_OLD = ("T4", "V100", "A10", "A30", "A40", "A6000", "A800", "RTX 3090", "MI250X")
+"""GPUs of the table of hardware that do not compute in float8, by the beginning of their names."""
+
+
+def use_float8(
+    blocks: Mapping[str, nn.Module], name: str, *, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Converts the linears of the blocks of a meta model to torchao's recipe of this name.
+
+    dtype: that of their inputs and outputs. Float8 is emulated on CPUs. Raises RecipeError if
+    torchao is not installed, or for a GPU or a model that cannot compute in float8.
+    """
+    _check_gpu(device)
+    found = {
+        f"{block}.{inner}" if inner else block: module
+        for block, root in blocks.items()
+        for inner, module in root.named_modules()
+        if _converts(module, inner)
+    }
+    if not found:
+        raise RecipeError(f"{KEY}: the model has no linear layers in blocks; set it to null")
+    odd = [
+        f"{path} [{module.out_features}, {module.in_features}]"
+        for path, module in found.items()
+        if module.out_features % 16 or module.in_features % 16
+    ]
+    if odd:
+        raise RecipeError(
+            f"{KEY}: needs dimensions that are multiples of 16; {len(odd)} layers have others, such "
+            f"as {', '.join(odd[:3])} [outputs, inputs]; set it to null"
+        )
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as product
+    except ImportError as error:
+        raise RecipeError(
+            f"{KEY}: needs the package torchao ({error}); pip install 'launcher[float8]'"
+        ) from error
+    emulate = device.type == "cpu"
+    if emulate:
+        logger.warning(f"{KEY}: float8 is emulated on CPUs, which is slow: for tests only")
+    # Padding is for the gradient of a weight, which sums over any number of tokens
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(name), emulate=emulate, pad_inner_dim=True
+    )
+    for root in blocks.values():
+        convert_to_float8_training(root, module_filter_fn=_converts, config=config)
+        for module in root.modules():
+            if is_float8(module):
+                module.forward = partial(_forward, module, dtype, product)
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether a module is a linear layer that computes in float8."""
+    return any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
+
+
+def describe_float8(model: nn.Module, blocks: Iterable[nn.Module]) -> str:
+    """How many linears compute in float8, and which do not, for the summary of a run."""
+    inside = {module for block in blocks for module in block.modules()}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    others = {n: m for n, m in linears.items() if not is_float8(m)}
+    outside = sum(module not in inside for module in others.values())
+    text = f"float8: {len(linears) - len(others)} linear layers"
+    if others:
+        text += (
+            f"; {len(others)} others are not converted: {outside} outside of the blocks, "
+            f"{len(others) - outside} routers and others inside"
+        )
+    experts = sum(p.ndim == 3 for block in blocks for p in block.parameters())
+    return text + (f"; {experts} weights of experts are not converted" if experts else "")
+
+
+def _converts(module: nn.Module, name: str) -> bool:
+    # Some subclasses, such as that of nn.MultiheadAttention, are never called
+    return type(module) is nn.Linear and not _ROUTER.fullmatch(name.rpartition(".")[2])
+
+
+def _forward(linear: Any, dtype: torch.dtype, product: Any, input: torch.Tensor) -> torch.Tensor:
+    """Takes the place of Float8Linear's, which with autocast (ddp) converts the weights from
+    float32, and so rounds them differently from fsdp. It does not know autocast on CPUs."""
+    out: torch.Tensor = product.apply(
+        input.to(dtype), linear.weight.to(dtype).t(), linear.linear_mm_config, linear.config
+    )
+    return out if linear.bias is None else out + linear.bias.to(dtype)
+
+
+def _check_gpu(device: torch.device) -> None:
+    planned = planned_gpu.get()
+    if planned is not None:
+        old = planned.startswith(_TOO_OLD)
+    else:
+        oldest = (8, 9) if torch.version.hip is None else (9, 4)
+        present = device.type == "cuda" and torch.cuda.is_available()
+        old = present and torch.cuda.get_device_capability(device) < oldest
+    if old:
+        gpu = planned or torch.cuda.get_device_name(device)
+        what = "needs compute capability 8.9 (L4, RTX 4090, H100) or newer, or an AMD MI300"
+        raise RecipeError(f"{KEY}: {gpu} does not compute in float8: it {what}; set it to null")

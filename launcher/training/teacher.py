@@ -1,0 +1,145 @@
+"""A teacher's most probable tokens at each target of the training data, for distillation.
+
+They are computed once, before the first step, by the teacher, which the run's strategy distributes.
+Rank 0 writes them to the run folder, from where all ranks read what they train on. They do not
+depend on the batches, so a resume, which reads them, may use another strategy, batch or number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import xxhash
+
+from launcher.console import bytes_as_text, seconds_as_text, task
+from launcher.data.dataset import MixtureDataset, SequenceDataset
+from launcher.data.loader import to_device
+from launcher.data.objectives import DistilledDataset, first_targets, top_k_dtype, with_positions
+from launcher.data.run_data import RunData
+from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.errors import TrainingError
+from launcher.models.distillation import teacher_top_k
+from launcher.recipe import schema
+from launcher.strategies.base import WrappedModel
+from launcher.training.evaluation import evaluation_batches, forward_only
+from launcher.training.reference import TeacherFile
+
+logger = logging.getLogger(__name__)
+
+
+def with_teacher(
+    data: RunData,
+    settings: schema.Distillation,
+    file: TeacherFile,
+    load: Callable[[], WrappedModel],
+    *,
+    micro_batch_size: int,
+    vocabulary: int,
+    ranks: DataParallel,
+) -> RunData:
+    """The data with the predictions of a teacher: from the file, or computed now by the model that
+    `load` returns. Every rank must call this; rank 0 checks and writes the file.
+
+    vocabulary: entries of the vocabulary of the trained model."""
+    training: Any = data.training
+    parts: dict[str, SequenceDataset] = getattr(training, "parts", {"": training})
+    first = {name: first_targets(part) for name, part in parts.items()}
+    rows = sum(int(each[-1]) for each in first.values())
+    about = {"teacher": file.teacher, "top_k": settings.top_k, "rows": rows}
+    about |= {"temperature": settings.temperature, "vocabulary": vocabulary}
+    about |= {"sequences": [_digest(part) for part in parts.values()]}
+    problem = file.problem(about) if ranks.rank == 0 else None
+    if (problem := from_rank_0(problem, ranks.group)) is not None:
+        if ranks.rank == 0:
+            _announce(file, problem, rows * top_k_dtype(settings.top_k).itemsize, rows)
+        teacher, started = load(), time.monotonic()
+        found = _predictions(
+            training, data.data, teacher, settings, vocabulary, micro_batch_size, ranks
+        )
+        if ranks.rank == 0:
+            file.write(found, rows, about)
+        for _ in found:  # the other ranks; none is left on rank 0
+            pass
+        logger.info(f"teacher: done in {seconds_as_text(time.monotonic() - started)}")
+        gather(None, ranks.group)  # the file is complete
+    stored, begin = np.load(file.path, mmap_mode="r"), 0
+    distilled: dict[str, Any] = {}
+    for name, part in parts.items():
+        own = {field.name: getattr(part, field.name) for field in fields(part)}
+        mine = stored[begin : begin + first[name][-1]]
+        distilled[name] = DistilledDataset(
+            **own, settings=settings, teacher=mine, first=first[name]
+        )
+        begin += first[name][-1]
+    if isinstance(training, MixtureDataset):
+        return replace(data, training=MixtureDataset(distilled, training.weights))
+    return replace(data, training=distilled[""])
+
+
+def _digest(dataset: SequenceDataset) -> str:
+    """Names the tokens, and how they are divided into sequences: a prediction depends on what its
+    sequence has before it."""
+    digest, sequences = xxhash.xxh3_128(), dataset.sequences
+    digest.update(str(dataset.fingerprint["content"]).encode())
+    for array in (sequences.starts, sequences.lengths, sequences.bounds):
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return digest.hexdigest()
+
+
+def _announce(file: TeacherFile, problem: str, size: int, rows: int) -> None:
+    """Logs what the pass will write. Raises TrainingError if the disk has less space."""
+    free = shutil.disk_usage(file.path.parent).free
+    if problem:
+        logger.warning(f"{file.path} {problem}: the teacher's predictions are computed again")
+    text = f"the predictions of {rows:,} tokens take {bytes_as_text(size)} in {file.path.parent}"
+    if size > free:
+        what = f"{text}, where {bytes_as_text(free)} are free; lower distillation.top_k"
+        raise TrainingError(f"teacher: {what}, or choose another run.dir")
+    logger.info(f"teacher: {text}, of {bytes_as_text(free)} free")
+
+
+@torch.no_grad()
+def _predictions(
+    dataset: SequenceDataset | MixtureDataset,
+    data: schema.Data,
+    teacher: WrappedModel,
+    settings: schema.Distillation,
+    vocabulary: int,
+    micro_batch_size: int,
+    ranks: DataParallel,
+) -> Iterator[npt.NDArray[Any]]:
+    """The rows of the whole data set in order, in parts, on rank 0. Every rank must read all."""
+    loader = evaluation_batches(
+        dataset, data, micro_batch_size=micro_batch_size, max_batches=None, ranks=ranks
+    )
+    steps = -(-len(dataset) // (micro_batch_size * ranks.data_size))
+    with forward_only(teacher), task("teacher", steps) as advance:
+        for collated in loader:
+            micro_batch = to_device(with_positions(collated["tensors"]), ranks.device)
+            with teacher.forward_context():
+                found = teacher_top_k(teacher.model, micro_batch, settings, vocabulary)
+            advance(1)
+            for values in _of_all_ranks(found, ranks):
+                rows = np.empty(len(values), dtype=top_k_dtype(settings.top_k))
+                rows["log_probability"], rows["id"] = np.split(values.cpu().numpy(), 2, axis=1)
+                yield rows
+
+
+def _of_all_ranks(found: torch.Tensor, ranks: DataParallel) -> list[torch.Tensor]:
+    """The rows of each rank, on rank 0."""
+    counts = gather(len(found), ranks.group)
+    padded = found.new_zeros(max(counts), found.shape[1])
+    padded[: len(found)] = found
+    parts = [torch.empty_like(padded) for _ in counts] if ranks.rank == 0 else None
+    dist.gather(padded, parts, group=ranks.group, group_dst=0)
+    return [part[:count] for part, count in zip(parts or (), counts, strict=False)]

@@ -1,0 +1,156 @@
+"""The loss of distillation against full logits, without chunks, and the predictions of a teacher."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+
+from launcher.data.objectives import first_targets
+from launcher.models import chunked_loss
+from launcher.models.build import build_model
+from launcher.models.chunked_loss import ChunkedHead, logits_transform
+from launcher.models.distillation import summed_distillation_loss, teacher_top_k
+from launcher.models.initialization import random_weights
+from launcher.models.inputs import IGNORED
+from launcher.recipe.schema import Distillation, Model
+
+VOCABULARY, TOKENS = 300, 24
+
+
+def model_of(seed, *, softcap=None, chunked=False):
+    config = {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    if softcap is not None:
+        config |= {"model_type": "gemma2", "final_logit_softcapping": softcap}
+    model = build_model(Model(config=config, attention="eager"), sequence_length=TOKENS)
+    if chunked:
+        transform = logits_transform(model)
+        assert transform is not None
+        ChunkedHead(model, transform)
+    random_weights(model, torch.device("cpu"), torch.device("cpu"), seed=seed)
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(100 * seed + index))
+    return model
+
+
+def micro_batch(seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=drawn)
+    targets = torch.randint(0, VOCABULARY, (2, TOKENS), generator=drawn)
+    targets[:, ::5] = IGNORED
+    positions = (targets.flatten() != IGNORED).nonzero()[:, 0]
+    return {"input_ids": ids, "targets": targets, "target_positions": positions}
+
+
+def logits_at_targets(model, batch):
+    return (
+        model(input_ids=batch["input_ids"]).logits.flatten(0, 1)[batch["target_positions"]].float()
+    )
+
+
+def direct(logits, targets, teacher, settings, weights):
+    """The definition on full logits: all tokens but the teacher's top k are one token."""
+
+    def merged(log_probabilities, ids):
+        others = torch.ones_like(log_probabilities, dtype=torch.bool).scatter(1, ids, False)
+        rest = log_probabilities.masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
+        top = log_probabilities.gather(1, ids)
+        return torch.cat([top, rest], 1) if others.any() else top
+
+    p = (teacher / settings.temperature).log_softmax(1)
+    q = (logits / settings.temperature).log_softmax(1)
+    ids = p.topk(settings.top_k).indices
+    divergence = kl_div(merged(q, ids), merged(p, ids), log_target=True, reduction="none").sum(1)
+    entropy = cross_entropy(logits, targets, reduction="none")
+    sums = torch.stack([(entropy * weights).sum(), (divergence * weights).sum()])
+    loss = (1 - settings.weight) * sums[0] + settings.weight * settings.temperature**2 * sums[1]
+    return torch.cat([loss.view(1), sums])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "temperature", "weight", "softcap", "weighted"),
+    [
+        (8, 1.0, 0.5, None, False),
+        (8, 2.5, 0.7, 5.0, True),
+        (VOCABULARY, 1.0, 1.0, None, False),
+        (1, 0.5, 0.0, None, True),
+    ],
+)
+def test_loss_and_gradients_are_those_of_full_logits(
+    monkeypatch, top_k, temperature, weight, softcap, weighted
+):
+    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 64 * TOKENS)  # several chunks, one partial
+    settings = Distillation(teacher="x", top_k=top_k, temperature=temperature, weight=weight)
+    batch, plain = micro_batch(), model_of(1, softcap=softcap)
+    model, teacher = model_of(1, softcap=softcap, chunked=True), model_of(2, softcap=softcap)
+    positions = batch["target_positions"]
+    weights = torch.ones(2, TOKENS)
+    if weighted:
+        weights = batch["weights"] = torch.rand(
+            2, TOKENS, generator=torch.Generator().manual_seed(5)
+        )
+    with torch.no_grad():
+        of_teacher = logits_at_targets(teacher, batch)
+        found = teacher_top_k(
+            model_of(2, softcap=softcap, chunked=True), batch, settings, VOCABULARY
+        )
+    p = (of_teacher / temperature).log_softmax(1)
+    values, ids = found[:, :top_k], found[:, top_k:].long()
+    assert torch.equal(ids.sort(1).values, p.topk(top_k).indices.sort(1).values)
+    torch.testing.assert_close(values, p.gather(1, ids), rtol=1e-6, atol=1e-6)
+    stored = {"teacher_ids": ids, "teacher_log_probabilities": values}
+    ours = summed_distillation_loss(model, batch | stored, settings)
+    targets = batch["targets"].flatten()[positions]
+    theirs = direct(
+        logits_at_targets(plain, batch), targets, of_teacher, settings, weights.flatten()[positions]
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    count = len(positions)
+    (ours[0] / count).backward()
+    (theirs[0] / count).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_a_model_that_agrees_has_no_divergence_and_no_gradient_of_it():
+    settings = Distillation(teacher="x", top_k=4, weight=1.0)
+    batch, model = micro_batch(), model_of(1, chunked=True)
+    with torch.no_grad():
+        found = teacher_top_k(model, batch, settings, VOCABULARY)
+    stored = {"teacher_ids": found[:, 4:].long(), "teacher_log_probabilities": found[:, :4]}
+    loss, entropy, divergence = summed_distillation_loss(model, batch | stored, settings)
+    assert abs(divergence) < 1e-4 < entropy
+    loss.backward()
+    assert max(p.grad.abs().max() for p in model.parameters()) < 1e-4
+
+
+def test_a_teacher_with_spare_entries_predicts_tokens_of_the_model_only():
+    settings = Distillation(teacher="x", top_k=100)
+    batch, model = micro_batch(), model_of(3, chunked=True)
+    batch["input_ids"] %= 200
+    batch["targets"] = torch.where(batch["targets"] == IGNORED, IGNORED, batch["targets"] % 200)
+    with torch.no_grad():
+        found = teacher_top_k(model, batch, settings, 200)
+    assert found[:, 100:].max() < 200
+    assert (found[:, :100].exp().sum(1) <= 1 + 1e-6).all()
+
+
+def test_targets_before_each_sequence():
+    from types import SimpleNamespace
+
+    # Documents of 5, 0 and 4 tokens; the first continues in the second sequence
+    targets = np.array([1, 2, IGNORED, 4, 5, 6, IGNORED, 8, 9])
+    store = SimpleNamespace(targets=targets, offsets=np.array([0, 5, 5, 9]))
+    sequences = SimpleNamespace(
+        starts=np.array([0, 3, 5]), lengths=np.array([3, 2, 4]), bounds=np.array([0, 1, 3])
+    )
+    dataset = SimpleNamespace(store=store, sequences=sequences)
+    assert first_targets(dataset).tolist() == [0, 2, 5]

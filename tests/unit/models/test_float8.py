@@ -1,0 +1,123 @@
+"""Linear layers in float8: values, gradients, what is converted, and what is refused."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from launcher.errors import RecipeError
+from launcher.models import float8
+from launcher.models.attention import planned_gpu
+from launcher.models.build import find_blocks
+from launcher.models.float8 import describe_float8, is_float8, use_float8
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+NAMES = ("rowwise", "rowwise_with_gw_hp")
+
+
+def made(kind="llama", **config):
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | config)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def converted(model, name="rowwise", device=CPU):
+    use_float8(find_blocks(model), name, device=device, dtype=torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_gradients_are_those_of_torchao_by_hand(name):
+    torchao = pytest.importorskip("torchao.float8")
+    plain = made()
+    ours, theirs = converted(copy.deepcopy(plain), name), copy.deepcopy(plain)
+    config = torchao.Float8LinearConfig.from_recipe_name(name)
+    torchao.convert_to_float8_training(
+        theirs.model.layers, config=dataclasses.replace(config, emulate=True)
+    )
+    ids = torch.randint(0, 64, (2, 15))  # a number of tokens that is no multiple of 16
+    losses = {}
+    for key, model in {"ours": ours, "theirs": theirs, "plain": plain}.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[key] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses[key].append(loss.item())
+    assert losses["ours"] == pytest.approx(losses["theirs"], rel=1e-6)
+    assert losses["ours"] != losses["plain"]
+    assert losses["ours"] == pytest.approx(losses["plain"], rel=2e-2)
+    for (path, mine), (name, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert path == name
+        assert torch.equal(mine.grad, other.grad), path
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    assert all(type(p) is nn.Parameter for p in ours.parameters())
+
+
+def test_autocast_rounds_weights_as_weights_in_bfloat16():
+    """DDP computes with weights in float32 and autocast, FSDP with weights in bfloat16."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"block": nn.Sequential(nn.Linear(32, 48))})
+    wide = copy.deepcopy(layers)
+    narrow = layers.bfloat16()
+    for each in (wide, narrow):
+        use_float8({"block": each["block"]}, "rowwise", device=CPU, dtype=torch.bfloat16)
+    rows = torch.randn(5, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = wide["block"](rows)
+    expected = narrow["block"](rows.bfloat16())
+    assert torch.equal(out, expected)
+    out.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    found = wide["block"][0].weight.grad
+    assert found.dtype == torch.float32
+    assert torch.equal(found.bfloat16(), narrow["block"][0].weight.grad)
+
+
+def test_head_and_routers_are_not_converted():
+    pytest.importorskip("torchao")
+    model = converted(made("qwen2_moe", num_experts=4, moe_intermediate_size=16))
+    names = {name for name, module in model.named_modules() if is_float8(module)}
+    assert "model.layers.0.self_attn.q_proj" in names
+    assert not any(name.endswith(("lm_head", "gate")) for name in names)
+    text = describe_float8(model, find_blocks(model).values())
+    assert text.startswith(f"float8: {len(names)} linear layers; ")
+    assert "1 outside of the blocks" in text
+    assert "4 weights of experts are not converted" in text
+
+
+def test_what_cannot_compute_in_float8_is_refused(monkeypatch):
+    with pytest.raises(RecipeError, match=r"multiples of 16; 6 layers .*mlp.gate_proj \[40, 32\]"):
+        converted(made(intermediate_size=40))
+    with pytest.raises(RecipeError, match="no linear layers in blocks"):
+        use_float8({}, "rowwise", device=CPU, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    with pytest.raises(
+        RecipeError, match=r"NVIDIA A10 does not compute in float8: it needs .* 8\.9"
+    ):
+        converted(made(), device=torch.device("cuda"))
+    token = planned_gpu.set("A100 80GB")
+    try:
+        with pytest.raises(RecipeError, match="A100 80GB does not compute in float8"):
+            converted(made(), device=torch.device("cuda"))
+    finally:
+        planned_gpu.reset(token)
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
+    with pytest.raises(RecipeError, match=r"needs the package torchao .*launcher\[float8\]"):
+        converted(made())
+    assert float8.KEY == "strategy.mixed_precision.float8"
