@@ -110,7 +110,7 @@ class _Step:
                 self.kept_casts += block.casts
             self.activations += kept
             # Recomputed activations of a block, without the first tensor to be freed
-            self.working = max(self.working, block.kept - block.widest - (0 if twice else kept))
+            self.working = max(self.working, block.kept - block.widest - kept)
             space = BACKWARD_WIDEST * block.widest + block.output + block.dequantized
             self.space = max(self.space, space)
 

@@ -50,14 +50,14 @@ def replaced_for_tracing(
 
     `pinned` says whether CPU offload pins its host memory; None: there is no offload.
     """
-    from launcher.models import chunked_loss
+    from launcher.models import linear_chunks
     from launcher.optimizers import low_precision
     from launcher.optimizers import offload as optimizer_offload
     from launcher.optimizers.low_precision import Rectangle, parts_of
     from launcher.strategies import activation_checkpointing, ddp
 
     storage = torch.UntypedStorage
-    resize, chunks = storage.resize_, chunked_loss._chunks
+    resize, chunks = storage.resize_, linear_chunks.chunks_of
 
     def recorded_resize(storage: torch.UntypedStorage, size: int) -> object:
         result = resize(storage, size)
@@ -80,7 +80,7 @@ def replaced_for_tracing(
         if pinned is not None:
             replaced.set(torch.Tensor, "to", _copies(tracker, pinned=pinned))
         replaced.set(ddp, "DistributedDataParallel", Reducer)
-        replaced.set(chunked_loss, "_chunks", fewer_chunks)
+        replaced.set(linear_chunks, "chunks_of", fewer_chunks)
         # Names for the profiler, which take as long as operators on fake tensors
         replaced.set(record_function, "__enter__", lambda scope: scope)
         replaced.set(record_function, "__exit__", lambda scope, *error: None)

@@ -73,6 +73,8 @@ def strategy_text(recipe: Recipe) -> str:
         parts.append(f"layers over {strategy.tensor_parallel_size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
+    if mixed is not None and mixed.float8 is not None:
+        parts[-1] += f" with float8 {mixed.float8}"
     if recipe.lora is not None:
         quantized = "" if recipe.lora.quantize is None else f" on {recipe.lora.quantize}"
         kind = "DoRA" if recipe.lora.dora else "LoRA"

@@ -17,6 +17,7 @@ import torch
 from launcher.console import bytes_as_text, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
+from launcher.models.build import build_model
 from launcher.models.preference import needs_reference
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import Machine
@@ -61,6 +62,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     profile = profile_model(recipe, device=machine.device)
     estimated = estimated_plan(profile, recipe, machine)
     notes = (*estimated.notes, *_experts_note(profile, recipe, machine))
+    notes += (*_teacher_note(recipe, machine),)
     key = _key(recipe, machine)
     try:
         if key not in _STEPS:
@@ -197,6 +199,26 @@ def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> 
         "before the first step, the reference pass computes the log-probabilities of all pairs by "
         f"the initial weights: about {share:.0%} of the time of an epoch, once, and less memory "
         "than a step"
+    )
+
+
+def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
+    """The pass of a teacher over the data, before the model is on the device."""
+    if (settings := recipe.distillation) is None:
+        return
+    section = dataclasses.replace(
+        with_random_weights(recipe).model, path=settings.teacher, config=None
+    )
+    teacher = build_model(section, sequence_length=recipe.data.sequence_length)
+    strategy, count = recipe.strategy, sum(weight.numel() for weight in teacher.parameters())
+    shards = 1 if strategy.kind == "ddp" else machine.ranks // strategy.replicate
+    size = bytes_as_text(count * compute_dtype(strategy).itemsize // shards)
+    yield (
+        f"before the first step, the teacher ({count:,} parameters) predicts each token with loss, "
+        f"once, and is freed before the model is loaded. Its weights take {size} on each rank, beside "
+        "activations of a forward pass, which the plan does not count: the run needs the larger of "
+        f"the two peaks. The predictions take {8 * settings.top_k:,} bytes for each token with loss "
+        "in run.dir"
     )
 
 

@@ -164,6 +164,9 @@ class ModelProfile:
     saved: dict[torch.dtype, dict[int, Saved]]
     """What a block saves for one sequence, by compute dtype and class. Empty if the model does not
     run on fake tensors: then the shapes of the weights are used."""
+    autocast: dict[int, Saved] = dataclasses.field(default_factory=dict)
+    """The same by class for DDP, which computes in 16 bits by autocast: norms and sums stay in
+    float32, and adapters read casts of their inputs. Empty where `saved` is."""
     undivided: ModelProfile | None = None
     """The whole model, where this is the part of a rank that divides layers with others."""
 
@@ -211,7 +214,7 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     """What `prepare_model` returns, which is cached, and must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
     depends = (recipe.model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
-    key = repr((depends, strategy.kind, strategy.mixed_precision, device))
+    key = repr((depends, recipe.distillation, strategy.kind, strategy.mixed_precision, device))
     if recipe.model.builder is not None:  # a user's model, which may not support copies
         return prepare_model(recipe, device=torch.device(device))
     if key not in _PREPARED:
@@ -362,13 +365,21 @@ def _with_saved(
         return profile
     kind_of = dict(zip(prepared.blocks, sorted(lasts, key=lasts.__getitem__), strict=True))
     batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
-    data, saved = prepared.synthetic_data(recipe.data, batch), {}
+    data = prepared.synthetic_data(recipe.data, batch)
+
+    def of_classes(dtype: torch.dtype, *, autocast: bool = False) -> dict[int, Saved]:
+        of_blocks = saved_of_blocks(
+            *(prepared.model, kind_of, data),
+            device=profile.device,
+            dtype=dtype,
+            autocast=autocast,
+        )
+        return {kind_of[name]: block for name, block in of_blocks.items()}
+
     try:
-        for dtype in dtypes:
-            of_blocks = saved_of_blocks(
-                prepared.model, kind_of, data, device=profile.device, dtype=dtype
-            )
-            saved[dtype] = {kind_of[name]: block for name, block in of_blocks.items()}
+        saved = {dtype: of_classes(dtype) for dtype in dtypes}
+        half = min(dtypes, key=lambda dtype: dtype.itemsize)
+        autocast = of_classes(half, autocast=True) if profile.undivided is None else {}
     except Exception:  # models fail in various ways on tensors without values
         return profile
-    return dataclasses.replace(profile, saved=saved)
+    return dataclasses.replace(profile, saved=saved, autocast=autocast)

@@ -105,6 +105,7 @@ class Work:
         self.ddp, self.on_gpu = strategy.kind == "ddp", profile.device == "cuda"
         length, self.dtype = recipe.data.sequence_length, compute_dtype(strategy)
         self.size = self.dtype.itemsize
+        self.autocast = self.ddp and self.size < 4
         mixed = strategy.mixed_precision
         # Bytes of an element of a gradient that is being reduced
         self.reduce = (
@@ -161,8 +162,12 @@ class Work:
         profile, size, tokens = self.profile, self.size, self.tokens
         matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
         spared = None
+        output = float(size * profile.hidden * tokens)
         if self.dtype in profile.saved:
             of_class = profile.saved[self.dtype]
+            if self.autocast and profile.autocast:
+                of_class = profile.autocast
+                output = float(self.rows * of_class[kind].input)
             saved = of_class[kind]
             kept, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
             moved, launches = float(self.rows * saved.moved), saved.launches
@@ -178,14 +183,16 @@ class Work:
             selective = SELECTED * kept
             moved, launches = MOVED * kept, LAUNCHES
         heads, head_size = profile.heads
-        dense, largest = weights.count - sum(weights.quantized), max(weights.quantized, default=0)
+        # With adapters, frozen weights are held in the dtype that autocast would cast them to
+        dense = weights.trained if weights.adapted else weights.count
+        largest = max(weights.quantized, default=0)
         return Pass(
             kept=kept,
             selective=selective,
             spared=spared,
-            output=size * profile.hidden * tokens,
+            output=output,
             widest=size * tokens * max((times * max(i, o) for i, o, times in matrices), default=0),
-            casts=size * dense if self.ddp and size < 4 else 0,
+            casts=size * dense if self.autocast else 0,
             moved=moved,
             launches=launches,
             products=2.0 * tokens * sum(times * i * o for i, o, times in matrices),
@@ -199,11 +206,12 @@ class Work:
         """The forward pass of the embedding, the last norm (in float32) and the head, without the
         logits."""
         profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
+        cast = self.autocast and not (profile.root.adapted and not profile.root.trained)
         return Pass(
             kept=(3 * size + 4) * hidden * tokens,
             output=size * hidden * tokens,
             widest=4 * hidden * tokens,
-            casts=size * self.logits_width * hidden if self.ddp and size < 4 else 0,
+            casts=size * self.logits_width * hidden if cast else 0,
             moved=4 * (3 * size + 4) * hidden * tokens,
             products=2.0 * tokens * hidden * profile.vocabulary,
             trained=_share_trained(profile.root),

@@ -326,6 +326,18 @@ def test_estimate_agrees_with_the_trace(load, overrides):
     assert (traced.disk > 0) == (IN_FILES in overrides)
 
 
+@pytest.mark.parametrize("adapters", [[], ["lora.rank=4"]], ids=str)
+def test_ddp_keeps_what_autocast_casts(load, adapters):
+    """Norms and sums in float32, or inputs of adapters: FSDP keeps 20 % less."""
+    recipe = load(*SMALL, *adapters, DDP, "model.config.num_hidden_layers=2", ranks=4)
+    kept = trace_step(recipe, ranks=4, device="cuda", micro_batches=1).after_forward.activations
+    profiled = profile_model(recipe, device="cuda")
+    estimated = estimate_memory(profiled, recipe, ranks=4).after_forward
+    assert estimated.activations == pytest.approx(kept, rel=0.07)
+    (saved,), (cast,) = profiled.saved.values(), [profiled.autocast]
+    assert saved[0].kept < 0.9 * cast[0].kept
+
+
 @pytest.mark.parametrize(
     ("method", "noted"),
     [("preference.loss=dpo", True), ("preference.loss=simpo", False), ("model.task=reward", False)],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from launcher.recipe.schema import (
     Batch,
     CpuOffload,
     Data,
+    Distillation,
     MixedPrecision,
     Model,
     Recipe,
@@ -169,7 +171,7 @@ def test_chunks_of_the_loss_that_are_left_out_change_nothing(monkeypatch):
     fewer = trace_step(changed, **settings)
 
     def keep(replaced, owner, name, value):
-        if name == "_chunks":
+        if name == "chunks_of":
             calls.append(name)
         else:
             plain(replaced, owner, name, value)
@@ -290,3 +292,16 @@ def test_ranks_that_divide_layers_hold_and_gather_their_parts(size):
         divided.after_forward.gathered, rel=0.05
     )
     assert estimate.peak.total == pytest.approx(divided.peak.total, rel=0.1)
+
+
+def test_the_plan_of_distillation_counts_its_loss_and_names_the_teacher(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "_STEPS", {})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    plain = recipe(layers=1)
+    taught = dataclasses.replace(plain, distillation=Distillation(teacher=str(tmp_path), top_k=64))
+    machine = known_machine("h100", nodes=1, gpus_per_node=2)
+    plans = [plan.make_plan(each, machine) for each in (plain, taught)]
+    assert plans[0].step.peak.total < plans[1].step.peak.total
+    (note,) = set(plans[1].notes) - set(plans[0].notes)
+    assert "teacher" in note
+    assert "512 bytes for each token" in note
