@@ -12,6 +12,7 @@ import pytest
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun, wait_until
 from tests.run_files import read_lines, status, write_lines
+from tests.unit.models.test_masked_lm import save_tokenizer
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 TRAIN = REPOSITORY / "launcher/train.py"
@@ -181,6 +182,14 @@ def test_other_teachers_are_refused(folder):
         folder, "refused", TEACHER.replace("teacher/hf", "other"), *words, ranks=1, status=2
     )
     assert "distillation.teacher: " in output
+    save_tokenizer(other)
+    (other / "config.json").write_text(json.dumps(config))
+    output = train(
+        folder, "refused", TEACHER.replace("teacher/hf", "other"), *words, ranks=1, status=2
+    )
+    assert (
+        "distillation.teacher: its tokenizer has other tokens than that of the run, bytes" in output
+    )
     hotter = TEACHER.replace("2.0", "3.0")
     output = train(folder, "one", hotter, "strategy.kind=ddp", ranks=1, status=2)
     assert "distillation.temperature" in output
