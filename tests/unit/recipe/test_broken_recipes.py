@@ -304,6 +304,8 @@ MISTAKES_IN_ARGUMENTS = [
      "distillation.teacher=nowhere: no such folder with a config.json: nowhere (looked for in ...), and no hub ..."),
     (None, [TEACH, "distillation.top_k=0"], "distillation.top_k=0: must be at least 1; got 0"),
     (None, [TEACH, "distillation.temperature=0"], "distillation.temperature=0: must be greater than 0; got 0"),
+    (None, [TEACH, "distillation.temperature=1.0e+9"],
+     "distillation.temperature=1.0e+9: must be at most 100; got 1000000000.0"),
     (None, [TEACH, "distillation.weight=1.5"], "distillation.weight=1.5: must be at most 1; got 1.5"),
     (None, [TEACH, "distillation.kd_temperature=2"],
      "distillation.kd_temperature=2: unknown key; did you mean distillation.temperature?"),
