@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -44,6 +46,18 @@ class _ConsoleHandler(logging.Handler):
             stream.flush()
         except Exception:  # as in logging.StreamHandler: a message that is lost ends no run
             self.handleError(record)
+
+
+def prepare_streams() -> None:
+    """Opens streams that the caller has closed, so that no other file gets their numbers, and lets
+    standard output take characters that its encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 (it stays open)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def configure_logging(*, stream: str = "stdout") -> None:
