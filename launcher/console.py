@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -110,13 +111,32 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
         yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
+class _Terminal:
+    """A terminal. What is written after it was closed is lost, and does not end the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _terminal() -> TextIO | None:
     """The terminal that messages are printed on, or None. It is not `sys.stdout`, whose text is
     also written to the log of the rank."""
     if _stream is None or not getattr(sys, _stream).isatty():
         return None
-    terminal: TextIO | None = getattr(sys, f"__{_stream}__")
-    return terminal
+    terminal = getattr(sys, f"__{_stream}__")
+    return None if terminal is None else cast("TextIO", _Terminal(terminal))
 
 
 def _progress(terminal: TextIO, total: float) -> Progress:
