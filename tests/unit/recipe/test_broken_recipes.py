@@ -516,7 +516,7 @@ RECIPES = {
     "recipe=zzz": f"recipe=zzz: no recipe of that name; known: {KNOWN}; or give the path of a .yaml file",
     "recipe=y.yaml": "recipe=y.yaml: no such file",
     f"recipe={'a' * 300}.yaml": "recipe=aaa...: no such file",
-    "recipe=./": "recipe=./: no such file",
+    "recipe=./": "recipe=./: a folder, not a file",
 }
 
 
