@@ -6,7 +6,7 @@
 # make test-long   all tests, including the long ones
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make test-gpu    GPU tests and benchmarks, on a machine with GPUs (see benchmarks/README.md)
-# make docs        builds the documentation site in build/site
+# make docs        builds the documentation site in build/site; DOCS_REPO_URL=... links the repository
 # make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
 PYTHON ?= python3
 VENV := .venv

@@ -1,15 +1,17 @@
 """The console script, and `python -m launcher`."""
 
-import signal
 import sys
 
 
 def main() -> int:
-    """Runs the command. Ctrl-C ends it without a traceback, also while modules are imported."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Runs the command. A request to stop ends it without a traceback, also while modules are
+    imported."""
+    from launcher.cli.requests import handle_requests
+
+    imported = handle_requests()
     from launcher.cli.main import main
 
-    signal.signal(signal.SIGINT, handler)
+    imported()
     return main()
 
 

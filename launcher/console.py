@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -44,6 +47,18 @@ class _ConsoleHandler(logging.Handler):
             stream.flush()
         except Exception:  # as in logging.StreamHandler: a message that is lost ends no run
             self.handleError(record)
+
+
+def prepare_streams() -> None:
+    """Opens streams that the caller has closed, so that no other file gets their numbers, and lets
+    standard output take characters that its encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 (it stays open)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def configure_logging(*, stream: str = "stdout") -> None:
@@ -96,13 +111,32 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
         yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
+class _Terminal:
+    """A terminal. What is written after it was closed is lost, and does not end the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _terminal() -> TextIO | None:
     """The terminal that messages are printed on, or None. It is not `sys.stdout`, whose text is
     also written to the log of the rank."""
     if _stream is None or not getattr(sys, _stream).isatty():
         return None
-    terminal: TextIO | None = getattr(sys, f"__{_stream}__")
-    return terminal
+    terminal = getattr(sys, f"__{_stream}__")
+    return None if terminal is None else cast("TextIO", _Terminal(terminal))
 
 
 def _progress(terminal: TextIO, total: float) -> Progress:

@@ -11,6 +11,7 @@ import gc
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # until the handlers exist: the imports below take time
@@ -22,6 +23,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.checkpoint.resume import choose_resume, finished_run
+from launcher.console import prepare_streams
 from launcher.distributed.environment import (
     Environment,
     cache_folder,
@@ -31,11 +33,18 @@ from launcher.distributed.environment import (
     set_compile_cache,
 )
 from launcher.distributed.spawn import end_process
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError, TrainingError
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    RecipeError,
+    TrainingError,
+)
 from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
-from launcher.reliability.signals import StartGuard, StopRequest
+from launcher.reliability.signals import StartGuard, StopRequest, report_kill
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +73,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
                 listed = " ".join(map(shown, dropped))
                 print(f"note: the last start had {listed}, this one has not", flush=True)
             run.note_start(environment, arguments, from_scratch=resume == "never")
+            stop.on_kill = partial(_killed, run, environment)
             run.create(to_yaml(loaded.recipe), from_scratch=resume == "never")
     except RecipeError as error:
         if run is not None:
@@ -95,6 +105,11 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         run.release()
 
 
+def _killed(run: RunFolder, environment: Environment) -> int:
+    status = report_kill(run, owned=True)
+    return EXIT_DONE if status == EXIT_STOPPED and environment.torchrun else status
+
+
 def _refuse(error: RecipeError, environment: Environment | None, stop: StopRequest) -> int:
     """Prints what is wrong with the recipe, once for all ranks; returns the exit status."""
     if environment is None or environment.main:
@@ -118,6 +133,7 @@ def _note_failure(error: Exception, reason: str, environment: Environment, run: 
 
 
 if __name__ == "__main__":
+    prepare_streams()
     with StopRequest() as _stop:
         _status = _train(sys.argv[1:], _stop)
         if "torch" in sys.modules:

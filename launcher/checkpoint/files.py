@@ -31,7 +31,7 @@ from typing import IO, Annotated, Literal
 import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
-from launcher.console import task
+from launcher.console import bytes_as_text, task
 from launcher.errors import RecipeError, TrainingError
 
 logger = logging.getLogger(__name__)
@@ -387,7 +387,7 @@ def check_space(folder: Path, bytes_needed: int) -> None:
         raise RecipeError(f"{text}; give another run.dir") from None
     if free < bytes_needed:
         raise RecipeError(
-            f"checkpoint: one checkpoint takes {bytes_needed / 2**30:,.2f} GiB, and {folder} has "
-            f"{free / 2**30:,.2f} GiB free; free some, give another run.dir, or set "
+            f"checkpoint: one checkpoint takes {bytes_as_text(bytes_needed)}, and {folder} has "
+            f"{bytes_as_text(free)} free; free some, give another run.dir, or set "
             "checkpoint.every_steps=null"
         )

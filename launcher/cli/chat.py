@@ -14,6 +14,7 @@ import typer
 from launcher.checkpoint.files import MARKER, checkpoint_name, list_checkpoints, step_of
 from launcher.cli.app import flag, option
 from launcher.cli.export import find_checkpoint
+from launcher.cli.requests import Terminated
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.functions import TRUST_HELP
@@ -133,6 +134,8 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:  # at the prompt: another line
             print()
             continue
@@ -149,6 +152,8 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
             turns = [*messages, {"role": "user", "content": line}]
             try:
                 model.answer(turns, sampling, write)
+            except Terminated:
+                raise
             except KeyboardInterrupt:
                 print(" [stopped]", end="")
             except (RowError, RecipeError) as error:

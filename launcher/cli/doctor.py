@@ -66,6 +66,8 @@ def doctor(
       srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
           --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor shared=FOLDER json=doctor.json
     """
+    if port > 65535:
+        raise RecipeError(f"command line: port={port}: must be at most 65535")
     if json is not None:
         folder = json.absolute().parent
         if not (folder.is_dir() and os.access(folder, os.W_OK)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -76,8 +74,6 @@ def export(
     if base is not None and not merged and not verify:
         raise RecipeError("command line: base: needs merged=true")
     if not (verify and out.is_dir() and any(out.iterdir())):
-        # SIGTERM removes what was written until then, as Ctrl-C does: it may be many GB
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             _write(
                 *(run, out, dtype),
@@ -88,11 +84,17 @@ def export(
             )
         except (OSError, DamagedCheckpointError) as error:
             raise RecipeError(f"export: {out} was not written: {error}") from None
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        except KeyboardInterrupt as request:
+            written = out.is_dir() and any(out.iterdir())
+            request.add_note(f"{out} was {'' if written else 'not '}written")
+            raise
     if not verify:
         return EXIT_DONE
-    return _verify(run, out, base=base, ema=weights == "ema", trust_run=trust_run)
+    try:
+        return _verify(run, out, base=base, ema=weights == "ema", trust_run=trust_run)
+    except KeyboardInterrupt as request:
+        request.add_note(f"{out} was written, and not compared with the run")
+        raise
 
 
 def _write(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from typing import Annotated
 import typer
 
 from launcher import __version__
+from launcher.cli import requests
 from launcher.cli.app import Command, SubmitCommand, SweepCommand
 from launcher.cli.chat import chat
 from launcher.cli.completion import completion
@@ -26,7 +29,8 @@ from launcher.cli.show import schema, show
 from launcher.cli.status import status
 from launcher.cli.submit import submit
 from launcher.cli.train import train
-from launcher.errors import EXIT_DONE, EXIT_USAGE, RecipeError
+from launcher.console import prepare_streams
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.find import recipe_names
 
 app = typer.Typer(
@@ -93,16 +97,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The console script: turns exceptions into a message and an exit status."""
     if "_LAUNCHER_COMPLETE" in os.environ:  # by a script of earlier versions, at each completion
         return EXIT_DONE
+    prepare_streams()
     try:
-        return run(sys.argv[1:] if arguments is None else arguments)
+        status = run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()  # here, because the interpreter would print a traceback at its end
+        return status
     except RecipeError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as request:
+        return requests.report(request)
     except BrokenPipeError:  # `launcher show ... | head`
-        sys.stderr.close()
+        _discard_output()
         return EXIT_DONE
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not _working_folder_exists():
+            print("the working directory was deleted: cd to another one", file=sys.stderr)
+            return EXIT_USAGE
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _discard_output()
+        with contextlib.suppress(OSError):
+            file = error.filename or "the output"
+            print(f"{file} cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _working_folder_exists() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
+
+
+def _discard_output() -> None:
+    """The interpreter writes what is left in the buffer again, and would print another error."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -28,8 +28,15 @@ def prepare(overrides: Overrides) -> int:
 
     loaded = load_recipe(overrides, ranks=None, hub=True)
     check_config_keys(loaded)
-    recipe = loaded.recipe
     configure_logging()
+    try:
+        return _fetch(loaded.recipe)
+    except KeyboardInterrupt as request:
+        request.add_note("the same command continues, and keeps what was completed")
+        raise
+
+
+def _fetch(recipe: Recipe) -> int:
     model, data = recipe.model, recipe.data
     if model.path is not None:
         folder = model_folder(model.path, key="model.path", weights=model.init != "random")

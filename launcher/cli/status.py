@@ -99,15 +99,15 @@ def status(
       launcher status runs
     """
     runs, now = find_runs(folder), time.time()
-    if runs == [folder]:
-        _print_run(summarize(folder, now), now)
-    else:
+    if runs[0] == folder:
+        _print_run(summarize(runs.pop(0), now), now)
+    if runs:
         print_runs([summarize(path, now) for path in runs])
     return EXIT_DONE
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folder if it is that of a run, or those of the runs in it. Raises RecipeError."""
+    """The folder if it is that of a run, then those of the runs in it. Raises RecipeError."""
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
     files = ("status.json", "owner", "metrics.jsonl")
@@ -122,7 +122,7 @@ def find_runs(folder: Path) -> list[Path]:
     ]
     if not runs:
         raise RecipeError(f"{folder}: neither the folder of a run nor one that holds runs")
-    return [folder] if folder in runs else runs
+    return runs
 
 
 def summarize(path: Path, now: float) -> Summary:

@@ -248,7 +248,7 @@ def print_plan(arguments: Sequence[str]) -> int:
 
     Another process plans, because torch should not stay in the memory of a login node.
     """
-    words = [sys.executable, "-m", "launcher.cli.main", "plan", *arguments, "search=false"]
+    words = [sys.executable, "-m", "launcher", "plan", *arguments, "search=false"]
     return subprocess.run(words, env=scheduler.slurm_environment()).returncode
 
 
@@ -314,9 +314,9 @@ def _wait(ids: Sequence[str], runs: Sequence[SubmittedRun], *, follow: bool) -> 
             if follow:
                 offset = _print_new(log, offset)
             time.sleep(min(0.5, _SQUEUE_SECONDS))
-    except KeyboardInterrupt:
-        print(f"\nthe job continues; scancel {ids[0].partition('_')[0]} ends it", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as request:
+        request.add_note(f"the job continues; scancel {ids[0].partition('_')[0]} ends it")
+        raise
     statuses = [_print_end(job, run.folder) for job, run in zip(ids, runs, strict=True)]
     return max(statuses, key=(EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, EXIT_FAILED).index)
 

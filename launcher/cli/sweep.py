@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from launcher.cli.requests import SIGNALS
 from launcher.cli.status import print_runs, summarize
-from launcher.errors import EXIT_DONE, EXIT_STOPPED, RecipeError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RecipeError
 from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe
+from launcher.reliability.signals import requests_to_stop
 
 Sweep = list[tuple[str, list[str]]]
 """Keys with their values."""
@@ -94,19 +96,29 @@ def labels(sweep: Sweep) -> dict[str, tuple[str, ...]]:
     return runs
 
 
-_ENDS = {EXIT_DONE: "finished", EXIT_STOPPED: "stopped"}
+_ASKED = (*(128 + number for number in SIGNALS), *(-number for number in SIGNALS))
+"""Statuses of a run that is asked to stop before it has checked its recipe."""
 
 
 @contextlib.contextmanager
 def _requests_to(handle: Callable[[int], object]) -> Iterator[None]:
-    """Passes SIGINT and SIGTERM to a function while the block runs."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    """Passes requests to stop to a function while the block runs."""
+    numbers = requests_to_stop()
     before = {n: signal.signal(n, lambda number, _: handle(number)) for n in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _outcome(status: int) -> str:
+    """How a process with this exit status ended, in words."""
+    if status == EXIT_STOPPED or status in _ASKED:
+        return "stopped"
+    if status < 0:
+        return f"failed with {signal.Signals(-status).name}"
+    return f"failed with status {status}" if status else "finished"
 
 
 class LocalSweep:
@@ -132,6 +144,8 @@ class LocalSweep:
             self.runs[folder] = [*command, *overrides, *values, *own]
         self.waiting = list(self.runs)
         """Those that were not started."""
+        self.ended: dict[Path, str] = {}
+        """How each run ended: `finished`, `stopped`, or `failed with` its status."""
 
     def run(self, throttle: int, devices: Sequence[Sequence[str]]) -> int:
         """Runs all; returns 0, the status of the first that failed, or 75 after a request to stop.
@@ -142,7 +156,7 @@ class LocalSweep:
         waiting, free = self.waiting, list(range(throttle))
         running: dict[int, tuple[Path, subprocess.Popen[bytes]]] = {}
         requests: list[int] = []
-        statuses: list[int] = []
+        failed: list[int] = []
         with _requests_to(requests.append):
             sent = 0
             while running or (waiting and not requests):
@@ -157,22 +171,27 @@ class LocalSweep:
                 time.sleep(0.1)
                 for place, (folder, process) in list(running.items()):
                     if (status := process.poll()) is not None:
-                        print(f"{folder}: {_ENDS.get(status, f'failed with status {status}')}")
-                        statuses.append(status)
+                        self.ended[folder] = _outcome(status)
+                        print(f"{folder}: {self.ended[folder]}", flush=True)
+                        if self.ended[folder] not in ("finished", "stopped"):
+                            failed.append(status if status > 0 else EXIT_FAILED)
                         free.append(place)
                         del running[place]
-        if requests or EXIT_STOPPED in statuses:
+        if requests or "stopped" in self.ended.values():
             return EXIT_STOPPED
-        return next((status for status in statuses if status != EXIT_DONE), EXIT_DONE)
+        return failed[0] if failed else EXIT_DONE
 
     def print_table(self) -> None:
         """Prints the state of each run, also of those that were not started or failed early."""
         summaries = [summarize(folder, time.time()) for folder in self.runs]
         for summary in summaries:
-            if not summary.status:
-                started = summary.path not in self.waiting
-                summary.state = "failed" if started else "not started"
-                summary.reason = "before its first step; see its output" if started else ""
+            state, _, status = self.ended.get(summary.path, "not started").partition(" with ")
+            if not summary.status and state != "not started":
+                status = "before its first step; see its output"
+            if not summary.status or (
+                state == "failed" and summary.state in ("finished", "stopped")
+            ):
+                summary.state, summary.reason = state, status
         print_runs(summaries)
 
     def _start(

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
 from launcher.cli.sweep import LocalSweep, Sweep, take_sweep
+from launcher.distributed.processes import process_start
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -28,8 +29,14 @@ from launcher.errors import (
 )
 from launcher.recipe.decode import dotted
 from launcher.recipe.load import load_recipe
+from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
-from launcher.reliability.signals import SAME_REQUEST_SECONDS, STOP_SIGNALS, requests_to_stop
+from launcher.reliability.signals import (
+    SAME_REQUEST_SECONDS,
+    STOP_SIGNALS,
+    report_kill,
+    requests_to_stop,
+)
 
 MEETING_SECONDS = 600
 """For which a machine waits for machine 0. torchrun waits as long for the others."""
@@ -84,7 +91,9 @@ def train(
     for path, why in derived.items():  # the ranks do not look for it again
         print(f"{dotted(path)}: {why}")
         overrides = [*overrides, f"{dotted(path)}={why.partition(',')[0]}"]
-    requests = _Requests(saves=recipe.checkpoint.every_steps is not None)
+    run = RunFolder(Path(recipe.run.dir))
+    run.note_found()
+    requests = _Requests(run=run, saves=recipe.checkpoint.every_steps is not None)
     if gpus is None:
         gpus = _visible_gpus(recipe.run.device)
         load_recipe(overrides, ranks=gpus * nodes)
@@ -93,12 +102,9 @@ def train(
     if node_rank is not None and address is not None:
         meeting = _meeting(nodes, node_rank, address, Path(recipe.run.dir).name)
     options = [*meeting, f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
-    run = RunFolder(Path(recipe.run.dir))
-    before = run.read_status()
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
     # Under torchrun a stopped run exits with 0; status.json has the outcome, if this start wrote it
-    after = run.read_status()
-    state = after.get("state") if after != before else None
+    state = run.outcome().get("state")
     if exit_status == EXIT_DONE and requests.first is not None and state in (None, "running"):
         state = "stopped"  # before a rank had taken the folder, or could write that
     return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status
@@ -190,8 +196,8 @@ class _Requests:
     handlers is not lost. torchrun would also end the ranks on SIGHUP under nohup.
     """
 
-    def __init__(self, *, saves: bool = True) -> None:
-        self._saves = saves
+    def __init__(self, *, run: RunFolder, saves: bool = True) -> None:
+        self._run, self._saves = run, saves
         self.first: signal.Signals | None = None
         """The first request."""
         self._requests = requests_to_stop()
@@ -204,9 +210,8 @@ class _Requests:
             arrived = signal.sigtimedwait(self._requests, 0.2)
             if arrived is not None and self.first is None:
                 self.first, since = signal.Signals(arrived.si_signo), time.monotonic()
-                saving = ", saving" if self._saves else ""
                 again = "; press again to stop now" if arrived.si_signo == signal.SIGINT else ""
-                _say(f"stopping after this step{saving}{again}")
+                _say(f"{self._what_follows()}{again}")
             elif arrived is not None and arrived.si_signo == signal.SIGINT:
                 if time.monotonic() - since > SAME_REQUEST_SECONDS:
                     self._kill()
@@ -215,10 +220,26 @@ class _Requests:
                 signaled |= new
                 _send(new, self.first)
 
+    def _what_follows(self) -> str:
+        """What the run does after a request, by what this start has written until now."""
+        status = self._run.outcome()
+        state = status.get("state")
+        if state in ("finished", "stopped"):
+            return f"the run is {state} already, and ends"
+        if state != "running":
+            return "stopping before the first step"
+        if self._run.last_step() == status.get("steps"):
+            return "all steps are trained: the run completes its end"
+        return f"stopping after this step{', saving' * self._saves}"
+
     def _kill(self) -> NoReturn:
-        _say("SIGINT again: the ranks are killed; steps since the last checkpoint are lost")
-        _send(_ranks(), signal.SIGKILL)
-        os._exit(EXIT_FAILED)
+        ranks, owner = _ranks(), current_owner(self._run.path)
+        owned = owner is not None and owner[1] is True and owner[0].pid in ranks
+        _send(ranks, signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while any(map(process_start, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os._exit(report_kill(self._run, owned=owned))
 
 
 def _say(text: str) -> None:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from launcher.errors import RecipeError, first_line
 
 logger = logging.getLogger(__name__)
+
+
+class MappedArray(np.memmap[Any, Any]):
+    """A memory-mapped file, or consecutive elements of one. A pickle, such as that for a loader
+    process that is not forked, names the file instead of holding the values."""
+
+    def __reduce__(self) -> Any:
+        file = self._mmap  # type: ignore[attr-defined]
+        if file is None or not self.flags.c_contiguous:  # a result, or parts of elements
+            return np.asarray(self).__reduce__()
+        mapped = np.frombuffer(file, dtype=np.uint8)
+        offset = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        offset += self.ctypes.data - mapped.ctypes.data
+        return MappedArray, (self.filename, self.dtype, "r", offset, self.shape)
 
 
 def store_problem(folder: Path) -> str:

@@ -36,7 +36,7 @@ from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.sources import SourcePart, find_parts, read_all
 from launcher.data.splitting import first_rows, split
-from launcher.data.store_files import commit, remove_damaged, store_problem
+from launcher.data.store_files import MappedArray, commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
@@ -254,11 +254,11 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
     files = {part.name: part.size for part in parts}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
     return TokenStore(
-        ids=np.memmap(folder / "ids.bin", dtype=np.int32, mode="r"),
-        labels=np.memmap(labels, dtype=np.int32, mode="r") if labels.exists() else None,
+        ids=MappedArray(folder / "ids.bin", dtype=np.int32, mode="r"),
+        labels=MappedArray(labels, dtype=np.int32, mode="r") if labels.exists() else None,
         offsets=np.load(folder / "offsets.npy"),
         classes=np.load(classes) if classes.exists() else None,
-        weights=np.memmap(weights, dtype=np.float32, mode="r") if weights.exists() else None,
+        weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         **{name: meta[name] for name in ("largest_id", "skipped", *_COUNTS)},

@@ -19,7 +19,17 @@ from typing import Any, NoReturn
 
 from launcher.distributed.environment import read_environment
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+_QUIET_TORCHRUN = """import logging, sys
+logging.disable(logging.WARNING)
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as error:
+    sys.exit(128 + error.sigval)
+"""
+"""torchrun without its warnings and traceback for SIGTERM."""
+TORCHRUN = (sys.executable, "-c", _QUIET_TORCHRUN, "--standalone")
 _SHUTDOWN_SECONDS = 45
 """torchrun gives its ranks 30 seconds to end."""
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process should load nothing
@@ -58,7 +68,10 @@ def run_ranks(
         command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", module, argument]
         with log.open("w") as output:
             stdout = None if console else output
-            process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stdout)
+            # In a process group of its own: Ctrl-C reaches only this process, which ends torchrun
+            process = subprocess.Popen(
+                command, env=environment, stdout=stdout, stderr=stdout, process_group=0
+            )
             try:
                 status: int | None = process.wait(seconds)
             except subprocess.TimeoutExpired:

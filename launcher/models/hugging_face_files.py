@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import glob
+import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.console import task
+from launcher.distributed.processes import process_start, this_machine
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
@@ -42,6 +46,10 @@ _WRITTEN = (
     *("chat_template*", LABELS),
 )
 """Files that exports write. One that the next export does not write would change the model."""
+_LEFTOVER = re.compile(
+    r"\.(?P<purpose>writing|old)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{4}"
+)
+"""The end of the name of a folder that an export writes or replaces, with its process."""
 
 
 def export_hugging_face(
@@ -141,10 +149,12 @@ def exported_tensors(
 def appearing(folder: Path) -> Iterator[Path]:
     """Yields a scratch folder that replaces `folder` at the end, with those files of it that no
     export writes, such as a model card. A process that is killed meanwhile leaves the new folder,
-    or the old one, perhaps as FOLDER.old-NUMBER. Removes nothing else."""
-    folder, number = folder.resolve(), os.urandom(4).hex()  # of a link: what it points to
-    old = folder.with_name(f"{folder.name}.old-{number}")
-    scratch = folder.with_name(f"{folder.name}.writing-{number}")
+    or the old one, perhaps as FOLDER.old-PROCESS. The next one removes what is left."""
+    folder = folder.resolve()  # of a link: what it points to
+    remove_leftovers(folder)
+    process = f"{_machine()}-{os.getpid()}-{process_start(os.getpid())}-{os.urandom(2).hex()}"
+    old = folder.with_name(f"{folder.name}.old-{process}")
+    scratch = folder.with_name(f"{folder.name}.writing-{process}")
     scratch.mkdir(parents=True)
     try:
         yield scratch
@@ -155,6 +165,32 @@ def appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path, *, owned: bool = False) -> None:
+    """Removes what exports to `folder` have left whose processes were killed. Those of another
+    machine may still run: they are named in a warning, or removed with `owned`, where the caller
+    has the lock of the run folder."""
+    folder = folder.resolve()
+    for path in sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*")):
+        found = _LEFTOVER.fullmatch(path.name.removeprefix(folder.name))
+        if found is None:
+            continue
+        if found["machine"] != _machine() and not owned:
+            what = "was left by an export on another machine, or before this one was restarted"
+            logger.warning(f"{path} {what}; if that export does not run any more, delete it")
+        elif found["machine"] == _machine() and process_start(int(found["pid"])) == int(
+            found["start"]
+        ):
+            continue  # it is being written
+        elif found["purpose"] == "old" and not folder.exists():
+            path.rename(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _machine() -> str:
+    return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
 
 
 def _keep_other_files(folder: Path, scratch: Path) -> None:

@@ -42,6 +42,23 @@ def estimate_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> Ste
     )
 
 
+def forward_peak(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> int:
+    """Bytes of tensors on rank 0 at the peak of passes without gradients, of a model that is frozen
+    in the compute dtype. The activations are at most what one block would save."""
+    work = Work(profile, recipe, ranks=ranks)
+    strategy, size = work.strategy, work.size
+    offload = strategy.cpu_offload if work.on_gpu else None
+    groups = (*profile.groups, profile.unused)
+    held = 0 if offloads_parameters(offload) else sum(group.count for group in groups) * size
+    unsharded = [0 if work.ddp else group.unsharded(size) for group in work.gathered]
+    # One unit computes while the next is gathered, and copied out of the buffer of its all-gather
+    gathered = 3 * max(unsharded) if strategy.reshard_after_forward else sum(unsharded)
+    logits = work.tokens * work.logits_width * (size + 8) + 3 * work.root.output
+    computed = max([logits, *(block.kept + block.output for block in work.blocks)])
+    workspaces = CUBLAS_WORKSPACES if work.on_gpu else 0
+    return round(held / work.shards + profile.buffers + gathered + computed) + workspaces
+
+
 class _Step:
     """Sizes in bytes, and the highest moments of a step."""
 

@@ -142,6 +142,9 @@ class Plan:
     """Number of checkpoints on disk at the same time."""
     notes: tuple[str, ...]
     """What the plan leaves out or estimates."""
+    before: int = 0
+    """Bytes of tensors on one device at the peak of a teacher's pass, which ends before the model is
+    loaded. An estimate."""
 
     @property
     def traced(self) -> bool:
@@ -156,7 +159,7 @@ class Plan:
     @property
     def needed(self) -> int:
         """Bytes that the plan needs on one device."""
-        return self.tensors + self.context + self.margin
+        return max(self.tensors + self.margin, self.before) + self.context
 
     @property
     def spare(self) -> int | None:

@@ -17,9 +17,8 @@ import torch
 from launcher.console import bytes_as_text, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
-from launcher.models.build import build_model
 from launcher.models.preference import needs_reference
-from launcher.planner.estimate import estimate_memory
+from launcher.planner.estimate import estimate_memory, forward_peak
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory, pinned
 from launcher.planner.profile import ModelProfile, profile_model
@@ -29,6 +28,7 @@ from launcher.planner.trace import UntraceableError, trace_step
 from launcher.planner.work import state_bytes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
+from launcher.training.prepare import teacher_recipe
 
 MiB, GiB = 2**20, 2**30
 
@@ -123,7 +123,7 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
     communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
-    whole = profile.undivided or profile
+    before, whole = _teacher_peak(recipe, machine), profile.undivided or profile
     weights = 4 * whole.trained  # in float32
     checkpoint_bytes = weights + round(state_bytes(whole, recipe.optimizer))
     return Plan(
@@ -133,10 +133,11 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
         margin=round(MARGIN * step.peak.total) if on_gpu else 0,
         room=_room(profile, recipe, step) if on_gpu else 0,
-        host=_host(recipe, machine, step, checkpoint_bytes),
+        host=_host(recipe, machine, step, before, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
         notes=(*_notes(recipe, machine), *_reference_note(profile, recipe, machine)),
+        before=before,
     )
 
 
@@ -171,14 +172,16 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
     return max(LEAST_ROOM, max(0, beyond) + gathered)
 
 
-def _host(recipe: Recipe, machine: Machine, step: StepMemory, checkpoint_bytes: int) -> HostMemory:
+def _host(
+    recipe: Recipe, machine: Machine, step: StepMemory, before: int, checkpoint_bytes: int
+) -> HostMemory:
     """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
     batch = rows_of(recipe.batch, sequence_length=data.sequence_length) * data.sequence_length
     staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     staging = checkpoint_bytes // machine.ranks if staged else 0
     # On a CPU all tensors are in host memory
-    process = CUDA_PROCESS if on_gpu else CPU_PROCESS + step.peak.total
+    process = CUDA_PROCESS if on_gpu else CPU_PROCESS + max(step.peak.total, before)
     loader = LOADER_PROCESS + data.prefetch_factor * batch * TOKEN_BYTES
     return HostMemory(
         processes=per_node * process,
@@ -202,23 +205,25 @@ def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> 
     )
 
 
+def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
+    """Bytes of tensors on a device at the peak of a teacher's pass; 0 without a teacher."""
+    if recipe.distillation is None:
+        return 0
+    teacher = with_random_weights(teacher_recipe(recipe))
+    profile = profile_model(teacher, device=machine.device)
+    return forward_peak(profile, teacher, ranks=machine.ranks)
+
+
 def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
     """The pass of a teacher over the data, before the model is on the device."""
     if (settings := recipe.distillation) is None:
         return
-    section = dataclasses.replace(
-        with_random_weights(recipe).model, path=settings.teacher, config=None
-    )
-    teacher = build_model(section, sequence_length=recipe.data.sequence_length)
-    strategy, count = recipe.strategy, sum(weight.numel() for weight in teacher.parameters())
-    shards = 1 if strategy.kind == "ddp" else machine.ranks // strategy.replicate
-    size = bytes_as_text(count * compute_dtype(strategy).itemsize // shards)
+    size = bytes_as_text(_teacher_peak(recipe, machine))
     yield (
-        f"before the first step, the teacher ({count:,} parameters) predicts each token with loss, "
-        f"once, and is freed before the model is loaded. Its weights take {size} on each rank, beside "
-        "activations of a forward pass, which the plan does not count: the run needs the larger of "
-        f"the two peaks. The predictions take {8 * settings.top_k:,} bytes for each token with loss "
-        "in run.dir"
+        f"before the first step, the teacher predicts each token with loss, once, with {size} of "
+        "tensors on each rank (estimated), and is freed before the model is loaded: the run needs "
+        "the larger of the two peaks, and so does the plan. The predictions take "
+        f"{8 * settings.top_k:,} bytes for each token with loss in run.dir"
     )
 
 

@@ -34,6 +34,7 @@ def as_json(
         "room": plan.room,
         "has_room": plan.has_room,
         "peak": _moment(step.peak) | {"text": peak},
+        "before": plan.before,
         "context": plan.context,
         "margin": plan.margin,
         "phases": {phase: _moment(moment) for phase, moment in step.phases.items()},

@@ -35,7 +35,7 @@ def find_recipe(arguments: Sequence[str]) -> Path:
     (name,) = named
     if name in shipped or os.path.isfile(name):
         return shipped.get(name, Path(name))
-    what = "no such file"
+    what = "a folder, not a file" if os.path.isdir(name) else "no such file"
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         near = f"{suggestion(name, shipped)}; known: {', '.join(shipped)}"
         what = f"no recipe of that name{near}; or give the path of a .yaml file"

@@ -71,7 +71,8 @@ class Distillation(Section):
     top_k: PositiveInt = 64
     """Most probable tokens that are kept of each prediction, at 8 bytes. All others count as one
     token, whose probability is the sum of theirs."""
-    temperature: PositiveFloat = 1.0
-    """Divides the logits of both models in the KL divergence."""
+    temperature: Annotated[PositiveFloat, Field(le=100)] = 1.0
+    """Divides the logits of both models in the KL divergence. With much more than 100, rounding would
+    exceed the divergence."""
     weight: Share = 0.5
     """Weight of the KL divergence."""

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
+from launcher.distributed.processes import process_start, this_machine
 from launcher.distributed.spawn import end_process
 from launcher.errors import (
     EXIT_DONE,
@@ -39,7 +40,7 @@ from launcher.reliability.causes import (
     ran_out_of_memory,
     timed_out,
 )
-from launcher.reliability.lock import Ownership, process_start, this_machine
+from launcher.reliability.lock import Ownership
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
 

@@ -13,7 +13,6 @@ and the time for which an NFS client caches a folder (a minute by default).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from launcher.distributed.environment import Environment
+from launcher.distributed.processes import process_start, this_machine
 from launcher.errors import RecipeError, TrainingError
 
 TOUCH_SECONDS = 15.0
@@ -70,25 +70,6 @@ class Owner(BaseModel):
         if self.machine != this_machine():
             return None
         return process_start(self.pid) == self.started
-
-
-def process_start(pid: int) -> int | None:
-    """Start of a process in ticks since boot (proc_pid_stat(5), field 22); None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-@functools.cache
-def this_machine() -> str:
-    """Boot id and process namespace: equal for processes that see each other in /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return socket.gethostname()
 
 
 def succeeds(new: Owner, old: Owner) -> bool:

@@ -53,7 +53,7 @@ class RunFolder:
         self._unwritten: str | None = None
         self._event_lines = Lines(self.events)
         self._found: Json | None = None
-        """status.json when this process noted its start."""
+        """status.json at `note_found`."""
         self._writing = threading.Lock()
         self._attempt: int | None = None
         self._ranks: int | None = None
@@ -92,7 +92,7 @@ class RunFolder:
         self, environment: Environment, overrides: Sequence[str] = (), *, from_scratch: bool = False
     ) -> None:
         """Notes the event `started`, with the arguments of this start."""
-        self._found = self.read_status()
+        self.note_found()
         self.note(
             "started",
             overrides=list(overrides),
@@ -103,6 +103,15 @@ class RunFolder:
             git_commit=_git_commit(),
             **_identity(environment),
         )
+
+    def note_found(self) -> None:
+        """Remembers status.json as that of an earlier start, for `outcome`."""
+        self._found = self.read_status()
+
+    def outcome(self) -> Json:
+        """status.json if it was written since `note_found`; else empty."""
+        status = self.read_status()
+        return {} if self._found in (None, status) else status
 
     def exported_step(self) -> int | None:
         """The step of RUN_DIR/hf; None: not known, or the run has gone back since."""
@@ -236,8 +245,7 @@ class RunFolder:
 
     def _has_ended(self) -> bool:
         """Whether status.json has the end of this process's start."""
-        status = self.read_status()
-        return self._found not in (None, status) and status.get("state") in ("failed", "stopped")
+        return self.outcome().get("state") in ("failed", "stopped")
 
     def _replace_status(self, status: Json) -> None:
         try:

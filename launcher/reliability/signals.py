@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.distributed.environment import Environment
+from launcher.distributed.processes import process_start
 from launcher.distributed.spawn import end_process, end_with_parent
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError
-from launcher.reliability.lock import process_start
 from launcher.reliability.run_directory import RunFolder
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -76,6 +77,8 @@ class StopRequest:
         """The source of the request: the name of a signal, or a file."""
         self.watched = threading.Event()
         """The watchdog runs and acts on requests, or there is no rank any more."""
+        self.on_kill: Callable[[], int] = lambda: EXIT_FAILED
+        """Called before a second SIGINT ends this process; returns the exit status."""
         self._first: float | None = None
         self._requests = requests_to_stop()
         self._handlers: dict[int, Any] = {}
@@ -100,7 +103,7 @@ class StopRequest:
             self.ask(number.name)
             self._first = now
         elif number == signal.SIGINT and now - self._first > SAME_REQUEST_SECONDS:
-            end_process(EXIT_FAILED)
+            end_process(self.on_kill())
 
     def __enter__(self) -> StopRequest:
         global _rank
@@ -166,12 +169,33 @@ class StartGuard:
 
 def report_stop_at_start(run: RunFolder | None, source: str) -> None:
     """Reports that nothing was trained. `run` is None if this process has not taken a folder."""
-    text = f"stopped by {source} before the first step: there is nothing to save"
-    with contextlib.suppress(OSError):  # the reader of the console may be gone
-        print(text, file=sys.stderr, flush=True)
+    _print(f"stopped by {source} before the first step: there is nothing to save")
     if run is not None:
         with contextlib.suppress(OSError, TrainingError):
             step = run.last_step()
             run.write_status("stopped", step=step, reason=source)
             run.note("stopped", step=step, reason=source)
             run.release()
+
+
+def report_kill(run: RunFolder, *, owned: bool) -> int:
+    """Reports that a second SIGINT ends the ranks of this start; returns the exit status. `owned`:
+    a rank of this start has taken the folder."""
+    state, step = run.outcome().get("state"), run.last_step()
+    if state in ("finished", "stopped"):
+        _print(f"SIGINT again: the run is {state} already")
+        return EXIT_DONE if state == "finished" else EXIT_STOPPED
+    text = "the ranks are killed before the first step"
+    if state is not None:
+        text = "the ranks are killed; steps since the last checkpoint are lost"
+    _print(f"SIGINT again: {text}")
+    if owned:
+        with contextlib.suppress(OSError, TrainingError):
+            run.write_status("failed", step=step, reason="killed", error=f"SIGINT twice: {text}")
+            run.note("failed", step=step, reason="killed")
+    return EXIT_FAILED
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # the reader of the console may be gone
+        print(text, file=sys.stderr, flush=True)

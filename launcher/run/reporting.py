@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import socket
 import statistics
 import time
@@ -371,7 +372,7 @@ class Reporter:
             nothing = "nothing was saved (checkpoint.every_steps: null)"
             saved = "start it again to resume" if kept == step else nothing
             logger.info(f"  stopped by {reason}; {saved}")
-        path, recipe = folder.path, f"{folder.path}/recipe.yaml"
+        path, recipe = folder.path, shlex.quote(f"{folder.path}/recipe.yaml")
         more = "to resume with more run.max_steps, or on another number of GPUs"
         for file, what in (
             (f"{path}/checkpoints/", more if kept is not None else None),

@@ -16,6 +16,7 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.models.config_keys import check_config_keys
+from launcher.models.hugging_face_files import remove_leftovers
 from launcher.recipe.load import LoadedRecipe
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
@@ -147,9 +148,9 @@ class TrainingRun:
         self._reporter = Reporter(self._training, directory, recorder, first_step=first_step)
         rank.failures.on_end.callback(self._reporter.abort)
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
-        for line in summarize(self._training, loaded.origins.derived):
-            logger.info(line)
+        logger.info("\n".join(summarize(self._training, loaded.origins.derived)))
         if environment.main:
+            remove_leftovers(directory.export, owned=True)
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
             self._resume(resumed)

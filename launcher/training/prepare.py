@@ -272,9 +272,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     )
 
 
-def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
-    """Builds the teacher of the recipe, whose weights are frozen in the dtype of forward passes.
-    Raises RecipeError if it cannot be used for the recipe's model."""
+def teacher_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with its teacher in place of the model."""
     assert recipe.distillation is not None
     model = schema.Model(
         path=recipe.distillation.teacher,
@@ -284,9 +283,21 @@ def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     strategy, precision = recipe.strategy, recipe.strategy.mixed_precision
     if precision is not None:  # its predictions do not depend on the products of the model
         strategy = replace(strategy, mixed_precision=replace(precision, float8=None))
-    teacher = replace(recipe, model=model, lora=None, distillation=None, strategy=strategy)
+    return replace(
+        recipe,
+        model=model,
+        lora=None,
+        distillation=None,
+        strategy=strategy,
+        activation_checkpointing=None,
+    )
+
+
+def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
+    """Builds the teacher of the recipe, whose weights are frozen in the dtype of forward passes.
+    Raises RecipeError if it cannot be used for the recipe's model."""
     try:
-        prepared = prepare_model(teacher, device=device)
+        prepared = prepare_model(teacher_recipe(recipe), device=device)
     except RecipeError as error:
         what = str(error).removeprefix("model.path: ")
         raise RecipeError(f"distillation.teacher: {what}") from None

@@ -2,16 +2,19 @@
 files that a loss reads.
 
 The log-probabilities are computed once, before the first step: each rank computes its share of the
-sequences. Rank 0 writes them to the run folder, and a resume reads them. They are those of a pair
-of the store, whatever the packing, so a resume may use another strategy, batch or number of ranks.
+sequences. Rank 0 writes them to the run folder, and a resume reads them, and computes those that an
+interrupted start has not written. They are those of a pair of the store, whatever the packing, so a
+resume may use another strategy, batch or number of ranks.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from launcher.console import seconds_as_text, task
+from launcher.console import seconds_as_text
+from launcher.data.collation import Collated
 from launcher.data.dataset import MixtureDataset, PreferenceDataset
-from launcher.data.loader import to_device
 from launcher.data.objectives import top_k_dtype
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import DataParallel, from_rank_0
@@ -36,15 +38,20 @@ from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
+from launcher.reliability.json_files import replace_text
 from launcher.strategies.base import WrappedModel, compute_dtype
-from launcher.training.evaluation import evaluation_batches, forward_only
+from launcher.training.evaluation import rows_in_order
 
 logger = logging.getLogger(__name__)
+
+SAVED_SECONDS = 10.0
+"""Seconds after which the finished part of a pass is written."""
 
 
 @dataclass(frozen=True)
 class ReferenceFile:
-    """RUN_DIR/reference.safetensors: an array for each set of pairs, by the set's checksum."""
+    """RUN_DIR/reference.safetensors: an array for each set of pairs, by the set's checksum. NaN: not
+    computed yet."""
 
     path: Path
     weights: str
@@ -70,8 +77,9 @@ class ReferenceFile:
             logger.warning(f"{self.path} {problem}: the reference is computed again")
         return {} if problem else arrays
 
-    def write(self, arrays: Mapping[str, Reference]) -> None:
-        """Replaces the file. A full disk is a warning: a resume then computes the arrays again."""
+    def write(self, arrays: Mapping[str, Reference]) -> bool:
+        """Replaces the file; returns whether that succeeded. A full disk is a warning: a resume then
+        computes the arrays again."""
         scratch = self.path.with_name(f".{self.path.name}")
         about = {"checksum": _checksum(arrays), "weights": self.weights}
         try:
@@ -79,52 +87,72 @@ class ReferenceFile:
             scratch.replace(self.path)
         except (OSError, SafetensorError) as error:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
+            return False
+        return True
 
 
 @dataclass(frozen=True)
 class TeacherFile:
-    """RUN_DIR/teacher_top_k.npy: rows of `top_k_dtype`; and its description, a JSON file."""
+    """RUN_DIR/teacher_top_k.npy: rows of `top_k_dtype`; and its description, a JSON file, with the
+    number of rows that are written so far and a checksum of the file up to their end."""
 
     path: Path
     teacher: str
     """Names the teacher's weights. A file of others is not used."""
 
-    def problem(self, about: dict[str, Any]) -> str | None:
-        """Why the file cannot be used for what `about` describes; None if it can. Empty: missing."""
+    def read(self, about: Mapping[str, Any]) -> int:
+        """The number of rows that can be used for what `about` describes. Warns of a file that
+        cannot be used."""
         try:
             found = json.loads(self._description.read_text())
-            if {name: found.get(name) for name in about} != about:
-                return "is of another teacher, other settings or other data"
-            return None if _file_checksum(self.path) == found["checksum"] else "is damaged"
+            problem = "is of another teacher, other settings or other data"
+            if {name: found.get(name) for name in about} == about:
+                written: int = found["written"]
+                if self._digest(about, written).hexdigest() == found["checksum"]:
+                    return written
+                problem = "is damaged (its checksum differs)"
         except FileNotFoundError:
-            return ""
-        except (OSError, ValueError, KeyError) as error:
-            return f"cannot be read ({error})"
+            return 0
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"cannot be read ({error})"
+        logger.warning(f"{self.path} {problem}: the teacher's predictions are computed again")
+        return 0
 
-    def write(self, parts: Iterator[npt.NDArray[Any]], rows: int, about: dict[str, Any]) -> None:
-        """Replaces the file by one with these parts, together `rows`. Raises TrainingError if that
-        fails, for example on a full disk."""
-        scratch, written = self.path.with_name(f".{self.path.name}"), 0
-        kind = top_k_dtype(about["top_k"])
-        header = {
-            "descr": np.lib.format.dtype_to_descr(kind),
-            "fortran_order": False,
-            "shape": (rows,),
-        }
+    def write(
+        self, parts: Iterator[npt.NDArray[Any]], rows: int, about: Mapping[str, Any], *, done: int
+    ) -> None:
+        """Writes these parts, after which there are `rows`, behind the first `done`. Raises
+        TrainingError if that fails, for example on a full disk."""
+        written, saved = done, time.monotonic()
         try:
-            self._description.unlink(missing_ok=True)
-            with scratch.open("wb") as file:
-                np.lib.format.write_array_header_2_0(file, header)
+            if not done:
+                self._description.unlink(missing_ok=True)
+                self.path.write_bytes(_header(about))
+            with self.path.open("r+b") as file:
+                digest = self._digest(about, done)
+                file.truncate(file.seek(_end(about, done)))
                 for part in parts:
-                    file.write(part.tobytes())
+                    digest.update(data := part.tobytes())
+                    file.write(data)
                     written += len(part)
-            assert written == rows
-            scratch.replace(self.path)
-            self._description.write_text(
-                json.dumps(about | {"checksum": _file_checksum(self.path)})
-            )
+                    if time.monotonic() - saved > SAVED_SECONDS or written == rows:
+                        file.flush()
+                        os.fsync(file.fileno())
+                        state = {"written": written, "checksum": digest.hexdigest()}
+                        replace_text(self._description, json.dumps({**about, **state}))
+                        saved = time.monotonic()
         except OSError as error:
             raise TrainingError(f"{self.path} cannot be written: {error}") from None
+        assert written == rows
+
+    def _digest(self, about: Mapping[str, Any], written: int) -> xxhash.xxh3_128:
+        """Of the file up to the end of the rows that are written."""
+        digest, left = xxhash.xxh3_128(), _end(about, written)
+        with self.path.open("rb") as file:
+            while block := file.read(min(left, 1 << 24)):
+                digest.update(block)
+                left -= len(block)
+        return digest
 
     @property
     def _description(self) -> Path:
@@ -178,12 +206,17 @@ def _checksum(arrays: Mapping[str, Reference]) -> str:
     return digest.hexdigest()
 
 
-def _file_checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+def _header(about: Mapping[str, Any]) -> bytes:
+    """What numpy writes before the rows of a teacher's file."""
+    descr = np.lib.format.dtype_to_descr(top_k_dtype(about["top_k"]))
+    header = {"descr": descr, "fortran_order": False, "shape": (about["rows"],)}
+    np.lib.format.write_array_header_2_0(file := io.BytesIO(), header)
+    return file.getvalue()
+
+
+def _end(about: Mapping[str, Any], written: int) -> int:
+    """Bytes of a teacher's file up to the end of the rows that are written."""
+    return len(_header(about)) + written * top_k_dtype(about["top_k"]).itemsize
 
 
 def with_references(
@@ -200,6 +233,7 @@ def with_references(
     call this; rank 0 reads and writes."""
     read: dict[str, Reference] = {}
     used: dict[str, Reference] = {}
+    computed: list[str] = []
     if file is not None:
         read = from_rank_0(file.read() if ranks.rank == 0 else read, ranks.group)
 
@@ -207,13 +241,25 @@ def with_references(
         assert isinstance(dataset, PreferenceDataset)
         if not needs_reference(settings):
             return replace(dataset, settings=settings)
-        key = _key(dataset)
-        if key not in used:
-            used[key] = (
-                read[key]
-                if key in read
-                else _compute(dataset, data.data, wrapped, micro_batch_size, ranks)
-            )
+        if (key := _key(dataset)) not in used:
+            found = read.get(key, _nothing(dataset))
+
+            def save() -> bool:
+                return file is None or file.write({**read, **used, key: found})
+
+            if (first := _first_missing(dataset, found)) is not None:
+                found = _compute(
+                    dataset,
+                    data.data,
+                    wrapped,
+                    found,
+                    first=first,
+                    save=save,
+                    micro_batch_size=micro_batch_size,
+                    ranks=ranks,
+                )
+                computed.append(key)
+            used[key] = found
         return replace(dataset, settings=settings, reference=used[key])
 
     def complete(dataset: object) -> PreferenceDataset | MixtureDataset:
@@ -225,7 +271,7 @@ def with_references(
 
     training = complete(data.training)
     validation = {name: complete(each) for name, each in data.validation.items()}
-    if file is not None and ranks.rank == 0 and used.keys() != read.keys():
+    if file is not None and ranks.rank == 0 and (computed or used.keys() != read.keys()):
         file.write(used)
     return replace(data, training=training, validation=validation)
 
@@ -238,34 +284,63 @@ def _key(dataset: PreferenceDataset) -> str:
     return f"{dataset.fingerprint['content']}-{dataset.length}{without}"
 
 
-@torch.no_grad()
+def _documents(dataset: PreferenceDataset) -> npt.NDArray[np.int64]:
+    """The pair of each piece of the sequences."""
+    return np.searchsorted(dataset.store.offsets, dataset.sequences.starts, side="right") - 1
+
+
+def _nothing(dataset: PreferenceDataset) -> Reference:
+    """The array of a set of which no pair is computed yet. Pairs that are not used are 0."""
+    found = np.zeros((dataset.store.documents, 2), dtype=np.float32)
+    found[_documents(dataset)] = np.nan
+    return found
+
+
+def _first_missing(dataset: PreferenceDataset, found: Reference) -> int | None:
+    """The first sequence with a pair that is not computed yet; None: there is none."""
+    missing = np.flatnonzero(np.isnan(found[_documents(dataset)]).any(1))
+    if not len(missing):
+        return None
+    return int(np.searchsorted(dataset.sequences.bounds, missing[0], side="right")) - 1
+
+
 def _compute(
     dataset: PreferenceDataset,
     data: schema.Data,
     wrapped: WrappedModel,
+    found: Reference,
+    *,
+    first: int,
+    save: Callable[[], bool],
     micro_batch_size: int,
     ranks: DataParallel,
 ) -> Reference:
-    """The log-probabilities of a set, on all ranks: (pairs of the store, 2)."""
-    loader = evaluation_batches(
-        dataset, data, micro_batch_size=micro_batch_size, max_batches=None, ranks=ranks
-    )
-    started, documents, sums = time.monotonic(), [], []
-    steps = -(-len(dataset) // (micro_batch_size * ranks.data_size))
-    with forward_only(wrapped), task("reference", steps) as advance:
-        for collated in loader:
-            micro_batch = to_device(collated["tensors"], ranks.device)
-            with wrapped.forward_context():
-                sums.append(answer_log_probabilities(wrapped.model, micro_batch)[0])
-            documents.append(collated["documents"])
-            advance(1)
-    found = torch.zeros(dataset.store.documents, 2, device=ranks.device)
-    where = torch.from_numpy(np.concatenate(documents)).to(ranks.device)
-    if not ranks.tensor_rank:
-        found[where] = torch.cat(sums).float()
-    dist.all_reduce(found, group=ranks.data_group)
+    """The log-probabilities of a set, on all ranks: (pairs of the store, 2). Sets those in `found`
+    from the sequence `first` on. Rank 0 calls `save` now and then."""
+    started = saved = time.monotonic()
+    pairs, saves = 0, ranks.rank == 0
+
+    def compute(tensors: Mapping[str, Any], collated: Collated) -> torch.Tensor:
+        sums = answer_log_probabilities(wrapped.model, tensors)[0].double()
+        documents = torch.from_numpy(collated["documents"]).to(sums)
+        return torch.cat([documents[:, None], sums], 1)
+
+    for rows in rows_in_order(
+        dataset,
+        data,
+        wrapped,
+        compute,
+        first=first,
+        micro_batch_size=micro_batch_size,
+        ranks=ranks,
+        what="reference",
+    ):
+        documents, values = np.split(rows.cpu().numpy(), [1], axis=1)
+        found[documents[:, 0].astype(np.int64)] = values
+        pairs += len(rows)
+        if saves and time.monotonic() - saved > SAVED_SECONDS:
+            saves, saved = save(), time.monotonic()  # a warning is enough
     seconds = seconds_as_text(time.monotonic() - started)
-    pairs = sum(map(len, documents))
-    logger.info(f"reference: log-probabilities of {pairs:,} pairs on this rank ({seconds})")
-    values: Reference = found.cpu().numpy()
-    return values
+    if ranks.rank == 0:
+        logger.info(f"reference: log-probabilities of {pairs:,} pairs ({seconds})")
+    return from_rank_0(found, ranks.group)

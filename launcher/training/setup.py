@@ -211,11 +211,13 @@ def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int) -> None:
         tokenizers = [hugging_face_tokenizer(each) for each in (name or "", settings.teacher)]
     except RecipeError:  # there is none, as for rows of ids
         same = own == of_teacher
+        what = f"its vocabulary of {of_teacher:,} entries is not that of the model, {own:,}"
     else:
         same = tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+        what = f"its tokenizer has other tokens than that of the run, {name}"
     if not same:
-        what = f"its vocabulary ({of_teacher:,} entries) differs from that of the model ({own:,})"
-        raise RecipeError(f"distillation.teacher: {what}: ids must mean the same tokens")
+        advice = "ids must mean the same tokens; choose a teacher of the same family of models"
+        raise RecipeError(f"distillation.teacher: {what}: {advice}")
     if settings.top_k > min(own, of_teacher):
         what = f"{settings.top_k} is more than the vocabulary of {min(own, of_teacher):,}"
         raise RecipeError(f"distillation.top_k: {what}")

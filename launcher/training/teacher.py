@@ -3,7 +3,7 @@
 They are computed once, before the first step, by the teacher, which the run's strategy distributes.
 Rank 0 writes them to the run folder, from where all ranks read what they train on. They do not
 depend on the batches, so a resume, which reads them, may use another strategy, batch or number of
-ranks.
+ranks. It computes what an interrupted start has not written.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 import xxhash
 
-from launcher.console import bytes_as_text, seconds_as_text, task
+from launcher.console import bytes_as_text, seconds_as_text
 from launcher.data.dataset import MixtureDataset, SequenceDataset
-from launcher.data.loader import to_device
 from launcher.data.objectives import DistilledDataset, first_targets, top_k_dtype, with_positions
 from launcher.data.run_data import RunData
+from launcher.data.store_files import MappedArray
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.errors import TrainingError
 from launcher.models.distillation import teacher_top_k
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
-from launcher.training.evaluation import evaluation_batches, forward_only
+from launcher.training.evaluation import rows_in_order
 from launcher.training.reference import TeacherFile
 
 logger = logging.getLogger(__name__)
@@ -58,21 +57,29 @@ def with_teacher(
     about = {"teacher": file.teacher, "top_k": settings.top_k, "rows": rows}
     about |= {"temperature": settings.temperature, "vocabulary": vocabulary}
     about |= {"sequences": [_digest(part) for part in parts.values()]}
-    problem = file.problem(about) if ranks.rank == 0 else None
-    if (problem := from_rank_0(problem, ranks.group)) is not None:
+    done = from_rank_0(file.read(about) if ranks.rank == 0 else 0, ranks.group)
+    if done < rows:
         if ranks.rank == 0:
-            _announce(file, problem, rows * top_k_dtype(settings.top_k).itemsize, rows)
+            _announce(file, settings, rows, done)
         teacher, started = load(), time.monotonic()
+        offsets = np.cumsum([0, *(count for each in first.values() for count in np.diff(each))])
         found = _predictions(
-            training, data.data, teacher, settings, vocabulary, micro_batch_size, ranks
+            training,
+            data.data,
+            teacher,
+            settings,
+            vocabulary,
+            first=int(np.searchsorted(offsets, done, side="right")) - 1,
+            micro_batch_size=micro_batch_size,
+            ranks=ranks,
         )
         if ranks.rank == 0:
-            file.write(found, rows, about)
+            file.write(found, rows, about, done=done)
         for _ in found:  # the other ranks; none is left on rank 0
             pass
         logger.info(f"teacher: done in {seconds_as_text(time.monotonic() - started)}")
         gather(None, ranks.group)  # the file is complete
-    stored, begin = np.load(file.path, mmap_mode="r"), 0
+    stored, begin = np.load(file.path, mmap_mode="r").view(MappedArray), 0
     distilled: dict[str, Any] = {}
     for name, part in parts.items():
         own = {field.name: getattr(part, field.name) for field in fields(part)}
@@ -96,50 +103,46 @@ def _digest(dataset: SequenceDataset) -> str:
     return digest.hexdigest()
 
 
-def _announce(file: TeacherFile, problem: str, size: int, rows: int) -> None:
+def _announce(file: TeacherFile, settings: schema.Distillation, rows: int, done: int) -> None:
     """Logs what the pass will write. Raises TrainingError if the disk has less space."""
-    free = shutil.disk_usage(file.path.parent).free
-    if problem:
-        logger.warning(f"{file.path} {problem}: the teacher's predictions are computed again")
-    text = f"the predictions of {rows:,} tokens take {bytes_as_text(size)} in {file.path.parent}"
-    if size > free:
+    folder, row = file.path.parent, top_k_dtype(settings.top_k).itemsize
+    free = shutil.disk_usage(folder).free
+    text = f"the predictions of {rows:,} tokens take {bytes_as_text(rows * row)} in {folder}"
+    if (rows - done) * row > free:
         what = f"{text}, where {bytes_as_text(free)} are free; lower distillation.top_k"
         raise TrainingError(f"teacher: {what}, or choose another run.dir")
     logger.info(f"teacher: {text}, of {bytes_as_text(free)} free")
+    if done:
+        logger.info(f"teacher: those of the first {done:,} tokens are there, from an earlier start")
 
 
-@torch.no_grad()
 def _predictions(
     dataset: SequenceDataset | MixtureDataset,
     data: schema.Data,
     teacher: WrappedModel,
     settings: schema.Distillation,
     vocabulary: int,
+    *,
+    first: int,
     micro_batch_size: int,
     ranks: DataParallel,
 ) -> Iterator[npt.NDArray[Any]]:
-    """The rows of the whole data set in order, in parts, on rank 0. Every rank must read all."""
-    loader = evaluation_batches(
-        dataset, data, micro_batch_size=micro_batch_size, max_batches=None, ranks=ranks
-    )
-    steps = -(-len(dataset) // (micro_batch_size * ranks.data_size))
-    with forward_only(teacher), task("teacher", steps) as advance:
-        for collated in loader:
-            micro_batch = to_device(with_positions(collated["tensors"]), ranks.device)
-            with teacher.forward_context():
-                found = teacher_top_k(teacher.model, micro_batch, settings, vocabulary)
-            advance(1)
-            for values in _of_all_ranks(found, ranks):
-                rows = np.empty(len(values), dtype=top_k_dtype(settings.top_k))
-                rows["log_probability"], rows["id"] = np.split(values.cpu().numpy(), 2, axis=1)
-                yield rows
+    """The rows of the data set from the sequence `first` on, in order, in parts, on rank 0. Every
+    rank must read all."""
 
+    def compute(tensors: Mapping[str, Any], collated: object) -> torch.Tensor:
+        return teacher_top_k(teacher.model, with_positions(tensors), settings, vocabulary)
 
-def _of_all_ranks(found: torch.Tensor, ranks: DataParallel) -> list[torch.Tensor]:
-    """The rows of each rank, on rank 0."""
-    counts = gather(len(found), ranks.group)
-    padded = found.new_zeros(max(counts), found.shape[1])
-    padded[: len(found)] = found
-    parts = [torch.empty_like(padded) for _ in counts] if ranks.rank == 0 else None
-    dist.gather(padded, parts, group=ranks.group, group_dst=0)
-    return [part[:count] for part, count in zip(parts or (), counts, strict=False)]
+    for values in rows_in_order(
+        dataset,
+        data,
+        teacher,
+        compute,
+        first=first,
+        micro_batch_size=micro_batch_size,
+        ranks=ranks,
+        what="teacher",
+    ):
+        rows = np.empty(len(values), dtype=top_k_dtype(settings.top_k))
+        rows["log_probability"], rows["id"] = np.split(values.cpu().numpy(), 2, axis=1)
+        yield rows

@@ -10,6 +10,8 @@ FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
 FILL=FOLDER:FROM,TO,FROM,...
                      The file system of FOLDER is full from before step FROM until after step TO.
 NAN=CALL             The loss of this forward pass is NaN.
+SLOW_PASS=FILE:CALL  The pass of a teacher or a reference saves each part. Before this part (from 0)
+                     each rank creates FILE and waits until it is ended.
 PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the
                      slow phase (`Progress.slow_phase`), which suspends hang detection.
 SLOW_RANK=RANK,FIRST,LAST,SECONDS
@@ -124,6 +126,22 @@ def inject_nan_loss(at):
     SequenceDataset.loss = loss
 
 
+def wait_in_pass(file, at):
+    from launcher.training import reference, teacher
+
+    original = reference.rows_in_order
+
+    def rows_in_order(*args, **more):
+        for number, rows in enumerate(original(*args, **more)):
+            if number == at:
+                Path(file).touch()
+                time.sleep(10**6)
+            yield rows
+
+    reference.SAVED_SECONDS = -1.0
+    reference.rows_in_order = teacher.rows_in_order = rows_in_order
+
+
 def record_phases(file):
     from launcher.data.dataset import SequenceDataset
     from launcher.run import checkpoint_manager as manager
@@ -197,6 +215,9 @@ def start():
             save_slowly(float(os.environ["SLOW_SAVE"]))
         if "SLOW_STEP" in os.environ:
             slow_steps(float(os.environ["SLOW_STEP"]))
+        if "SLOW_PASS" in os.environ:
+            file, _, at = os.environ["SLOW_PASS"].rpartition(":")
+            wait_in_pass(file, int(at))
         if "PHASES" in os.environ:
             record_phases(os.environ["PHASES"])
         if "SLOW_RANK" in os.environ:

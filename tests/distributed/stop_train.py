@@ -1,7 +1,8 @@
 """`launcher train` with slow phases, for tests that stop it.
 
-Environment variables: PHASE is import, tokenize, evaluate, save or export; when a rank begins that
-phase, it creates the file REACHED and waits for SECONDS. Arguments: those of `launcher train`; its
+Environment variables: PHASE is import, tokenize, model, evaluate, save, export or end; when a rank
+begins that phase, it creates the file REACHED and waits for SECONDS. `end` begins when the outcome
+has been written. Arguments: those of `launcher train`; its
 ranks run this file with the recipe's arguments only.
 """
 
@@ -13,11 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-def slow(original):
+def slow(original, *, after=False):
     def reached(*arguments, **more):
+        if after:
+            original(*arguments, **more)
         Path(os.environ["REACHED"]).touch()
         time.sleep(float(os.environ.get("SECONDS", "1.5")))
-        return original(*arguments, **more)
+        return None if after else original(*arguments, **more)
 
     return reached
 
@@ -25,15 +28,18 @@ def slow(original):
 def install(phase):
     from launcher.checkpoint import writer
     from launcher.data import encoder
+    from launcher.run import reporting
     from launcher.training import evaluation, setup
 
     owner, name = {
         "tokenize": (encoder, "encodable"),
+        "model": (setup, "_make_evaluator"),
         "evaluate": (evaluation.Evaluator, "evaluate"),
         "save": (writer, "write_chunks"),
         "export": (setup, "export_hugging_face"),
+        "end": (reporting.Reporter, "end"),
     }[phase]
-    setattr(owner, name, slow(getattr(owner, name)))
+    setattr(owner, name, slow(getattr(owner, name), after=phase == "end"))
 
 
 def rank():

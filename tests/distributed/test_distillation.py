@@ -3,15 +3,18 @@
 import json
 import math
 import shutil
+import signal
 import sys
 
 import numpy as np
 import pytest
 
 from tests import REPOSITORY
-from tests.distributed.launching import run, torchrun
-from tests.run_files import read_lines, write_lines
+from tests.distributed.launching import run, torchrun, wait_until
+from tests.run_files import read_lines, status, write_lines
+from tests.unit.models.test_masked_lm import save_tokenizer
 
+KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 TRAIN = REPOSITORY / "launcher/train.py"
 RECIPE = """
 run: {name: taught, max_steps: 6, seed: 7}
@@ -110,7 +113,9 @@ def test_a_resume_reads_the_predictions(folder):
     data[-1] ^= 1
     file.write_bytes(data)
     output = train(folder, "damaged", TEACHER, "strategy.kind=ddp", "run.max_steps=6", ranks=1)
-    assert "is damaged: the teacher's predictions are computed again" in output
+    assert (
+        "is damaged (its checksum differs): the teacher's predictions are computed again" in output
+    )
     assert_close(lines(folder, "damaged"), lines(folder, "one"))
 
 
@@ -123,6 +128,43 @@ def test_a_resume_gives_the_same_bits(folder):
     train(folder, "parts", *words, "run.max_steps=6", ranks=2)
     assert lines(folder, "parts") == lines(folder, "whole")
     assert all(math.isfinite(line["kl"]) for line in lines(folder, "parts") if "kl" in line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [
+        (signal.SIGTERM, 75, "stopped"),
+        (signal.SIGINT, 75, "stopped"),
+        (signal.SIGKILL, -9, None),
+    ],
+)
+def test_an_interrupted_pass_goes_on(folder, number, code, state):
+    """With the same rows as a pass that was not interrupted, and on two ranks."""
+    name, reached = f"signal_{number}", folder / f"reached_{number}"
+    words = ["recipe=taught.yaml", f"run.dir=runs/{name}", TEACHER, "strategy.kind=ddp"]
+    words += ["batch.micro_batch_size=4", "run.max_steps=3"]
+
+    def during(process):
+        assert wait_until(reached.exists, process=process), "the pass was not reached"
+        process.send_signal(number)
+
+    command = [sys.executable, KILL_TRAIN, *words]
+    run(command, cwd=folder, during=during, SLOW_PASS=f"{reached}:3").check(code)
+    assert state is None or status(folder / "runs" / name)["state"] == state
+    about = json.loads((folder / f"runs/{name}/teacher_top_k.json").read_text())
+    assert 0 < about["written"] < about["rows"]
+    shutil.copytree(folder / "runs" / name, folder / f"runs/{name}-two")
+    output = run([sys.executable, TRAIN, *words], cwd=folder).check().output
+    assert f"teacher: those of the first {about['written']:,} tokens are there" in output
+    for file in ("teacher_top_k.npy", "teacher_top_k.json"):
+        same = (folder / "runs" / name / file).read_bytes()
+        assert same == (folder / "runs/one" / file).read_bytes()
+    if number == signal.SIGKILL:
+        output = train(folder, f"{name}-two", TEACHER, "run.max_steps=3", ranks=2)
+        assert "tokens are there, from an earlier start" in output
+        whole = [line for line in lines(folder, "one") if line["step"] <= 3]
+        assert_close(lines(folder, f"{name}-two"), whole)
 
 
 @pytest.mark.long
@@ -140,6 +182,14 @@ def test_other_teachers_are_refused(folder):
         folder, "refused", TEACHER.replace("teacher/hf", "other"), *words, ranks=1, status=2
     )
     assert "distillation.teacher: " in output
+    save_tokenizer(other)
+    (other / "config.json").write_text(json.dumps(config))
+    output = train(
+        folder, "refused", TEACHER.replace("teacher/hf", "other"), *words, ranks=1, status=2
+    )
+    assert (
+        "distillation.teacher: its tokenizer has other tokens than that of the run, bytes" in output
+    )
     hotter = TEACHER.replace("2.0", "3.0")
     output = train(folder, "one", hotter, "strategy.kind=ddp", ranks=1, status=2)
     assert "distillation.temperature" in output

@@ -24,6 +24,7 @@ FSDP = "strategy.kind=fsdp"
 STRATEGIES = {
     "fsdp": [FSDP],
     "offload": [FSDP, "strategy.cpu_offload={what: all}"],
+    "context": [FSDP, "strategy.context_parallel_size=2"],
     "tensor": [FSDP, "strategy.tensor_parallel_size=2"],
 }
 

@@ -1,16 +1,20 @@
 """Training on pairs of answers: strategies, the reference of a run, and resumes."""
 
 import shutil
+import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification
 
 from tests import REPOSITORY
-from tests.distributed.launching import run, torchrun
-from tests.run_files import read_lines, write_lines
+from tests.distributed.launching import run, torchrun, wait_until
+from tests.run_files import read_lines, status, write_lines
 
+KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 TRAIN = REPOSITORY / "launcher/train.py"
 RECIPE = """
 run: {name: pairs, max_steps: 6, seed: 7}
@@ -93,6 +97,34 @@ def test_a_resume_reads_the_reference(folder):
     assert "is damaged (its checksum differs): the reference is computed again" in output
     assert "reference: log-probabilities of 60 pairs" in output
     assert_close(lines(folder, "damaged"), lines(folder, "one"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_interrupted_pass_goes_on(folder, packing):
+    """Also with other sequences of the same pairs."""
+    name, reached = f"stopped_{packing}", folder / f"reached_{packing}"
+    words = ["recipe=pairs.yaml", f"run.dir=runs/{name}", "strategy.kind=ddp"]
+
+    def during(process):
+        assert wait_until(reached.exists, process=process), "the pass was not reached"
+        process.send_signal(signal.SIGTERM)
+
+    command = [sys.executable, KILL_TRAIN, *words, "data.packing=false"]
+    run(command, cwd=folder, during=during, SLOW_PASS=f"{reached}:4").check(75)
+    assert status(folder / "runs" / name)["state"] == "stopped"
+    file = folder / "runs" / name / "reference.safetensors"
+    [part] = load_file(file).values()
+    assert np.isnan(part).any(1).sum() == 60 - 4 * 2
+    words += [f"data.packing={packing}", "batch.micro_batch_size=4"]
+    output = run([sys.executable, TRAIN, *words], cwd=folder).check().output
+    assert "reference: log-probabilities of " in output
+    assert packing or "reference: log-probabilities of 52 pairs" in output
+    whole = load_file(folder / "runs/one/reference.safetensors")
+    arrays = load_file(file)
+    assert arrays.keys() == whole.keys()
+    for key, array in arrays.items():
+        np.testing.assert_allclose(array, whole[key], rtol=0, atol=1e-4)
 
 
 @pytest.mark.long

@@ -49,7 +49,7 @@ def start(folder, phase, act, **variables):
         overrides += ["data.validation=${data.train}", "evaluation.every_steps=2"]
     elif phase == "save":
         overrides += ["checkpoint.every_steps=2"]
-    elif phase == "export":
+    elif phase in ("export", "end"):
         overrides += ["run.max_steps=2"]
 
     def begun(process):
@@ -117,11 +117,23 @@ def test_run_stops_in_every_phase(phase, number, target, tmp_path):
 
 
 @pytest.mark.long
-def test_second_sigint_ends_the_run_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("phase", "state", "first", "second"),
+    [
+        ("import", "failed", "stopping before the first step", "are killed before the first step"),
+        ("save", "failed", "stopping after this step, saving", "are killed; steps since the last"),
+        ("export", "failed", "all steps are trained", "are killed; steps since the last"),
+        ("end", "finished", "the run is finished already", "the run is finished already"),
+    ],
+)
+def test_second_sigint_ends_the_run_at_once(phase, state, first, second, tmp_path):
     def interrupt_twice(process):
         process.send_signal(signal.SIGINT)
         time.sleep(4)  # two seconds would be taken for the same request
         process.send_signal(signal.SIGINT)
 
-    _, result = start(tmp_path, "save", interrupt_twice, SECONDS="10000")
-    assert "SIGINT again: the ranks are killed" in result.check(1).output
+    run_dir, result = start(tmp_path, phase, interrupt_twice, SECONDS="10000")
+    result.check(0 if state == "finished" else 1)
+    lines = [line for line in result.output.splitlines() if "again" in line]
+    assert [first in lines[0], second in lines[1], len(lines)] == [True, True, 2], lines
+    assert status(run_dir)["state"] == state

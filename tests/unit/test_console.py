@@ -105,3 +105,29 @@ def test_long_task_shows_its_progress(columns, background, replace_stdout, monke
             "loading weights: 20%, 40 s left",
             "loading weights: 40%, 30 s left",
         ]
+
+
+def test_a_closed_terminal_does_not_end_the_run(monkeypatch):
+    """The progress line ended a run with an error, before it could save after SIGHUP."""
+
+    class Closed(io.StringIO):
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+        def flush(self):
+            self.write("")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
+    monkeypatch.setattr(console, "_stream", "stdout")
+    line = console.ProgressLine(9)
+    names = ("step_seconds", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+    for step in (2, 3):
+        monkeypatch.setattr(line, "_last", -10.0)
+        line.step({"step": step, "peak_memory_bytes": 1, **dict.fromkeys(names, 1.0)})
+    assert line._bar is not None
+    with console.task("saving", 2) as advance:
+        advance(1)

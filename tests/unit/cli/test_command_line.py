@@ -18,6 +18,7 @@ from launcher.errors import RecipeError
 from launcher.recipe.decode import dotted, keys
 from launcher.recipe.other_names import _KEYS, NAMES
 from launcher.reliability.run_directory import RunFolder
+from tests import REPOSITORY
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
@@ -130,25 +131,54 @@ def test_number_of_gpus_has_one_name(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "status"),
-    [("typer", -signal.SIGINT), ("rich.console", 130)],
-    ids=["imports", "command"],
+    ("module", "number"),
+    [("typer", signal.SIGINT), ("rich.console", signal.SIGINT), ("torch", signal.SIGTERM)],
+    ids=["imports", "command", "terminated"],
 )
-def test_interrupt_prints_no_traceback(module, status):
-    """Ctrl-C when a module is imported: at the start, or by the command."""
+def test_a_request_to_stop_prints_one_line(module, number):
+    """A signal when a module is imported: at the start, or by the command."""
     code = (
         "import os, signal, sys\n"
         "class Finder:\n"
         "    @staticmethod\n"
         "    def find_spec(name, *_):\n"
-        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), {int(number)})\n"
         "sys.meta_path.insert(0, Finder)\n"
         "from launcher.__main__ import main\n"
         "sys.exit(main())"
     )
     command = [sys.executable, "-c", code, "plan", "recipe=fsdp", "gpu=h100"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (ended.returncode, ended.stderr) == (status, "")
+    assert (ended.returncode, ended.stderr) == (128 + number, f"stopped by {number.name}\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+@pytest.mark.parametrize(
+    ("script", "status", "printed"),
+    [
+        ("$0 -m launcher schema >/dev/full", 1, "the output cannot be written: No space left"),
+        ("$0 -m launcher show recipe=fsdp >&-", 0, ""),
+        ("set -o pipefail; $0 -m launcher schema | head -c 1", 0, "{"),
+        ("PYTHONIOENCODING=ascii $0 -m launcher show recipe=fsdp run.dir=\u00fc", 0, "dir: \\xfc"),
+        ("cd gone; rmdir ../gone; $0 -m launcher show recipe=fsdp", 2, "directory was deleted"),
+    ],
+    ids=["full", "closed", "reader", "encoding", "folder"],
+)
+def test_output_that_cannot_be_written(script, status, printed, tmp_path):
+    """None of these may print a traceback."""
+    (tmp_path / "gone").mkdir()
+    ended = subprocess.run(
+        ["bash", "-c", script, sys.executable],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output = ended.stdout + ended.stderr
+    assert (ended.returncode, "Traceback" in output) == (status, False), output
+    assert printed in output
 
 
 def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
@@ -180,10 +210,11 @@ def test_a_request_to_stop_reaches_the_ranks_though_the_console_is_gone():
     end of an ssh connection. Under nohup, the latter is no request, also where torchrun has set a
     handler."""
     code = (
-        "import os, signal, subprocess, sys; from launcher.cli.train import _Requests\n"
+        "import os, signal, subprocess, sys; from pathlib import Path\n"
+        "from launcher.cli.train import RunFolder, _Requests\n"
         "rank = subprocess.Popen(['sleep', '120'])\n"
         "nohup = len(sys.argv) > 1 and signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "_Requests(); signal.signal(signal.SIGHUP, lambda *_: rank.kill())\n"
+        "_Requests(run=RunFolder(Path('absent'))); signal.signal(signal.SIGHUP, lambda *_: rank.kill())\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
         "if len(sys.argv) > 1: os.kill(os.getpid(), signal.SIGTERM)\n"
         "os._exit(-rank.wait(60))"

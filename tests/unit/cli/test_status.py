@@ -236,6 +236,17 @@ def test_texts_in_files_have_no_effect_on_the_terminal(run, capsys):
             assert "one\n\\x1b]0;two\\x07[/x]\n" in printed
 
 
+def test_a_run_that_holds_runs_is_printed_with_them(run, capsys):
+    """A sweep below the folder of an earlier run; only the earlier run was printed."""
+    below = RunFolder(run.path / "seed=1")
+    below.path.mkdir()
+    below.write_status("finished", step=7, steps=7)
+    assert main.main(["status", str(run.path)]) == 0
+    printed = capsys.readouterr().out
+    assert "attempt" in printed
+    assert printed.splitlines()[-1].split()[:2] == ["seed=1", "finished"]
+
+
 def test_pipes_and_huge_numbers_in_a_run_folder(run, capsys):
     for line in range(3):
         append_line(run.metrics, {"step": (1 << 50) * (line + 1), "step_seconds": 9e299})

@@ -12,6 +12,7 @@ import torch
 from launcher.cli.main import run
 from launcher.cli.sweep import LocalSweep, labels, take_sweep
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RecipeError
+from launcher.reliability.run_directory import RunFolder
 
 RECIPE = ["recipe=quickstart", "run.device=cpu"]
 
@@ -84,6 +85,29 @@ def test_runs_side_by_side_have_gpus_of_their_own(sweep, capfd):
     assert f"{list(local.runs)[1]}: failed with status 1" in lines
 
 
+def test_table_says_how_each_run_ended(sweep, capfd):
+    """Also one that ended before it wrote its state, or with that of an earlier start."""
+    local = sweep(
+        "import os, signal\n"
+        "if number == 0: raise SystemExit(130)\n"
+        "if number == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "raise SystemExit(2)"
+    )
+    folder = RunFolder(list(local.runs)[2])
+    folder.path.mkdir(parents=True)
+    folder.write_status("stopped", step=5, reason="SIGINT")
+    assert local.run(1, []) == EXIT_STOPPED
+    local.print_table()
+    lines = capfd.readouterr().out.splitlines()
+    folders = [f"{folder}: " for folder in local.runs]
+    ends = [line.removeprefix(name) for name in folders for line in lines if line.startswith(name)]
+    expected = ["stopped", "failed with SIGKILL", "failed with status 2"]
+    assert [end for end in ends if end != "started"] == expected
+    rows = [" ".join(line.split()[1:]) for line in lines[-3:]]
+    early = "0 none 0 before its first step; see its output"
+    assert rows == [f"stopped {early}", f"failed {early}", "failed 5 none 0 status 2"]
+
+
 def test_runs_one_after_another(sweep, capfd):
     local = sweep()
     assert local.run(1, []) == EXIT_DONE
@@ -121,7 +145,7 @@ def test_request_stops_the_sweep(sweep, capfd):
     assert "learning_rate=3e-4" not in out
     local.print_table()  # the runs ended before they wrote their state
     table = [line.split()[:3] for line in capfd.readouterr().out.splitlines()[1:]]
-    assert [row[1] for row in table] == ["failed", "failed", "not"]
+    assert [row[1] for row in table] == ["stopped", "stopped", "not"]
     assert table[2] == ["learning_rate=3e-4", "not", "started"]
 
 

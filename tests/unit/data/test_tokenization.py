@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import sys
 import threading
@@ -10,11 +11,16 @@ from unittest import mock
 
 import datasets
 import httpx
+import numpy as np
 import pytest
+import torch
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+from torch.utils.data import DataLoader
 
 from launcher import console
 from launcher.data import token_store
+from launcher.data.dataset import MixtureDataset, SequenceDataset
+from launcher.data.packing import separate
 from launcher.data.sources import SourcePart, file_part, read_all, read_rows
 from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, open_store
@@ -22,6 +28,7 @@ from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.recipe import hub, schema
 from launcher.reliability import lock
+from tests.run_files import write_lines
 from tests.unit.data.rows import store_names, texts_of, write
 
 END = 256
@@ -313,6 +320,36 @@ def test_limit_is_the_first_rows(tmp_path, open_files, small_tasks, processes):
         assert texts_of(found) == rows[:limit], limit
         assert found.fingerprint["documents"] == min(limit, 81)
     assert texts_of(open_files(*others, limit=3, validation=True)) == rows
+
+
+def test_a_pickled_store_names_its_files(tmp_path, open_files, monkeypatch):
+    """For loader processes that are not forked: Python 3.14 starts them with forkserver."""
+    rows = [{"input_ids": list(range(256)), "w": [0.5] * 256} for _ in range(400)]
+    write_lines(tmp_path / "a.jsonl", rows)
+    store = open_files(tmp_path / "a.jsonl", kind="tokens", weights_column="w", tokenizer=None)
+    found = pickle.loads(data := pickle.dumps(store.ids))
+    assert len(data) < 1000 < store.ids.nbytes
+    assert isinstance(found, np.memmap)
+    assert np.array_equal(found, store.ids)
+    for part in (store.ids[1000:90000], store.ids[:0], store.weights[5:6], store.ids[::2][:9]):
+        found = pickle.loads(data := pickle.dumps(part))
+        assert len(data) < 1000
+        assert found.dtype == part.dtype
+        assert np.array_equal(found, part)
+    assert np.array_equal(pickle.loads(pickle.dumps(store.ids + 1)), store.ids + 1)
+    dataset = SequenceDataset(store, separate(store.offsets, 64), 64, packed=False)
+    mixture = MixtureDataset({"a": dataset, "b": dataset}, None)
+    assert len(pickle.dumps(mixture)) < 100_000 < store.ids.nbytes
+    loader = DataLoader(
+        mixture,
+        batch_sampler=[[0, 1], [len(mixture) - 1]],
+        collate_fn=mixture.collate,
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    for batch, indices in zip(loader, loader.batch_sampler, strict=True):
+        expected = mixture.collate([mixture[index] for index in indices])["tensors"]
+        assert torch.equal(batch["tensors"]["input_ids"], expected["input_ids"])
 
 
 # Hub data sets: `load_dataset` is replaced, because tests have no network access

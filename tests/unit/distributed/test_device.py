@@ -5,7 +5,9 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,9 @@ def test_local_ranks_share_the_cpu_threads(monkeypatch):
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with subprocess.Popen(["sleep", "120"], env={**os.environ, "OMP_NUM_THREADS": "1"}) as agent:
+        started_with = Path(f"/proc/{agent.pid}/environ")
+        while not started_with.read_bytes():  # the kernel shows it a moment after the start
+            time.sleep(0.01)
         mine = environment(parent=agent.pid)
         process_group.set_threads(mine, device=cpu, cpu_offload=False)
         agent.kill()

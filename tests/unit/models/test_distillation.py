@@ -120,6 +120,27 @@ def test_loss_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("temperature", "divergence", "norm"),
+    [(1.0, 0.2545057, 0.1576008), (2.5, 0.04088214, 0.02509254)],
+)
+def test_divergence_and_gradient_are_those_of_trl(temperature, divergence, norm):
+    """Of generalized_jsd_loss of TRL 1.16.0's GKDTrainer, with beta=0, on these models and targets:
+    a mean over the targets, without the factor temperature^2."""
+    settings = Distillation(teacher="x", top_k=VOCABULARY, temperature=temperature, weight=1.0)
+    batch, model = micro_batch(), model_of(1, chunked=True)
+    with torch.no_grad():
+        found = teacher_top_k(model_of(2, chunked=True), batch, settings, VOCABULARY)
+    values, ids = found.split(VOCABULARY, 1)
+    stored = {"teacher_ids": ids.long(), "teacher_log_probabilities": values}
+    loss = summed_distillation_loss(model, batch | stored, settings)[0]
+    loss = loss / temperature**2 / len(found)
+    loss.backward()
+    assert loss.item() == pytest.approx(divergence, rel=1e-6, abs=1e-7)
+    total = torch.stack([parameter.grad.square().sum() for parameter in model.parameters()]).sum()
+    assert total.sqrt().item() == pytest.approx(norm, rel=1e-6)
+
+
 def test_a_model_that_agrees_has_no_divergence_and_no_gradient_of_it():
     settings = Distillation(teacher="x", top_k=4, weight=1.0)
     batch, model = micro_batch(), model_of(1, chunked=True)

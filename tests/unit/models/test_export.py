@@ -12,11 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint import files
+from launcher.cli import requests
 from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
-from launcher.models.hugging_face_files import add_ends, appearing, end_ids, export_hugging_face
+from launcher.models.hugging_face_files import (
+    add_ends,
+    appearing,
+    end_ids,
+    export_hugging_face,
+    remove_leftovers,
+)
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
@@ -223,6 +230,31 @@ def test_interrupted_export_keeps_a_complete_folder(tmp_path, monkeypatch):
     assert found[-1] == {"hf": "new"}
 
 
+def test_leftovers_of_killed_exports_are_removed(tmp_path, caplog):
+    """Those of this machine. Those of another one only with the lock of the run folder, and those
+    that a process writes never."""
+    folder = tmp_path / "hf"
+    with appearing(folder) as scratch:
+        (scratch / "model").write_text("complete")
+        machine = scratch.name.split("-")[1]
+        dead = [f"hf.{what}-{machine}-{2**22 + 1}-7-abcd" for what in ("writing", "old")]
+        reused = f"hf.writing-{machine}-{os.getpid()}-7-abcd"
+        other = "hf.writing-01234567-1-7-abcd"
+        user = ["hf.writing-1", "hf.old", "hf2.writing-01234567-1-7-abcd"]
+        for name in (*dead, reused, other, *user):
+            (tmp_path / name).mkdir()
+    with appearing(folder) as scratch:
+        (scratch / "model").write_text("new")
+        assert {path.name for path in tmp_path.iterdir()} == {"hf", scratch.name, other, *user}
+        assert f"{other} was left by an export on another machine" in caplog.text
+        remove_leftovers(folder, owned=True)
+        assert {path.name for path in tmp_path.iterdir()} == {"hf", scratch.name, *user}
+    # Killed between its two renames: the old folder has files of the user that no export writes
+    folder.rename(tmp_path / dead[1])
+    remove_leftovers(folder)
+    assert (folder / "model").read_text() == "new"
+
+
 def test_export_removes_no_folder_of_the_user(tmp_path, llama):
     own = [tmp_path / name for name in ("out.old", "out.writing", "out.old-1", "link.old")]
     for folder in own:
@@ -293,21 +325,20 @@ def model_with_seed(folder, seed):
     return model.eval()
 
 
-def test_an_ended_export_leaves_nothing(tmp_path, llama, monkeypatch):
-    """SIGTERM left the folder that was being written."""
+def test_an_ended_export_leaves_nothing(tmp_path, llama, monkeypatch, capsys):
+    """A request to stop left the folder that was being written."""
     run = create_run(tmp_path, model_with_seed(llama, 1))
     copy = shutil.copy2
 
     def ended(source, target):
         copy(source, target)
-        os.kill(os.getpid(), signal.SIGTERM)
+        raise requests.Terminated(signal.SIGTERM)
 
     monkeypatch.setattr(shutil, "copy2", ended)
-    with pytest.raises(SystemExit) as exit:
-        export(run, tmp_path / "out")
-    assert exit.value.code == 143
+    assert main(["export", str(run), str(tmp_path / "out")]) == 143
+    expected = f"stopped by SIGTERM; {tmp_path / 'out'} was not written"
+    assert capsys.readouterr().err.splitlines()[-1] == expected
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_export_takes_the_newest_weights(tmp_path, llama, capsys):

@@ -305,3 +305,13 @@ def test_the_plan_of_distillation_counts_its_loss_and_names_the_teacher(tmp_path
     (note,) = set(plans[1].notes) - set(plans[0].notes)
     assert "teacher" in note
     assert "512 bytes for each token" in note
+    # A larger teacher, whose pass decides
+    (folder := tmp_path / "large").mkdir()
+    config = CONFIG | {"num_hidden_layers": 4, "hidden_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    distillation = Distillation(teacher=str(folder), top_k=64)
+    large = plan.make_plan(dataclasses.replace(plain, distillation=distillation), machine)
+    assert plans[1].before < plans[1].tensors
+    assert plans[1].needed == plans[1].tensors + plans[1].margin + plans[1].context
+    assert large.before > 2 * large.tensors
+    assert large.needed == large.before + large.context

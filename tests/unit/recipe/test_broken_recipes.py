@@ -304,6 +304,8 @@ MISTAKES_IN_ARGUMENTS = [
      "distillation.teacher=nowhere: no such folder with a config.json: nowhere (looked for in ...), and no hub ..."),
     (None, [TEACH, "distillation.top_k=0"], "distillation.top_k=0: must be at least 1; got 0"),
     (None, [TEACH, "distillation.temperature=0"], "distillation.temperature=0: must be greater than 0; got 0"),
+    (None, [TEACH, "distillation.temperature=1.0e+9"],
+     "distillation.temperature=1.0e+9: must be at most 100; got 1000000000.0"),
     (None, [TEACH, "distillation.weight=1.5"], "distillation.weight=1.5: must be at most 1; got 1.5"),
     (None, [TEACH, "distillation.kd_temperature=2"],
      "distillation.kd_temperature=2: unknown key; did you mean distillation.temperature?"),
@@ -514,7 +516,7 @@ RECIPES = {
     "recipe=zzz": f"recipe=zzz: no recipe of that name; known: {KNOWN}; or give the path of a .yaml file",
     "recipe=y.yaml": "recipe=y.yaml: no such file",
     f"recipe={'a' * 300}.yaml": "recipe=aaa...: no such file",
-    "recipe=./": "recipe=./: no such file",
+    "recipe=./": "recipe=./: a folder, not a file",
 }
 
 

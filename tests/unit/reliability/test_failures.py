@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
+from launcher.distributed.processes import process_start, this_machine
 from launcher.reliability import watchdog
 from launcher.reliability.causes import first_cause
 from launcher.reliability.failures import FailureWatch
-from launcher.reliability.lock import process_start, this_machine
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StopRequest

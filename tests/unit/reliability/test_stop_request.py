@@ -4,6 +4,8 @@ import signal
 import threading
 import types
 
+import pytest
+
 from launcher.distributed.environment import Environment
 from launcher.reliability import signals
 from launcher.reliability.run_directory import RunFolder
@@ -71,3 +73,32 @@ def test_the_end_of_a_start_is_not_replaced_by_running(tmp_path):
         assert run.read_status()["state"] == end
     run.write_status("stopped", step=3)
     assert run.read_status()["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "owned", "status", "text"),
+    [
+        ("finished", True, 0, "the run is finished already"),
+        ("stopped", True, 75, "the run is stopped already"),
+        ("running", True, 1, "the ranks are killed; steps since the last checkpoint are lost"),
+        ("running", False, 1, "the ranks are killed; steps since the last checkpoint are lost"),
+        (None, True, 1, "the ranks are killed before the first step"),
+    ],
+)
+def test_second_sigint_says_what_is_lost(state, owned, status, text, tmp_path, capsys):
+    """A run that was finished already counted as killed, and one that was killed as running."""
+    run = RunFolder(tmp_path)
+    run.write_status("stopped", step=1)  # of an earlier start
+    run.note_found()
+    if state is not None:
+        RunFolder(tmp_path).write_status(state, step=5)
+    before = run.read_status()
+    assert signals.report_kill(run, owned=owned) == status
+    assert capsys.readouterr().err == f"SIGINT again: {text}\n"
+    after = run.read_status()
+    if owned and state in ("running", None):
+        assert (after["state"], after["reason"]) == ("failed", "killed")
+        assert after["error"] == f"SIGINT twice: {text}"
+        assert run.read_events()[-1]["event"] == "failed"
+    else:
+        assert after == before

@@ -261,7 +261,7 @@ def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
 
 def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
     def run(words, env):
-        assert words[:3] == [sys.executable, "-m", "launcher.cli.main"]
+        assert words[:3] == [sys.executable, "-m", "launcher"]
         assert "SLURM_JOB_ID" not in env
         return types.SimpleNamespace(returncode=launcher(words[3:]))
 
