@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +24,6 @@ logger = logging.getLogger(__name__)
 KEY = "strategy.mixed_precision.float8"
 _ROUTER = re.compile(r"(.*_)?(gate|router)")
 """Names of linears that choose experts: small, and their choices are sensitive to rounding."""
-_NOISE = {
-    "torchao": "Failed to load ",
-    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
-}
-"""Warnings when torchao is imported, by logger. Its libraries are not needed: the products are
-those of torch."""
 
 
 def use_float8(
@@ -61,8 +54,7 @@ def use_float8(
             f"as {', '.join(odd[:3])} [outputs, inputs]; set it to null"
         )
     try:
-        with _quiet():
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise RecipeError(
             f"{KEY}: needs the package torchao ({error}); pip install 'launcher[float8]'"
@@ -78,8 +70,8 @@ def use_float8(
         convert_to_float8_training(root, module_filter_fn=_converts, config=config)
         for module in root.modules():
             if is_float8(module):
-                module.compute_dtype = dtype
                 module.__class__ = _linear_class()
+                vars(module)["compute_dtype"] = dtype
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -128,23 +120,6 @@ def _linear_class() -> Any:
             return out if self.bias is None else out + self.bias.to(self.compute_dtype)
 
     return Linear
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A context without the warnings of `_NOISE`."""
-
-    def other(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(_NOISE[record.name])
-
-    loggers = [logging.getLogger(name) for name in _NOISE]
-    for each in loggers:
-        each.addFilter(other)
-    try:
-        yield
-    finally:
-        for each in loggers:
-            each.removeFilter(other)
 
 
 def _check_gpu(device: torch.device) -> None:
