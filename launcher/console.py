@@ -22,6 +22,12 @@ LINE_SECONDS = 10.0
 _CLEAR = "\r\x1b[2K"
 """Erases the line of the cursor."""
 _SHORTEST_BAR, _LONGEST_BAR = 5, 24
+_IRRELEVANT = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+}
+"""Beginnings of warnings that are not shown, by logger. torchao causes them when it is imported,
+which transformers does if it is installed. The libraries that it cannot load are not needed."""
 _stream: str | None = None
 """Where messages are printed; None: nowhere."""
 
@@ -51,7 +57,9 @@ class _ConsoleHandler(logging.Handler):
 
 def prepare_streams() -> None:
     """Opens streams that the caller has closed, so that no other file gets their numbers, and lets
-    standard output take characters that its encoding lacks."""
+    standard output take characters that its encoding lacks. Hides some warnings of libraries."""
+    for library in _IRRELEVANT:
+        logging.getLogger(library).addFilter(_is_relevant)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115 (it stays open)
@@ -68,6 +76,10 @@ def configure_logging(*, stream: str = "stdout") -> None:
     launcher = logging.getLogger("launcher")
     launcher.setLevel(logging.INFO)
     launcher.handlers[:] = [_ConsoleHandler(stream)]
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_IRRELEVANT[record.name])
 
 
 def two_digits(value: float) -> str:

@@ -93,6 +93,8 @@ def pytest_runtest_makereport(item):
             with contextlib.suppress(OSError):
                 if text := limits.logs(folder):
                     report.sections.append((f"logs in {folder}", text))
+        # Once more at the end, where only the last lines of the output of CI are kept
+        report.sections.append(("error", report.longreprtext[-2000:]))
     return report
 
 

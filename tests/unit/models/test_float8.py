@@ -2,17 +2,21 @@
 
 import copy
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from launcher.errors import RecipeError
 from launcher.models import float8
 from launcher.models.attention import planned_gpu
 from launcher.models.build import find_blocks
 from launcher.models.float8 import describe_float8, is_float8, use_float8
+from tests import REPOSITORY
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -29,6 +33,69 @@ def made(kind="llama", **config):
 def converted(model, name="rowwise", device=CPU):
     use_float8(find_blocks(model), name, device=device, dtype=torch.bfloat16)
     return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_computes_the_bits_of_torchao(name, dtype):
+    """Also from weights in float32, which ddp has: they are rounded first, as fsdp does."""
+    torchao = pytest.importorskip("torchao.float8")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(48, 32, dtype=dtype))
+    ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain).bfloat16()
+    use_float8({"block": ours}, name, device=CPU, dtype=torch.bfloat16)
+    config = torchao.Float8LinearConfig.from_recipe_name(name)
+    torchao.convert_to_float8_training(theirs, config=dataclasses.replace(config, emulate=True))
+    rows = torch.randn(3, 7, 48, dtype=torch.bfloat16)  # 21 tokens: no multiple of 16
+    gradient = torch.randn(3, 7, 32, dtype=torch.bfloat16)
+    found = []
+    for model in (ours, theirs):
+        inputs = rows.clone().requires_grad_()
+        out = model(inputs)
+        out.backward(gradient)
+        found.append([out, inputs.grad, *(p.grad.bfloat16() for p in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    exact = rows @ plain[0].weight.bfloat16().t() + plain[0].bias.bfloat16()
+    assert not torch.equal(found[0][0], exact)
+    torch.testing.assert_close(found[0][0], exact, rtol=0, atol=0.15)
+
+
+def test_blocks_share_their_compiled_graphs():
+    """dynamo would compile each block on its own if each linear had a forward pass of its own."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    blocks = {
+        str(i): nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).bfloat16()
+        for i in range(3)
+    }
+    use_float8(blocks, "rowwise", device=CPU, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    rows = torch.randn(16, 32, dtype=torch.bfloat16)
+    expected = actual = rows
+    for block in blocks.values():
+        expected = block(expected)
+    for block in blocks.values():
+        block.compile(backend=counter, fullgraph=True)
+        actual = block(actual)
+    torch._dynamo.reset()
+    assert counter.frame_count == 2  # the input of the first block needs no gradient
+    torch.testing.assert_close(actual, expected)
+
+
+def test_the_import_of_torchao_is_silent():
+    """torchao warns of libraries that only GPUs need. transformers imports torchao if it is
+    installed, so this concerns all commands. Other warnings of the same loggers are shown."""
+    pytest.importorskip("torchao")
+    text = (
+        "import logging; from launcher.console import prepare_streams; prepare_streams()\n"
+        "import torchao.float8; from transformers.quantizers import auto\n"
+        "logging.getLogger('torchao').warning('another warning')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert (done.stdout + done.stderr).splitlines() == ["another warning"]
 
 
 @pytest.mark.parametrize("name", NAMES)
