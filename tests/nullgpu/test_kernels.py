@@ -126,6 +126,11 @@ if len(sys.argv) > 1:
     found["calls"] = flash_attn_interface.calls
 print("FOUND", json.dumps(found))
 """
+EXIT = """
+import os, sys
+sys.stdout.flush()
+os._exit(0)  # like the launcher: threads of torch can abort a normal exit of the interpreter
+"""
 
 
 def printed(output, word):
@@ -141,7 +146,7 @@ def test_kernel_of_the_optimizer_has_the_bits_of_the_cpu():
 
 def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):
     variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    words = [sys.executable, "-c", OPTIMIZER + LAUNCHES]
+    words = [sys.executable, "-c", OPTIMIZER + LAUNCHES + EXIT]
     result = run(words, timeout=200, **null_gpus(count=1).variables, **variables).check()
     counts = printed(result.output, "COUNTS")
     print(counts)
@@ -162,7 +167,7 @@ def test_attention_uses_fused_kernels(null_gpus, tmp_path, capability, packed, p
     """With grouped heads, the math kernel would keep 4096 x 4096 scores of each head."""
     gpus = null_gpus(count=1, capability=capability)
     installed = [tmp_path] if "3" in packed else []
-    words = [sys.executable, "-c", ATTENTION, *map(str, installed)]
+    words = [sys.executable, "-c", ATTENTION + EXIT, *map(str, installed)]
     result = run(words, timeout=200, **gpus.variables).check()
     found = printed(result.output, "FOUND")
     print(found)
