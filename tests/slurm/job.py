@@ -41,17 +41,17 @@ class Sums:
         return values, values.sum()
 
 
-def data(seconds=0.0, fail=None, slow=None):
+def data(seconds=0.0, fail=None, slow=None, slow_seconds=8.0):
     """seconds: duration of a micro-batch. fail: a file; training fails while it exists.
 
     slow: a file; while it exists, the first 30 micro-batches of a start take half a second, and
-    later ones eight. So a run does not end before it is disturbed.
+    later ones `slow_seconds`. So a run does not end before it is disturbed.
     """
     number = itertools.count()
 
     def loss(net, batch):
         held = slow is not None and Path(slow).exists()
-        time.sleep((0.5 if next(number) < 30 else 8.0) if held else seconds)
+        time.sleep((0.5 if next(number) < 30 else slow_seconds) if held else seconds)
         if fail is not None and Path(fail).exists():
             raise ValueError("a failure of this test")
         return ((net(batch["values"]).squeeze(-1) - batch["sums"]) ** 2).sum()

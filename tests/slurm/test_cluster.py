@@ -19,7 +19,7 @@ from tests.unit.small_recipe import says
 RECIPE = """
 run: {name: job, device: cpu, max_steps: 60, seed: 3}
 model: {builder: "tests.slurm.job:model"}
-data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/no, slow: null}, workers: 0}
+data: {builder: "tests.slurm.job:data", arguments: {seconds: 0.05, fail: FOLDER/no, slow: null, slow_seconds: 8}, workers: 0}
 batch: {global_batch_size: 12, micro_batch_size: 2}
 strategy: {kind: ddp, mixed_precision: null}
 optimizer: {learning_rate: 2.0e-3}
@@ -167,7 +167,9 @@ def are_equal_runs(jobs, name, other):
 def jobs(cluster, tmp_path_factory):
     """Submits all jobs of the first part."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
-    two = ["nodes=2", "cpus=1"]  # as many threads as `whole`, with whose bits they are compared
+    # As many threads as `whole`, with whose bits they are compared. A stop takes up to two steps of
+    # three micro-batches, and is ended 15 s before the end of slurm.lead
+    two = ["nodes=2", "cpus=1", "data.arguments.slow_seconds=2.5"]
     limit = [
         "cpus=2",
         "time=4",  # a start on a loaded machine takes more than a minute
@@ -190,7 +192,7 @@ def jobs(cluster, tmp_path_factory):
     jobs.killed = jobs.submit("killed", "cpus=1", OTHERS, f"setup={kill}")
     jobs.failing = jobs.submit("failing", "cpus=1", OTHERS, jobs.fails, "max_failures=2")
     sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3", "throttle=1", "run.max_steps=2"]
-    jobs.sweep = jobs.submit("sweep", *sweep, "cpus=1", OTHERS)
+    jobs.sweep = jobs.submit("sweep", *sweep, "cpus=1", "sbatch_extra=--hold", OTHERS)
     jobs.refused = jobs.submit("refused", "cpus=1", "sbatch_extra=--hold", OTHERS)
     (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
     recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
@@ -210,6 +212,7 @@ def test_second_submission_of_a_run_folder_is_refused(jobs):
     assert f"scancel {jobs.disturbed}" in output
     jobs.submit("sweep", "sweep.optimizer.learning_rate=5e-3,2e-3", status=2)
     assert not (jobs.run_dir("sweep") / "learning_rate=5e-3/slurm/submissions.jsonl").exists()
+    jobs.cluster.run("scontrol", "release", jobs.sweep)
 
 
 def test_interrupted_run_is_bit_identical(jobs):
