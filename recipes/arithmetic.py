@@ -45,6 +45,9 @@ def accuracy(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from launcher.console import prepare_streams
+
+    prepare_streams()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)

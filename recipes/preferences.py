@@ -54,6 +54,9 @@ def share(model_folder: Path, folder: Path, *, examples: int = 4) -> tuple[float
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from launcher.console import prepare_streams
+
+    prepare_streams()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
