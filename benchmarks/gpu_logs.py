@@ -12,17 +12,21 @@ Rows = list[dict[str, Any]]
 
 
 def tables(log: str) -> Rows:
-    """The rows of all Markdown tables in the output."""
-    found, header = [], None
-    for line in log.splitlines():
+    """The rows of all Markdown tables in the output. Other lines, such as warnings, may stand between
+    the rows."""
+    lines = [line for line in log.splitlines() if line.startswith("|")]
+    found, header = [], list[str]()
+    for line, following in zip(lines, [*lines[1:], ""], strict=False):
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if not line.startswith("|"):
-            header = None
-        elif header is None:
+        if _is_separator(following):
             header = cells
-        elif len(cells) == len(header) and not set(line) <= set("|-: "):
+        elif len(cells) == len(header) and not _is_separator(line):
             found.append(dict(zip(header, cells, strict=True)))
     return found
+
+
+def _is_separator(line: str) -> bool:
+    return "---" in line and set(line) <= set("|-: ")
 
 
 def outcomes(log: str) -> Rows:

@@ -95,7 +95,6 @@ def test_checkpoints_are_saved_and_loaded(parts):
     assert {"synchronous", "stall", "load"} <= set(names)
 
 
-@pytest.mark.long
 def test_memory_runs_out_and_configurations_are_measured(parts):
     """The report of an out-of-memory error is the longest text that tests/gpu compares."""
     found = parts("memory", "widths")
@@ -104,8 +103,10 @@ def test_memory_runs_out_and_configurations_are_measured(parts):
     assert rows(found, "widths")[0]["retries"] == "0"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", ["contexts", "resume", "tests"])
+@pytest.mark.parametrize(
+    "part",
+    ["contexts", *(pytest.param(part, marks=pytest.mark.long) for part in ("resume", "tests"))],
+)
 def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
     found = rows(parts(part, timeout=600), part)
     assert found

@@ -45,7 +45,7 @@ def gpu():
 
 
 def test_figures_are_read_from_logs(gpu):
-    log = "noise\n| a | b |\n|---|---:|\n| 1 | x, y |\n| 2 |  |\n\n| c |\n|---|\n| 3 |\n"
+    log = "noise\n| a | b |\n|---|---:|\na warning\n| 1 | x, y |\nanother\n| 2 |  |\n| c |\n|---|\n| 3 |\n"
     assert gpu.tables(log) == [{"a": "1", "b": "x, y"}, {"a": "2", "b": ""}, {"c": "3"}]
     assert [tuple(row.values()) for row in gpu.outcomes(LOG)] == [
         ("test_a[{param_dtype: bfloat16}-1]", "passed", 3.75),
