@@ -159,6 +159,33 @@ def test_fewer_gpus_than_ranks_is_refused(folder, null_gpus):
 
 
 @pytest.mark.long
+def test_a_teacher_and_new_tokens(folder, null_gpus):
+    """The pass of the teacher gathers its predictions over NCCL. A new token has a row of the
+    embeddings and one of the head, which adapters train whole: 128 parameters more."""
+    import transformers
+
+    config = yaml.safe_load(RECIPE)["model"]["config"]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model.save_pretrained(folder / "base")
+    gpus, base = null_gpus(count=2), f"{folder}/base"
+    train(folder, gpus, f"distillation={{teacher: {base}, top_k: 8}}", ranks=2).check()
+    assert steps(folder) == [1, 2, 3, 4]
+    assert all("kl" in line for line in records(folder) if "loss" in line)
+    about = json.loads((folder / "run/teacher_top_k.json").read_text())
+    assert about["written"] == about["rows"]
+    model = f"model={{path: {base}, config: null, new_tokens: [<call>]}}"
+    whole, adapters = "107.46 K parameters", "8.32 K of them trained"
+    for name, words, size in (
+        ("new", [], whole),
+        ("lora", ["lora={rank: 4}"], adapters),
+        ("offload", ["strategy.cpu_offload={what: all}"], whole),
+    ):
+        options = [model, f"run.dir={folder}/{name}", *words]
+        assert size in train(folder, gpus, *options, ranks=2).check().output
+        assert json.loads((folder / name / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.long
 def test_hybrid_sharding_on_eight_ranks(folder, null_gpus):
     """Two replicas of the model, each sharded over four devices."""
     gpus = null_gpus(count=8)
