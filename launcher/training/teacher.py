@@ -21,7 +21,9 @@ import torch
 import xxhash
 
 from launcher.console import bytes_as_text, seconds_as_text
+from launcher.data.collation import Collated
 from launcher.data.dataset import MixtureDataset, SequenceDataset
+from launcher.data.loader import to_device
 from launcher.data.objectives import DistilledDataset, first_targets, top_k_dtype, with_positions
 from launcher.data.run_data import RunData
 from launcher.data.store_files import MappedArray
@@ -130,8 +132,11 @@ def _predictions(
     """The rows of the data set from the sequence `first` on, in order, in parts, on rank 0. Every
     rank must read all."""
 
-    def compute(tensors: Mapping[str, Any], collated: object) -> torch.Tensor:
-        return teacher_top_k(teacher.model, with_positions(tensors), settings, vocabulary)
+    def compute(tensors: Mapping[str, Any], collated: Collated) -> torch.Tensor:
+        # From the tensors on the CPU: a GPU would be waited for to learn the number of positions
+        found = with_positions(collated["tensors"])["target_positions"]
+        tensors = {**tensors, "target_positions": to_device(found, ranks.device)}
+        return teacher_top_k(teacher.model, tensors, settings, vocabulary)
 
     for values in rows_in_order(
         dataset,

@@ -621,6 +621,12 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   return CUDA_SUCCESS;
 }
 
+// NVRTC, which compiles some of PyTorch's kernels, looks for a table of the driver and needs none.
+CUresult cuGetExportTable(const void **table, const CUuuid *id) {
+  *table = NULL;
+  return CUDA_ERROR_NOT_FOUND;
+}
+
 // PyTorch looks up driver functions by name.
 static CUresult succeed(void) { return CUDA_SUCCESS; }
 

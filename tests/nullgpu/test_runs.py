@@ -49,6 +49,16 @@ def train(folder, gpus, *overrides, ranks=1, restarts=0, timeout=240, **variable
     return torchrun("--max-restarts", restarts, *words, ranks=ranks, timeout=timeout, **variables)
 
 
+def caches(folder):
+    """Environment of a run that compiles: it uses no kernels of earlier runs."""
+    return {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile workers would exit seconds after the run
+        "USE_PYTORCH_KERNEL_CACHE": "0",  # of kernels that NVRTC compiles, such as that of exp2
+    }
+
+
 def status(folder):
     return json.loads((folder / "run/status.json").read_text())
 
@@ -159,6 +169,33 @@ def test_fewer_gpus_than_ranks_is_refused(folder, null_gpus):
 
 
 @pytest.mark.long
+def test_a_teacher_and_new_tokens(folder, null_gpus):
+    """The pass of the teacher gathers its predictions over NCCL. A new token has a row of the
+    embeddings and one of the head, which adapters train whole: 128 parameters more."""
+    import transformers
+
+    config = yaml.safe_load(RECIPE)["model"]["config"]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    model.save_pretrained(folder / "base")
+    gpus, base = null_gpus(count=2), f"{folder}/base"
+    train(folder, gpus, f"distillation={{teacher: {base}, top_k: 8}}", ranks=2).check()
+    assert steps(folder) == [1, 2, 3, 4]
+    assert all("kl" in line for line in records(folder) if "loss" in line)
+    about = json.loads((folder / "run/teacher_top_k.json").read_text())
+    assert about["written"] == about["rows"]
+    model = f"model={{path: {base}, config: null, new_tokens: [<call>]}}"
+    whole, adapters = "107.46 K parameters", "8.32 K of them trained"
+    for name, words, size in (
+        ("new", [], whole),
+        ("lora", ["lora={rank: 4}"], adapters),
+        ("offload", ["strategy.cpu_offload={what: all}"], whole),
+    ):
+        options = [model, f"run.dir={folder}/{name}", *words]
+        assert size in train(folder, gpus, *options, ranks=2).check().output
+        assert json.loads((folder / name / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.long
 def test_hybrid_sharding_on_eight_ranks(folder, null_gpus):
     """Two replicas of the model, each sharded over four devices."""
     gpus = null_gpus(count=8)
@@ -191,18 +228,13 @@ def test_hybrid_sharding_on_eight_ranks(folder, null_gpus):
 @pytest.mark.long
 def test_compiled_blocks_run(folder, null_gpus):
     """Inductor and Triton compile kernels, which the fake driver loads and launches."""
-    caches = {
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile workers would exit seconds after the run
-    }
     result = train(
         folder,
         null_gpus(count=1),
         "model.compile=auto",
         "data.validation=null",
         timeout=400,
-        **caches,
+        **caches(folder),
     ).check()
     assert steps(folder) == [1, 2, 3, 4]
     for expected in ("auto: model.compile=true", "compile: the first step", "until step 1"):
@@ -210,6 +242,32 @@ def test_compiled_blocks_run(folder, null_gpus):
     recipe = yaml.safe_load((folder / "run/recipe.yaml").read_text())
     assert recipe["model"]["compile"] is True
     assert list((folder / "triton").glob("*/*.cubin"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_float8(folder, null_gpus, ranks, compiled):
+    """Output, gradient of the input and gradient of the weight of each linear layer in the blocks
+    are products of float8, which are not emulated."""
+    pytest.importorskip("torchao")
+    words = [
+        "strategy.mixed_precision={param_dtype: bfloat16, float8: rowwise}",
+        "model.compile=true" if compiled else "model.compile=false",
+        "profile={start_step: 2, steps: 1}",
+        "data.validation=null",
+    ]
+    gpus = null_gpus(count=ranks, capability=90)
+    result = train(folder, gpus, *words, ranks=ranks, timeout=400, **caches(folder)).check()
+    assert steps(folder) == [1, 2, 3, 4]
+    assert "float8: 14 linear layers" in result.output
+    assert "emulated" not in result.output
+    assert bool(list((folder / "triton").glob("*/*.cubin"))) == compiled
+    micro_batches = 4 // ranks
+    for rank in range(ranks):
+        trace = json.loads((folder / f"run/profile/rank_{rank}.pt.trace.json").read_text())
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert names.count("aten::_scaled_mm") == 3 * 14 * micro_batches
 
 
 @pytest.mark.long
