@@ -88,17 +88,19 @@ class Command:
 
 
 def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
-    """The commands of a part. quick: small models and few steps, as a smoke test."""
+    """The commands of a part. quick: a smoke test of small models, few steps and some tests."""
     size = "small" if quick else "1b"
     ranks: list[object] = ["--ranks", gpus]
     few_steps: list[object] = ["--steps", 4, "--skip", 1]
     words: list[object]
 
+    marks = "gpu and not long" if quick else "gpu"
+
     def pytest(expression: str, *, processes: int = 1) -> list[Command]:
-        options = f"-m pytest {TESTS} -m gpu -vv --durations=0 --tb=short"
+        options = f"-m pytest {TESTS} -vv --durations=0 --tb=short"
         if processes > 1 and importlib.util.find_spec("xdist") is not None:
             options += f" --numprocesses {processes}"
-        words: list[object] = [*options.split(), "-k", expression]
+        words: list[object] = [*options.split(), "-m", marks, "-k", expression]
         return [Command(part, words, outcomes)]
 
     if part == "doctor":
@@ -150,7 +152,7 @@ def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
         "launcher",
         "--strategies",
     ]
-    return [Command(name, [*words, name], tables) for name in ("ddp", "fsdp")]
+    return [Command(name, [*words, name], tables) for name in ("fsdp", "ddp")[: 1 if quick else 2]]
 
 
 def run_command(command: Command, *, part: str, log: Path, seconds: float) -> dict[str, Any]:

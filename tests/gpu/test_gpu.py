@@ -52,6 +52,11 @@ DETERMINISTIC = [
 ]
 
 
+def quick(first, *others):
+    """Values of a parameter. `benchmarks/gpu.py --quick` tests only the first one."""
+    return [first, *(pytest.param(other, marks=pytest.mark.long) for other in others)]
+
+
 def start(recipe, run_dir, *overrides, ranks=1, script=TRAIN, restarts=0, **options):
     """Starts a training with two micro-batches per step on each rank."""
     batch = [f"batch.global_batch_size={8 * ranks}", "batch.micro_batch_size=4"]
@@ -91,7 +96,9 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", sorted({1, GPUS}))
-@pytest.mark.parametrize("precision", ["null", "{param_dtype: bfloat16}", "{param_dtype: float16}"])
+@pytest.mark.parametrize(
+    "precision", quick("{param_dtype: bfloat16}", "null", "{param_dtype: float16}")
+)
 def test_selftest_finds_equal_losses(precision, ranks):
     command = [
         sys.executable,
@@ -109,7 +116,7 @@ def test_selftest_finds_equal_losses(precision, ranks):
     assert torch.cuda.get_device_name(0) in result.output
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
+@pytest.mark.parametrize("recipe", quick("fsdp", "ddp", "fsdp_offload"))
 def test_recipes_reduce_the_loss(recipe, tmp_path):
     records, output = train(recipe, tmp_path / "run", "model.compile=auto", ranks=GPUS)
     print(output)
@@ -126,7 +133,7 @@ def test_offload_uses_less_gpu_memory(tmp_path):
     assert NULL or offloaded < kept
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+@pytest.mark.parametrize("recipe", quick("fsdp", "ddp"))
 def test_deterministic_runs_are_bit_identical(recipe, tmp_path):
     first, second = (
         train(recipe, tmp_path / name, "run.deterministic=true")[0] for name in ("a", "b")
@@ -134,7 +141,7 @@ def test_deterministic_runs_are_bit_identical(recipe, tmp_path):
     assert figures(first) == figures(second)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", quick("fsdp", "ddp"))
 def test_compiled_blocks_have_close_losses(kind, tmp_path):
     plain = train("fsdp", tmp_path / "plain", f"strategy.kind={kind}")[0]
     compiled = train("fsdp", tmp_path / "compiled", f"strategy.kind={kind}", "model.compile=true")[
@@ -150,7 +157,7 @@ def test_profile_writes_trace_and_memory_snapshot(tmp_path):
     assert (tmp_path / "run/profile/rank_0.pt.trace.json").stat().st_size > 0
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", quick("mistral", "llama"))
 def test_varlen_attention_matches_separate_documents(model_type):
     """Packed documents have the same logits and gradients as documents in separate rows.
 
@@ -236,7 +243,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
+@pytest.mark.parametrize("recipe", quick("fsdp", "ddp", "fsdp_offload"))
 @pytest.mark.parametrize("adapters", [False, True])
 def test_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):
     more = [
@@ -270,8 +277,8 @@ def test_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters,
     )
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp", "fsdp_offload"])
+@pytest.mark.parametrize("asynchronous", quick("true", "false"))
+@pytest.mark.parametrize("recipe", quick("fsdp", "ddp", "fsdp_offload"))
 def test_resumed_run_is_bit_identical(recipe, asynchronous, uninterrupted, tmp_path):
     """Covers asynchronous saves through pinned memory, synchronous saves and the GPU's RNG."""
     settings = [*DETERMINISTIC, f"checkpoint.asynchronous={asynchronous}"]
@@ -281,7 +288,7 @@ def test_resumed_run_is_bit_identical(recipe, asynchronous, uninterrupted, tmp_p
     assert figures(resumed) == figures(uninterrupted(recipe))
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+@pytest.mark.parametrize("recipe", quick("fsdp", "ddp"))
 def test_run_with_killed_rank_has_equal_losses(recipe, uninterrupted, tmp_path):
     """A rank gets SIGKILL in step 8, and the restart resumes from step 6.
 

@@ -103,19 +103,15 @@ def test_memory_runs_out_and_configurations_are_measured(parts):
     assert rows(found, "widths")[0]["retries"] == "0"
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["contexts", *(pytest.param(part, marks=pytest.mark.long) for part in ("resume", "tests"))],
-)
+@pytest.mark.parametrize("part", ["contexts", "resume", "tests"])
 def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
-    found = rows(parts(part, timeout=600), part)
+    found = rows(parts(part), part)
     assert found
     assert {row["outcome"] for row in found} == {"passed"}
 
 
-@pytest.mark.long
 def test_benchmarks_run_to_their_end(parts):
-    found = parts("plan", "compare", "overhead", timeout=600)
+    found = parts("plan", "compare", "overhead")
     assert [row["strategy"] for row in rows(found, "plan")] == ["ddp", "fsdp, full"]
     assert {row.get("mode") for row in rows(found, "compare")} >= {"fsdp-bf16", "fsdp-bf16-packed"}
-    assert [row["side"] for row in rows(found, "overhead")] == 2 * ["raw", "launcher"]
+    assert [row["side"] for row in rows(found, "overhead")] == ["raw", "launcher"]
