@@ -251,7 +251,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     if transform is not None and recipe.model.chunked_loss:
         ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
     if recipe.distillation is not None:
-        _check_head(model)
+        _check_distillation(model, recipe.distillation)
     return PreparedModel(
         model,
         recipe.model.task,
@@ -296,12 +296,13 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
 def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the teacher of the recipe, whose weights are frozen in the dtype of forward passes.
     Raises RecipeError if it cannot be used for the recipe's model."""
+    assert recipe.distillation is not None
     try:
         prepared = prepare_model(teacher_recipe(recipe), device=device)
     except RecipeError as error:
         what = str(error).removeprefix("model.path: ")
         raise RecipeError(f"distillation.teacher: {what}") from None
-    _check_head(prepared.model)
+    _check_distillation(prepared.model, recipe.distillation)
     for parameter in prepared.model.parameters():
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
@@ -309,7 +310,12 @@ def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     return prepared
 
 
-def _check_head(model: nn.Module) -> None:
+def _check_distillation(model: nn.Module, settings: schema.Distillation) -> None:
+    """Raises RecipeError if this model cannot be the teacher, or learn from one."""
     if not computes_loss(model):
         what = f"not available for {type(model).__name__}, which does more than a linear layer"
         raise RecipeError(f"distillation: {what} to compute its logits")
+    vocabulary = vocabulary_size(model)
+    if vocabulary is not None and settings.top_k > vocabulary:
+        what = f"{settings.top_k:,} is more than the vocabulary of {vocabulary:,}"
+        raise RecipeError(f"distillation.top_k: {what} of {type(model).__name__}")

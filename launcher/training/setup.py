@@ -218,9 +218,6 @@ def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int) -> None:
     if not same:
         advice = "ids must mean the same tokens; choose a teacher of the same family of models"
         raise RecipeError(f"distillation.teacher: {what}: {advice}")
-    if settings.top_k > min(own, of_teacher):
-        what = f"{settings.top_k} is more than the vocabulary of {min(own, of_teacher):,}"
-        raise RecipeError(f"distillation.top_k: {what}")
 
 
 def _seed_generators(seed: int) -> None:

@@ -1,18 +1,24 @@
 """The loss of distillation against full logits, without chunks, and the predictions of a teacher."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
 from launcher.data.objectives import first_targets
+from launcher.errors import RecipeError
 from launcher.models import chunked_loss
 from launcher.models.build import build_model
 from launcher.models.chunked_loss import ChunkedHead, logits_transform
 from launcher.models.distillation import summed_distillation_loss, teacher_top_k
 from launcher.models.initialization import random_weights
 from launcher.models.inputs import IGNORED
+from launcher.recipe import schema
 from launcher.recipe.schema import Distillation, Model
+from launcher.training.prepare import prepare_model, prepare_teacher
 
 VOCABULARY, TOKENS = 300, 24
 
@@ -175,3 +181,27 @@ def test_targets_before_each_sequence():
     )
     dataset = SimpleNamespace(store=store, sequences=sequences)
     assert first_targets(dataset).tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize(("prepare", "size"), [(prepare_model, 40), (prepare_teacher, 50)])
+def test_more_teacher_predictions_than_tokens_are_refused(tmp_path, prepare, size):
+    """When the model is built: before the log names the space that the predictions take, and in
+    `launcher plan`."""
+    section = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32}
+    section |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(**section, vocab_size=50)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    recipe = schema.Recipe(
+        run=schema.Run(name="taught", max_steps=1),
+        model=Model(config=section | {"vocab_size": 40}),
+        data=schema.Data(kind="tokens", sequence_length=8),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+        distillation=Distillation(teacher=str(tmp_path), top_k=size),
+    )
+    prepare(recipe, device=torch.device("cpu"))
+    recipe = dataclasses.replace(
+        recipe, distillation=Distillation(teacher=str(tmp_path), top_k=size + 1)
+    )
+    message = f"distillation.top_k: {size + 1} is more than the vocabulary of {size} of LlamaForC"
+    with pytest.raises(RecipeError, match=message):
+        prepare(recipe, device=torch.device("cpu"))
