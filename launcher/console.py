@@ -24,10 +24,11 @@ _CLEAR = "\r\x1b[2K"
 _SHORTEST_BAR, _LONGEST_BAR = 5, 24
 _IRRELEVANT = {
     "torchao": "Failed to load ",
+    "bitsandbytes.backends.cpu.ops": "Failed to load ",
     "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
 }
-"""Beginnings of warnings that are not shown, by logger. torchao causes them when it is imported,
-which transformers does if it is installed. The libraries that it cannot load are not needed."""
+"""Beginnings of warnings that are not shown, by logger. torchao and bitsandbytes cause them when they
+are imported, which transformers and peft do if they are installed. What cannot be loaded is not needed."""
 _stream: str | None = None
 """Where messages are printed; None: nowhere."""
 

@@ -8,6 +8,8 @@ others, so any shard by rows is complete, and has the same bytes on any number o
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -17,6 +19,8 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 64
 """Numbers with a common scale."""
@@ -32,6 +36,8 @@ LEVELS = torch.tensor(
 """The values of the codes, as in bitsandbytes."""
 AT_ONCE = 2**24
 """Numbers that are converted at a time, which bounds the working space."""
+KERNEL_DEVICES = ("cuda",)
+"""Kinds of devices for which bitsandbytes is used. Its operator for CPUs does not fill a tensor."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -97,15 +103,43 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows = packed.reshape(-1, packed.shape[-1])
     codes, blocks = shape[-1] // 2, shape[-1] // BLOCK
     out = torch.empty(len(rows), shape[-1], dtype=dtype, device=packed.device)
-    # Compiled, this is one kernel without working space
-    compiling = torch.compiler.is_compiling()
-    step = len(rows) if compiling else max(1, AT_ONCE // shape[-1])
-    pairs = _pairs(packed.device)
+    step = max(1, AT_ONCE // shape[-1])
+    pairs, kernel = _pairs(packed.device), has_kernel(packed.device.type)
     for part, made in zip(torch.split(rows, step), torch.split(out, step), strict=True):
-        # Not by indexing, which converts 32-bit indices to 64 bits on GPUs
-        values = pairs.index_select(0, part[:, :codes].int().flatten()).view(-1, blocks, BLOCK)
-        made.copy_(values.mul_(_scales(part, codes)).view(-1, shape[-1]))
+        scales = _scales(part, codes)
+        if kernel:
+            _bitsandbytes(part[:, :codes], scales, made)
+        else:
+            # Not by indexing, which converts 32-bit indices to 64 bits on GPUs
+            values = pairs.index_select(0, part[:, :codes].int().flatten()).view(-1, blocks, BLOCK)
+            made.copy_(values.mul_(scales).view(-1, shape[-1]))
     return out.view(shape)
+
+
+@cache
+def has_kernel(device_type: str) -> bool:
+    """Whether bitsandbytes can dequantize on this kind of device: it is installed, and its library
+    fits the version of CUDA. Its values are the same bits."""
+    if device_type not in KERNEL_DEVICES or importlib.util.find_spec("bitsandbytes") is None:
+        return False
+    try:
+        import bitsandbytes  # noqa: F401  # it defines the operator
+
+        codes = torch.zeros(1, BLOCK // 2, dtype=torch.uint8, device=device_type)
+        scales = torch.ones(1, 1, 1, device=device_type)
+        _bitsandbytes(codes, scales, torch.empty(1, BLOCK, device=device_type))
+    except Exception as error:
+        logger.warning(f"nf4: bitsandbytes cannot be used, weights are read more slowly: {error}")
+        return False
+    return True
+
+
+def _bitsandbytes(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the rows `out`, (rows, features), of codes and scales with the kernel of bitsandbytes,
+    which multiplies in float32, as `dequantize` does."""
+    operator = torch.ops.bitsandbytes.dequantize_4bit.out
+    flat = codes.contiguous(), scales.flatten()
+    operator(*flat, BLOCK, "nf4", list(out.shape), out.dtype, out=out)
 
 
 def round_trip(weight: torch.Tensor) -> torch.Tensor:

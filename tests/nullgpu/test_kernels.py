@@ -1,7 +1,9 @@
-"""Which kernels attention and the optimizer launch, and the values of the optimizer's kernel."""
+"""Which kernels attention, weights in NF4 and the optimizer launch, and the values of kernels."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +128,50 @@ if len(sys.argv) > 1:
     found["calls"] = flash_attn_interface.calls
 print("FOUND", json.dumps(found))
 """
+NF4 = """
+import json
+import torch
+from launcher.models import nf4
+from tests.nullgpu.devices import preloaded
+
+def packed(shape, device="cpu"):
+    made = torch.empty(*shape[:-1], nf4.row_bytes(shape[-1]), dtype=torch.uint8)
+    nf4.quantize(torch.randn(shape), made)
+    return made.to(device)
+
+def fill(codes, absmax, blocksize, quant_type, shape, dtype, out):  # only GPUs have this operator
+    made = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, blocksize, quant_type, shape, dtype)
+    out.copy_(made)
+
+torch.manual_seed(0)
+nf4.AT_ONCE = 2**12
+weights = [packed(shape) for shape in ((96, 256), (3, 70, 128), (1, 64))]
+weights[0][:8] = 0  # rows of zeros
+expected = {(i, dtype): nf4.dequantize(weight, dtype) for i, weight in enumerate(weights)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+import bitsandbytes
+library = torch.library.Library("bitsandbytes", "IMPL")
+library.impl("dequantize_4bit.out", fill, "CPU")
+nf4.KERNEL_DEVICES = ("cpu",)
+nf4.has_kernel.cache_clear()
+assert nf4.has_kernel("cpu")
+for (i, dtype), values in expected.items():
+    assert torch.equal(nf4.dequantize(weights[i], dtype), values), (i, dtype)
+print("same bits")
+nf4.AT_ONCE = 2**24
+weight, counts = packed((2048, 4096), "cuda"), {}
+for name, devices in (("operators", ()), ("kernel", ("cuda",))):
+    nf4.KERNEL_DEVICES = devices
+    nf4.has_kernel.cache_clear()
+    nf4.dequantize(weight, torch.bfloat16)
+    before, held = preloaded().nullgpu_launches(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made = nf4.dequantize(weight, torch.bfloat16)
+    counts[name] = preloaded().nullgpu_launches() - before
+    counts[name + " bytes"] = torch.cuda.max_memory_allocated() - held - made.nbytes
+    del made
+print("COUNTS", json.dumps(counts))
+"""
 EXIT = """
 import os, sys
 sys.stdout.flush()
@@ -153,6 +199,19 @@ def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):
     assert counts["kernel"] <= 4 + 2
     assert counts["operators"] > 100 * counts["kernel"]
     assert counts["kernel bytes"] <= 4096
+
+
+def test_bitsandbytes_reads_weights_in_nf4_with_the_same_bits(null_gpus):
+    """bitsandbytes is in a folder of its own, because the other tests run without it."""
+    installed = Path(sys.prefix) / "bitsandbytes"
+    paths = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    variables = null_gpus(count=1).variables | {"PYTHONPATH": paths}
+    result = run([sys.executable, "-c", NF4 + EXIT], timeout=200, **variables).check()
+    assert "same bits" in result.output
+    counts = printed(result.output, "COUNTS")
+    print(counts)
+    assert counts["kernel"] < counts["operators"]
+    assert counts["kernel bytes"] < counts["operators bytes"] / 5
 
 
 @pytest.mark.parametrize(
