@@ -24,7 +24,7 @@ from launcher.distributed.processes import process_start, this_machine
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
-from launcher.models.nf4 import dequantize, is_packed
+from launcher.models.nf4 import dequantize, is_packed, parts_of_rows
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
@@ -76,9 +76,12 @@ def export_hugging_face(
         tensor = tensors[name]
         if original is not None and is_packed(tensor):
             return original(name) if rank == 0 else torch.zeros(())
+        parts = parts_of_rows(tensor)
         if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
             tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
-        return dequantize(tensor.cpu(), torch.float32) if is_packed(tensor) else tensor.cpu()
+        if not is_packed(tensor):
+            return tensor.cpu()
+        return torch.cat([dequantize(p, torch.float32) for p in tensor.cpu().chunk(parts, -1)], -1)
 
     if rank != 0:
         for _ in exported_tensors(module, read, merged=merged, convert=False):

@@ -228,16 +228,14 @@ class InitialValues:
         elif self.mine is not None and self._operations:
             local, row = local_rows(self.mine)
             rows, columns = local.contiguous(), local_columns(self.mine)
-            if is_packed(local):
-                rows = torch.empty(shape_of(local), device=local.device)
-            if columns is not None:
-                rows = local.new_empty(len(local), *self.shape[1:])
+            if is_packed(local) or columns is not None:  # rows of the whole, as numbers
+                dtype = self.dtype if is_packed(local) else local.dtype
+                shape = *local.shape[:1], *self.shape[1:]
+                rows = torch.empty(shape, dtype=dtype, device=local.device)
             first = row * self.shape[1:].numel()
             self._apply(rows.view(-1), first, compute_device(self.mine))
-            if columns is not None:
-                rows = rows[:, columns.start : columns.stop]
             if rows is not local:
-                write(local, rows)
+                write(local, rows, columns)
         self._operations.clear()
         self.whole, self._stored = None, True
 

@@ -3,13 +3,16 @@
 A weight of shape (..., rows, features) is one uint8 parameter of shape (..., rows, bytes). A row
 holds its codes (two of them in a byte), a byte of scale for each block of 64 numbers, and the row's
 own scale in float32: 4.125 bits for each number, and 4 bytes for each row. A row does not depend on
-others, so any shard by rows is complete, and has the same bytes on any number of ranks.
+others, so any shard by rows is complete, and has the same bytes on any number of ranks. Ranks that
+divide rows (tensor parallelism) hold a part of the codes and of the blocks' scales, and the row's
+scale each.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from launcher.errors import RecipeError
 
@@ -55,25 +59,46 @@ def shape_of(weight: torch.Tensor) -> torch.Size:
     """The shape of a weight of a model, in NF4 or not, as if it were not."""
     if not is_packed(weight):
         return weight.shape
-    return torch.Size((*weight.shape[:-1], (weight.shape[-1] - 4) // _BLOCK_BYTES * BLOCK))
+    parts = parts_of_rows(weight)
+    features = (weight.shape[-1] // parts - 4) // _BLOCK_BYTES * BLOCK * parts
+    return torch.Size((*weight.shape[:-1], features))
+
+
+def parts_of_rows(weight: torch.Tensor) -> int:
+    """The number of ranks that divide each row of a weight in NF4."""
+    if not isinstance(weight, DTensor):
+        return 1
+    sizes, last = weight.device_mesh.shape, weight.ndim - 1
+    placed = zip(sizes, weight.placements, strict=True)
+    return math.prod(size for size, each in placed if getattr(each, "dim", None) == last)
+
+
+def with_parts(weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """An empty weight in NF4 like this one, whose rows are in equal parts, one after the other."""
+    features = shape_of(weight)[-1]
+    return weight.new_empty(*weight.shape[:-1], parts * row_bytes(features // parts))
 
 
 @torch.no_grad()
-def quantize(weight: torch.Tensor, packed: torch.Tensor) -> None:
-    """Writes rows of a weight, (..., features) of any float dtype, to `packed`, (..., bytes)."""
+def quantize(weight: torch.Tensor, packed: torch.Tensor, columns: range | None = None) -> None:
+    """Writes rows of a weight, (..., features) of any float dtype, to `packed`, (..., bytes). With
+    `columns`, it holds only these of the features, whole blocks."""
     features, size = weight.shape[-1], packed.shape[-1]
     rows, out = weight.reshape(-1, features), packed.view(-1, size)
-    codes, blocks = features // 2, features // BLOCK
+    own = slice(0, features) if columns is None else slice(columns.start, columns.stop)
+    blocks = (own.stop - own.start) // BLOCK
+    codes = blocks * BLOCK // 2
     bounds = ((LEVELS[1:] + LEVELS[:-1]) / 2).to(out.device)
     step = max(1, AT_ONCE // features)
     for part, made in zip(torch.split(rows, step), torch.split(out, step), strict=True):
-        values = part.to(out.device, torch.float32).view(-1, blocks, BLOCK)
+        whole = part.to(out.device, torch.float32)
+        of_row = whole.abs().amax(1, keepdim=True)
+        values = whole[:, own].reshape(-1, blocks, BLOCK)
         largest = values.abs().amax(2)
-        of_row = largest.amax(1, keepdim=True)
         # A block's scale is the square of its byte, as a share of the row's
         share = (largest / of_row.clamp(min=_TINY)).sqrt_()
         made[:, codes:-4] = share.mul_(255).round_().clamp_(1, 255).to(torch.uint8)
-        made[:, -4:] = of_row.contiguous().view(torch.uint8)
+        made[:, -4:] = of_row.view(torch.uint8)
         values = values / _scales(made, codes).clamp(min=_TINY)
         index = torch.bucketize(values, bounds).to(torch.uint8).view(len(made), codes, 2)
         made[:, :codes] = index[..., 0] << 4 | index[..., 1]
@@ -214,16 +239,23 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
+def linear(
+    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`torch.nn.functional.linear` of a frozen weight in NF4."""
+    inputs = _prepared(inputs, "a linear layer")
+    bias = None if bias is None else bias.to(inputs.dtype)
+    with without_autocast(inputs):
+        function: Any = _Product
+        made: torch.Tensor = function.apply(inputs, packed, bias)
+    return made
+
+
 class Nf4Linear(nn.Linear):
     """A frozen linear layer whose `weight` is in NF4."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs = _prepared(inputs, "a linear layer")
-        bias = None if self.bias is None else self.bias.to(inputs.dtype)
-        with without_autocast(inputs):
-            function: Any = _Product
-            made: torch.Tensor = function.apply(inputs, self.weight, bias)
-        return made
+        return linear(inputs, self.weight, self.bias)
 
 
 class Nf4Experts(nn.Module):

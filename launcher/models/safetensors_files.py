@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
+from launcher.models.nf4 import is_packed
 from launcher.models.shards import local_columns, local_rows, write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -134,8 +135,8 @@ class StoredTensors:
                 stored = self._file(part.file).get_slice(name)
                 rows = slice(start - part.first, stop - part.first)
                 target = local[start - first : stop - first]
-                if own is None and part.columns is None:
-                    write(target, stored[rows])
+                if part.columns is None and (own is None or is_packed(target)):
+                    write(target, stored[rows], own)
                     continue
                 width = self.tensors[name].shape[1]
                 wanted, kept = own or range(width), part.columns_of(width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from launcher.models.nf4 import is_packed, quantize
+from launcher.models.nf4 import is_packed, quantize, shape_of
 
 
 def chunks(size: int, parts: int) -> list[range]:
@@ -27,9 +27,15 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def local_columns(tensor: torch.Tensor) -> range | None:
-    """This rank's part of dimension 1, which tensor parallelism may divide; None: all of it."""
+    """This rank's part of dimension 1, which tensor parallelism may divide; None: all of it. Of a
+    weight in NF4, it is in numbers, not in bytes."""
     if isinstance(tensor, DTensor) and any(getattr(p, "dim", 0) == 1 for p in tensor.placements):
-        return _local_range(tensor, 1)
+        part = _local_range(tensor, 1)
+        if is_packed(tensor):
+            width = shape_of(tensor.to_local())[1]
+            first = part.start // len(part) * width
+            part = range(first, first + width)
+        return part
     return None
 
 
@@ -49,17 +55,16 @@ def copy_local_rows(target: torch.Tensor, values: torch.Tensor, begin: int = 0) 
     local, row = local_rows(target)
     if local.ndim:
         values = values[row - begin : row - begin + len(local)]
-    if (columns := local_columns(target)) is not None:
-        values = values[:, columns.start : columns.stop]
-    write(local, values)
+    write(local, values, local_columns(target))
 
 
-def write(local: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values to a parameter or buffer, or rows of it; to one in NF4 they are quantized."""
+def write(local: torch.Tensor, values: torch.Tensor, columns: range | None = None) -> None:
+    """Copies values, or some columns of them, to a parameter or buffer, or rows of it; to one in NF4
+    they are quantized."""
     if is_packed(local) and values.is_floating_point():
-        quantize(values, local)
+        quantize(values, local, columns)
     else:
-        local.copy_(values)
+        local.copy_(values if columns is None else values[:, columns.start : columns.stop])
 
 
 def sharded_zeros(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:

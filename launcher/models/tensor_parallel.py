@@ -23,9 +23,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
 from launcher.errors import RecipeError
+from launcher.models import nf4
 from launcher.models.build import embeddings
 from launcher.models.chunked_loss import ChunkedHead, computes_loss
 from launcher.models.experts import find_experts
+from launcher.models.nf4 import BLOCK, Nf4Linear, is_packed, shape_of, with_parts
 from launcher.models.shards import chunks, local_part
 from launcher.models.tensor_collectives import copied, gathered, summed
 
@@ -131,6 +133,8 @@ class _Division:
             if parameter is None or dimension >= parameter.ndim:
                 continue
             whole, mesh = parameter.detach(), self._mesh
+            if is_packed(whole) and dimension == 1:
+                whole = with_parts(whole, mesh.size())
             if isinstance(mesh, PlannedRank):
                 part = whole.chunk(mesh.size(), dimension)[0].contiguous()
             else:
@@ -231,7 +235,7 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
         if style not in _DIMENSION or module is None:
             problems.setdefault(style, f"{style} ({path})")
         elif not isinstance(_base(module), known) or (
-            known is nn.Linear and type(_base(module)) is not known
+            known is nn.Linear and type(_base(module)) not in (nn.Linear, Nf4Linear)
         ):
             kind = type(_base(module)).__name__
             problems.setdefault(style, f"{style} for {kind} ({path})")
@@ -266,10 +270,15 @@ def _indivisible(model: nn.Module, styles: Styles, size: int) -> str | None:
             return f"the {key_heads} key and value heads"
     for path, style in styles.items():
         if style in _DIMENSION and path not in few:
-            width = _base(model.get_submodule(path)).weight.shape[_DIMENSION[style]]
-            uneven = width % size if style in (COLUMN, ROW) else len(chunks(width, size)[-1]) == 0
+            weight = _base(model.get_submodule(path)).weight
+            width, unit, what = shape_of(weight)[_DIMENSION[style]], 1, f"features of {path}"
+            if is_packed(weight) and _DIMENSION[style] == 1:
+                unit, what = BLOCK, f"{what}, in blocks of {BLOCK} for lora.quantize,"
+            uneven = len(chunks(width, size)[-1]) == 0
+            if style in (COLUMN, ROW) or unit > 1:
+                uneven = width % (unit * size) != 0
             if uneven:
-                return f"the {width} features of {path}"
+                return f"the {width} {what}"
     return None
 
 
@@ -282,7 +291,8 @@ def _linear(
     if rows is not None:
         weight = weight[rows.start : rows.stop]
         bias = None if bias is None else bias[rows.start : rows.stop]
-    return functional.linear(x, weight, bias)
+    product: Forward = nf4.linear if is_packed(weight) else functional.linear
+    return product(x, weight, bias)
 
 
 def _column(

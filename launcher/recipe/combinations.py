@@ -80,7 +80,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("strategy.tensor_parallel_size", "model.task", "causal_lm sequence_classification"),
     (
         "strategy.tensor_parallel_size",
-        "model.builder model.compile lora.quantize lora.dora data.builder",
+        "model.builder model.compile lora.dora data.builder",
         False,
     ),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
@@ -120,7 +120,6 @@ _INSTEAD = {
     (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
     ("strategy.expert_parallel_size", "model.compile"): "; set model.compile: false",
     ("strategy.tensor_parallel_size", "model.compile"): "; set model.compile: false",
-    ("strategy.tensor_parallel_size", "lora.quantize"): _OTHER_DIVISIONS,
     ("strategy.tensor_parallel_size", "lora.dora"): _OTHER_DIVISIONS,
     ("strategy.tensor_parallel_size", "strategy.expert_parallel_size"): (
         "; for a mixture of experts use strategy.expert_parallel_size alone"

@@ -19,7 +19,7 @@ from launcher.models.build import find_blocks
 from tests.distributed.equivalence_worker import OFFLOAD, Worker
 from tests.distributed.launching import end_worker
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
 MODELS = {
     "llama": SIZES | {"intermediate_size": 128},
@@ -28,6 +28,7 @@ MODELS = {
 FSDP, DDP = ["strategy.kind=fsdp"], ["strategy.kind=ddp"]
 FULL = "activation_checkpointing={mode: full}"
 CONTEXT = "strategy.context_parallel_size=2"
+TENSOR = "strategy.tensor_parallel_size=2"
 CASES = {
     "llama": {
         "ddp": (DDP, 2, 2),
@@ -36,6 +37,7 @@ CASES = {
         "offload": ([*FSDP, *OFFLOAD], 2, 2),
         "budget": ([*FSDP, "activation_checkpointing={mode: selective, budget: 0.5}"], 2, 1),
         "context": ([*FSDP, CONTEXT], 2, 2),
+        "tensor": ([*FSDP, TENSOR, FULL], 2, 2),
     },
     "mixtral": {
         "fsdp": ([*FSDP, FULL], 2, 2),

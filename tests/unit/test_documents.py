@@ -149,7 +149,7 @@ CONFIGS = {
     "qlora_llama_3_1_8b": LLAMA_8B,
     "qwen3_30b_a3b": QWEN3_30B_A3B,
 }
-CONFIGS["llama_3_1_70b_tensor"] = CONFIGS["llama_3_1_70b"]
+CONFIGS |= dict.fromkeys(("llama_3_1_70b_tensor", "qlora_llama_3_1_70b"), CONFIGS["llama_3_1_70b"])
 """Model configs, from the model cards."""
 
 

@@ -82,6 +82,21 @@ def test_rows_do_not_depend_on_each_other(monkeypatch):
     assert packed(weight[:0]).shape == (0, whole.shape[1])
 
 
+def test_parts_of_rows_have_the_bits_of_whole_rows():
+    """Ranks that divide rows hold parts of the codes; the scale of a row is that of the whole."""
+    weight = weights("outliers")
+    values = nf4.round_trip(weight)
+    made = nf4.with_parts(packed(weight), 4)
+    assert made.shape == (512, 4 * nf4.row_bytes(512))
+    for index, part in enumerate(made.chunk(4, 1)):
+        columns = range(512 * index, 512 * (index + 1))
+        part = part.contiguous()
+        nf4.quantize(weight, part, columns)
+        own = values[:, columns.start : columns.stop]
+        assert torch.equal(nf4.dequantize(part, torch.float32), own)
+    assert not torch.equal(nf4.round_trip(weight[:, :512]), values[:, :512])  # another scale
+
+
 @pytest.mark.parametrize("row", [torch.zeros(128), torch.cat([torch.zeros(64), torch.ones(64)])])
 def test_blocks_of_zeros_stay_zeros(row):
     assert torch.equal(nf4.round_trip(row[None])[0], row)

@@ -240,8 +240,8 @@ MISTAKES_IN_ARGUMENTS = [
      "strategy.tensor_parallel_size=2: not available with model.compile; set model.compile: false"),
     (None, ["strategy.expert_parallel_size=2", "model.compile=auto"],
      "strategy.expert_parallel_size=2: not available with model.compile; set model.compile: false"),
-    (None, ["strategy.tensor_parallel_size=2", "lora={quantize: nf4}"],
-     "strategy.tensor_parallel_size=2: not available with lora.quantize; FSDP, strategy.context_parallel_size and "
+    (None, ["strategy.tensor_parallel_size=2", "lora={dora: true}"],
+     "strategy.tensor_parallel_size=2: not available with lora.dora; FSDP, strategy.context_parallel_size and "
      "strategy.expert_parallel_size are"),
     (None, ["strategy.tensor_parallel_size=2", "activation_checkpointing={mode: selective, budget: 0.5}"],
      "activation_checkpointing.budget: needs strategy.tensor_parallel_size: 1"),
