@@ -4,10 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from launcher.errors import RecipeError
@@ -221,15 +224,42 @@ def small_gemma3():
     return transformers.Gemma3Config(**sections, **tokens)
 
 
+def save_gemma3_processor(folder):
+    """A real processor, with a tokenizer of four words."""
+    special = dict(zip(("eoi_token", "boi_token", "image_token"), range(61, 64), strict=True))
+    words = {"what": 3, "is": 4, "this": 5, "?": 6} | {
+        f"<{name}>": n for name, n in special.items()
+    }
+    words |= {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    made = Tokenizer(models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        extra_special_tokens={name: f"<{name}>" for name in special},
+        **{f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos")},
+    )
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    transformers.Gemma3Processor(images, tokenizer, image_seq_length=1).save_pretrained(folder)
+    images.save_pretrained(folder)  # transformers before 5 wrote a file of its own for this part
+
+
+def seen_by_the_model(folder):
+    """The inputs that the processor in a folder makes of an image and a text."""
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    assert isinstance(processor, transformers.Gemma3Processor)
+    image = Image.fromarray(np.arange(40 * 30 * 3, dtype=np.uint8).reshape(40, 30, 3))
+    return processor(images=image, text="<boi_token> what is this ?", return_tensors="pt")
+
+
 @pytest.mark.parametrize("lora", [None, schema.Lora(rank=2)], ids=["whole", "lora"])
 def test_text_training_of_a_multimodal_model_freezes_the_rest(tmp_path, lora, monkeypatch):
-    """DDP would wait for gradients of the vision tower. The export has the processor's files."""
+    """DDP would wait for gradients of the vision tower. The processor of the export makes the same
+    inputs of an image, and the exported model computes with them."""
     base = tmp_path / "base"
     torch.manual_seed(0)
     transformers.Gemma3ForConditionalGeneration(small_gemma3()).save_pretrained(base)
-    companions = ("preprocessor_config.json", "processor_config.json", "LICENSE.txt")
-    for name in companions:
-        (base / name).write_text("{}")
+    save_gemma3_processor(base)
+    (base / "LICENSE.txt").write_text("terms")
     section = Model(path=str(base))
     recipe = schema.Recipe(
         run=schema.Run(name="gemma3", max_steps=1),
@@ -251,8 +281,19 @@ def test_text_training_of_a_multimodal_model_freezes_the_rest(tmp_path, lora, mo
         n for n, p in named.items() if p.grad is not None
     }
     assert not any("vision" in name and ".lora_" in name for name in named)
-    export_hugging_face(model, tmp_path / "out", rank=0, device=CPU, merged=lora is not None)
-    assert all((tmp_path / "out" / name).is_file() for name in companions)
+    tokenizer, out = transformers.AutoTokenizer.from_pretrained(base), tmp_path / "out"
+    options = {"rank": 0, "device": CPU, "merged": lora is not None, "tokenizer": tokenizer}
+    export_hugging_face(model, out, **options)
+    companions = ("preprocessor_config.json", "processor_config.json", "LICENSE.txt")
+    assert all((out / name).read_bytes() == (base / name).read_bytes() for name in companions)
+    expected, inputs = seen_by_the_model(base), seen_by_the_model(out)
+    assert expected.keys() == inputs.keys() >= {"pixel_values", "input_ids"}
+    assert all(torch.equal(inputs[key], values) for key, values in expected.items())
+    results = [
+        transformers.Gemma3ForConditionalGeneration.from_pretrained(folder)(**inputs).logits
+        for folder in (base, out)
+    ]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["paligemma", "blip-2", "qwen2_vl"])
