@@ -29,7 +29,9 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
+    Checkpoint,
     CpuOffload,
+    Evaluation,
     MixedPrecision,
     Model,
     Recipe,
@@ -263,6 +265,8 @@ def selftest_recipe(setting: Json) -> Recipe:
             tokenizer=data.tokenizer or model.path,
         ),
         schedule=replace(schedule, kind="constant", warmup_steps=1, decay_steps=None),
+        evaluation=Evaluation(),  # these two may need a tokenizer, which rows of ids do not
+        checkpoint=Checkpoint(),
     )
 
 

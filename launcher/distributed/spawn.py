@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launcher.console import prepare_streams
 from launcher.distributed.environment import read_environment
 
 _QUIET_TORCHRUN = """import logging, sys
@@ -90,6 +91,7 @@ def run_ranks(
 
 def rank_main(run: Callable[[Any], object]) -> None:
     """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
+    prepare_streams()
     setting = json.loads(sys.argv[1])
     file = Path(setting["result"])
     try:
