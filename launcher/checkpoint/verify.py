@@ -16,7 +16,13 @@ from launcher.checkpoint.export import StoredModel, open_checkpoint_weights, rec
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.build import auto_class, class_count, is_classifier, vocabulary_size
+from launcher.models.build import (
+    auto_class,
+    class_count,
+    is_classifier,
+    text_config,
+    vocabulary_size,
+)
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
@@ -112,7 +118,7 @@ def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
     """The settings that determine tokenization and the end of generation."""
     generation = getattr(model, "generation_config", None)
     facts: Json = {
-        "config.json: eos_token_id": model.config.get_text_config(decoder=True).eos_token_id,
+        "config.json: eos_token_id": getattr(text_config(model), "eos_token_id", None),
         "generation_config.json: eos_token_id": generation and generation.eos_token_id,
     }
     if tokenizer is not None:

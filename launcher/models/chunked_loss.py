@@ -372,6 +372,10 @@ def _is_last(model: PreTrainedModel, transform: Transform) -> bool:
     forward method of a copy with fixed outputs of the base model and of the head."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    class Outputs(MoeModelOutputWithPast):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> None:
+            """Fields of other models, such as the cross_attentions of GPT-2, are None."""
+
     model = copy.deepcopy(model)  # some models keep what they compute
     head, base = embeddings(model)[1], model.base_model
     if text_config(model) is not model.config:  # of images and text
@@ -379,7 +383,7 @@ def _is_last(model: PreTrainedModel, transform: Transform) -> bool:
         base = getattr(base, "model", base)  # that of Llama 4 has the head
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
     hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
-    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
+    base.forward = lambda *args, **kwargs: Outputs(last_hidden_state=hidden)
     head.forward = lambda hidden: logits.clone()
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")

@@ -1,5 +1,6 @@
 """Training with linear layers in float8, emulated: every strategy has the losses of one rank."""
 
+import re
 import sys
 
 import pytest
@@ -112,3 +113,5 @@ def test_resumed_runs_export_and_selftest(tmp_path):
     command = (sys.executable, "-m", "launcher.cli.main", "selftest", f"recipe={recipe}")
     output = run([*command, "run.device=cpu"], timeout=240).check().output
     assert "All configurations give the same losses" in output
+    assert len(re.findall("^fsdp +float8 ", output, re.MULTILINE)) == 1
+    assert "emulated" not in output

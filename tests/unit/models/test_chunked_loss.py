@@ -194,12 +194,16 @@ def build(lora=None, **config):
         {"model_type": "granite", "logits_scaling": 4.0},
         {"model_type": "cohere", "logit_scale": 0.1},
         {"model_type": "phi"},  # its head has a bias
+        # Its base model returns other fields than those of llama
+        {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ],
     ids=lambda config: "-".join(str(value) for value in config.values()),
 )
-@pytest.mark.parametrize("lora", [None, Lora(rank=2, target_modules=("lm_head", "q_proj"))])
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("few", [False, True], ids=["all targets", "few targets"])
-def test_loss_of_models_matches_full_logits(config, lora, few):
+def test_loss_of_models_matches_full_logits(config, adapters, few):
+    layer = "c_attn" if config["model_type"] == "gpt2" else "q_proj"
+    lora = Lora(rank=2, target_modules=("lm_head", layer)) if adapters else None
     model = build(lora, **config)
     rows = []
     for _ in range(2):

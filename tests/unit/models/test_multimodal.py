@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from launcher.checkpoint import verify
 from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
 from launcher.models.build import flops_per_token, parts_without_text
@@ -87,6 +88,18 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
         assert (parameter.grad is not None) is (name in gradients), name
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_exports_are_verified_without_an_end_of_text_in_the_config(kind):
+    """The text config of qwen3_vl has no such field if nothing sets it."""
+    text = {k: v for k, v in MODELS[kind]["text_config"].items() if k != "eos_token_id"}
+    config = transformers.AutoConfig.for_model(kind, **MODELS[kind] | {"text_config": text})
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    facts = verify._facts(model, None)
+    expected = getattr(config.get_text_config(), "eos_token_id", None)
+    assert facts["config.json: eos_token_id"] == expected
 
 
 @pytest.mark.parametrize("kind", MODELS)
