@@ -379,7 +379,8 @@ def _with_saved(
     try:
         saved = {dtype: of_classes(dtype) for dtype in dtypes}
         half = min(dtypes, key=lambda dtype: dtype.itemsize)
-        autocast = of_classes(half, autocast=True) if profile.undivided is None else {}
+        casts = profile.undivided is None and half != torch.float32
+        autocast = of_classes(half, autocast=True) if casts else {}
     except Exception:  # models fail in various ways on tensors without values
         return profile
     return dataclasses.replace(profile, saved=saved, autocast=autocast)

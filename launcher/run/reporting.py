@@ -206,10 +206,14 @@ class Reporter:
         step, loss, run = record["step"], record["loss"], self._recipe.run
         in_a_row, most = self._recorder.skipped_in_a_row, run.max_skipped_steps
         lower = "try a lower optimizer.learning_rate"
-        if in_a_row >= most:
+        if in_a_row >= min(most, self._steps):  # a shorter run would end as finished
+            what = f"in {in_a_row} steps in a row (run.max_skipped_steps={most}); {lower}"
+            if in_a_row == step:
+                what = f"in all {step} steps, so the weights are the initial ones, which may have "
+                what += f"values that are not finite; check them, {lower}"
             raise DivergedError(
-                f"gradients not finite in {in_a_row} steps in a row (run.max_skipped_steps={most});"
-                f" {lower}, a longer schedule.warmup_steps, or bfloat16 instead of float16",
+                f"gradients not finite {what}, a longer schedule.warmup_steps, or bfloat16 instead "
+                "of float16",
                 reason="not_finite",
                 first_step=step - in_a_row + 1,
                 last_step=step,

@@ -336,6 +336,11 @@ def _compute(
         what="reference",
     ):
         documents, values = np.split(rows.cpu().numpy(), [1], axis=1)
+        if not np.isfinite(values).all():
+            what = "log-probabilities of the initial weights are not finite: check the weights, or"
+            raise TrainingError(
+                f"reference: {what} use bfloat16 instead of float16", reason="not_finite"
+            )
         found[documents[:, 0].astype(np.int64)] = values
         pairs += len(rows)
         if saves and time.monotonic() - saved > SAVED_SECONDS:

@@ -150,4 +150,7 @@ def _predictions(
     ):
         rows = np.empty(len(values), dtype=top_k_dtype(settings.top_k))
         rows["log_probability"], rows["id"] = np.split(values.cpu().numpy(), 2, axis=1)
+        if np.isnan(rows["log_probability"]).any():
+            what = "its predictions are not finite: check its weights, or use bfloat16 instead of"
+            raise TrainingError(f"distillation.teacher: {what} float16", reason="not_finite")
         yield rows

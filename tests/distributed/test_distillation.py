@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun, wait_until
@@ -128,6 +129,20 @@ def test_a_resume_gives_the_same_bits(folder):
     train(folder, "parts", *words, "run.max_steps=6", ranks=2)
     assert lines(folder, "parts") == lines(folder, "whole")
     assert all(math.isfinite(line["kl"]) for line in lines(folder, "parts") if "kl" in line)
+
+
+@pytest.mark.long
+def test_a_teacher_that_predicts_no_numbers_ends_the_run(folder):
+    teacher = folder / "runs/broken/hf"
+    shutil.copytree(folder / "runs/teacher/hf", teacher)
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, teacher / "model.safetensors", {"format": "pt"})
+    output = train(
+        folder, "unsound", TEACHER.replace("runs/teacher", "runs/broken"), ranks=2, status=1
+    )
+    assert "distillation.teacher: its predictions are not finite: check its weights" in output
+    assert status(folder / "runs/unsound")["reason"] == "not_finite"
 
 
 @pytest.mark.long

@@ -245,6 +245,17 @@ def test_encoders(load, task):
     assert list(logits) == [masked, masked]
 
 
+@pytest.mark.filterwarnings("error")
+def test_profile_in_float32_does_not_try_autocast(load):
+    """torch warns of it, at the start of runs without mixed precision."""
+    recipe = load(*SMALL, "strategy.mixed_precision=null", "model.config.num_hidden_layers=2")
+    prepared = profile.prepare_model(recipe, device=torch.device("cpu"))
+    shapes = profile.profile_of_shapes(prepared, recipe, device="cpu")
+    found = profile.with_saved(shapes, prepared, recipe, dtypes={torch.float32})
+    assert found.saved.keys() == {torch.float32}
+    assert not found.autocast
+
+
 def test_model_without_blocks_is_one_group(load, monkeypatch):
     recipe = load(*SMALL, "model.config.num_hidden_layers=2")
     split = profile_model(recipe, device="cpu")

@@ -1,5 +1,6 @@
 """Tests of metrics.jsonl, of the messages about slow ranks, and of the bottleneck verdict."""
 
+import dataclasses
 import json
 import random
 import re
@@ -253,6 +254,16 @@ def reporter(folder):
         flops=Flops(3.0, peak=600.0),
     )
     return Reporter(training, run, StepRecorder(SINGLE_RANK), first_step=0)
+
+
+def test_a_short_run_without_a_finite_step_ends_with_an_error(reporter):
+    reporter._recipe = dataclasses.replace(
+        reporter._recipe, run=dataclasses.replace(reporter._recipe.run, max_skipped_steps=20)
+    )
+    for number in range(1, 11):
+        reporter.step(step(number, skipped=1.0))
+    with pytest.raises(DivergedError, match="not finite in all 10 steps, so the weights are the"):
+        reporter.flush()
 
 
 def test_retried_allocations_are_one_warning(reporter, folder, monkeypatch, caplog):

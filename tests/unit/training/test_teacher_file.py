@@ -1,9 +1,11 @@
 """The file of a teacher's predictions: what is written, and what a later start can use."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from launcher.data.objectives import top_k_dtype
 from launcher.errors import TrainingError
@@ -70,3 +72,16 @@ def test_a_full_disk_is_reported_and_loses_nothing(tmp_path, rows, monkeypatch):
         file.write(parts(rows, 1000), ROWS, ABOUT, done=1000)
         assert file.read(ABOUT) == ROWS
         assert np.array_equal(np.load(file.path), rows)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_reference_that_is_not_finite_ends_the_run(monkeypatch, value):
+    """Not a number stands for a pair that is not computed, so each start would compute it again."""
+    rows = torch.tensor([[0.0, -3.0, value]])
+    monkeypatch.setattr(reference, "rows_in_order", lambda *args, **options: iter([rows]))
+    ranks = SimpleNamespace(rank=0)
+    with pytest.raises(TrainingError, match="log-probabilities of the initial weights are not fin"):
+        reference._compute(
+            *(None, None, None, np.zeros((1, 2))),
+            **{"first": 0, "save": None, "micro_batch_size": 1, "ranks": ranks},
+        )
