@@ -83,5 +83,8 @@ def test_a_reference_that_is_not_finite_ends_the_run(monkeypatch, value):
     with pytest.raises(TrainingError, match="log-probabilities of the initial weights are not fin"):
         reference._compute(
             *(None, None, None, np.zeros((1, 2))),
-            **{"first": 0, "save": None, "micro_batch_size": 1, "ranks": ranks},
+            first=0,
+            save=None,
+            micro_batch_size=1,
+            ranks=ranks,
         )
