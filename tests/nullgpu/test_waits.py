@@ -266,6 +266,10 @@ FOUR_RANKS = {
     "hybrid": ["strategy.replicate=2"],
     "shared": SHARED,
     "layers": LAYERS_OVER_RANKS,
+    "nf4": [
+        *(*LAYERS_OVER_RANKS, "lora={rank: 4, quantize: nf4}", "model.config.hidden_size=128"),
+        "model.config.intermediate_size=128",
+    ],
     "experts": EXPERTS,
 }
 
