@@ -232,21 +232,19 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
-    # A pair is two documents in a row, also without packing
-    pairs = data.kind == "preference"
-    sequences = data.builder is None and data.kind != "classification"
-    packed = (data.packing or pairs) and sequences
     if recipe.model.task == "reward":
         TokenScores(model)
     if recipe.preference is not None:
         check_model(model, data.sequence_length)
-    if sequences and not packed and recipe.model.task == "causal_lm":
-        drop_causal_mask(model)
+    sequences = data.builder is None and data.kind != "classification"
+    # A pair is two documents in a row, also without packing
+    packed = (data.packing or data.kind == "preference") and sequences
     masking: Masking = "mask"
     if packed:
-        masking = isolate_documents(
-            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
-        )
+        options: Any = {"device": device, "compute_dtype": dtype}
+        masking = isolate_documents(model, sequence_length=data.sequence_length, **options)
+    elif sequences and recipe.model.task == "causal_lm":
+        drop_causal_mask(model)
     transform = logits_transform(model) if sequences else None
     if transform is not None and recipe.model.chunked_loss:
         ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
