@@ -27,8 +27,8 @@ class Replacements(ExitStack):
 
 @contextmanager
 def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
-    """A context in which a model runs the operators of this kind of device, and does not read the
-    values of tensors."""
+    """A context in which a model runs the operators of this kind of device, does not read the
+    values of tensors, and is not compiled: compiled code would read the memory of fake tensors."""
     from transformers import masking_utils
     from transformers.integrations import moe
 
@@ -37,7 +37,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
-    with Replacements() as replaced:
+    with Replacements() as replaced, torch.compiler.set_stance("force_eager"):
         replaced.set(moe, "_can_use_grouped_mm", grouped)
         replaced.set(experts, "exchange_counts", uniform_counts)
         if "position_ids" not in data.tensors:

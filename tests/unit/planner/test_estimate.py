@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from launcher.models import chunked_loss
 from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.chunked_loss import chunk_width
 from launcher.planner import profile
@@ -254,6 +255,20 @@ def test_profile_in_float32_does_not_try_autocast(load):
     found = profile.with_saved(shapes, prepared, recipe, dtypes={torch.float32})
     assert found.saved.keys() == {torch.float32}
     assert not found.autocast
+
+
+def test_profile_of_a_compiled_model_compiles_nothing(load, monkeypatch):
+    """The compiled loss of a small vocabulary read the memory of fake tensors: the process crashed."""
+
+    def backend(graph, inputs):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(chunked_loss, "_compiled", lambda f: torch.compile(f, backend=backend))
+    recipe = load(*SMALL, "model.compile=true", "model.config.num_hidden_layers=2")
+    prepared = profile.prepare_model(recipe, device=torch.device("cpu"))
+    shapes = profile.profile_of_shapes(prepared, recipe, device="cpu")
+    found = profile.with_saved(shapes, prepared, recipe, dtypes={torch.bfloat16})
+    assert found.saved.keys() == {torch.bfloat16}
 
 
 def test_model_without_blocks_is_one_group(load, monkeypatch):
