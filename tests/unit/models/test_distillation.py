@@ -90,6 +90,7 @@ def direct(logits, targets, teacher, settings, weights):
         (8, 2.5, 0.7, 5.0, True),
         (VOCABULARY, 1.0, 1.0, None, False),
         (1, 0.5, 0.0, None, True),
+        (8, 0.01, 0.5, None, False),
     ],
 )
 def test_loss_and_gradients_are_those_of_full_logits(
@@ -113,19 +114,21 @@ def test_loss_and_gradients_are_those_of_full_logits(
     p = (of_teacher / temperature).log_softmax(1)
     values, ids = found[:, :top_k], found[:, top_k:].long()
     assert torch.equal(ids.sort(1).values, p.topk(top_k).indices.sort(1).values)
-    torch.testing.assert_close(values, p.gather(1, ids), rtol=1e-6, atol=1e-6)
+    # Rounding of the logits is divided by the temperature
+    close = {"rtol": 1e-6, "atol": 1e-6} if temperature > 0.1 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(values, p.gather(1, ids), **close)
     stored = {"teacher_ids": ids, "teacher_log_probabilities": values}
     ours = summed_distillation_loss(model, batch | stored, settings)
     targets = batch["targets"].flatten()[positions]
     theirs = direct(
         logits_at_targets(plain, batch), targets, of_teacher, settings, weights.flatten()[positions]
     )
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, **close)
     count = len(positions)
     (ours[0] / count).backward()
     (theirs[0] / count).backward()
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(one.grad, other.grad, **close, msg=name)
 
 
 @pytest.mark.parametrize(
