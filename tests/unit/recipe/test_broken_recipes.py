@@ -258,6 +258,9 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["model.config.num_attention_heads=4", "model.config.num_key_value_heads=3"],
      "model.config.num_key_value_heads=3: 3 does not divide 4 (num_attention_heads)"),
     (None, ["model.config.attention_dropout=7"], "model.config.attention_dropout=7: must be from 0 to 1; got 7"),
+    (None, ["model.config.rope_theta=x"], "model.config.rope_theta=x: must be a number greater than 0; got 'x'"),
+    (None, ["model.config.rope_scaling={rope_type: yarn, factor: 0.5}"],
+     "model.config.rope_scaling.factor: must be a number of at least 1; got 0.5"),
     (None, ["model.config.rms_norm_eps=.nan"], "model.config.rms_norm_eps=.nan: must be a finite number; got nan"),
     (None, ["model.config.num_hidden_layers=4611686018427387904"],
      "model.config.num_hidden_layers=4611686018427387904: must be at most 10000; got 4611686018427387904"),
@@ -558,7 +561,28 @@ def test_mistakes_in_a_file_are_reported(folder, line, text, expected):
         ("attention_dropout: 7", ["attention_dropout: must be from 0 to 1; got 7"]),
         (
             "rope_theta: .inf, x_dropout: 2",
-            ["rope_theta: must be a finite ...", "x_dropout: must ..."],
+            ["x_dropout: must ...", "rope_theta: must be a number greater than 0; got inf"],
+        ),
+        ("rope_theta: null", ["rope_theta: must be a number greater than 0; got None"]),
+        ("rope_theta: x", ["rope_theta: must be a number greater than 0; got 'x'"]),
+        (
+            "rope_scaling: {rope_type: linear, factor: -1}",
+            ["rope_scaling.factor: must be a number of at least 1; got -1"],
+        ),
+        (
+            "text_config: {rope_scaling: {factor: '2'}}",
+            ["text_config.rope_scaling.factor: must be a number of at least 1; got '2'"],
+        ),
+        (
+            "rope_parameters: {full_attention: {rope_type: yarn, factor: .nan, rope_theta: 0}}",
+            [
+                "rope_parameters.full_attention.factor: must be a number of at least 1; got nan",
+                "rope_parameters.full_attention.rope_theta: must be a number greater than 0; got 0",
+            ],
+        ),
+        (
+            "rope_scaling: {type: other, factor: 0.5}, rope_theta: 1, x: {factor: -1}, y_dropout: 2",
+            ["y_dropout: must be from 0 to 1; got 2"],
         ),
     ],
 )
