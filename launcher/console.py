@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -217,6 +217,13 @@ def task(what: str, total: float, *, background: bool = False) -> Iterator[Calla
             bar.stop()
 
 
+def loss_as_text(record: Mapping[str, Any]) -> str:
+    """The loss in a line of metrics.jsonl; why it is null where it is."""
+    if record["loss"] is None:
+        return "none (no target)" if record.get("loss_tokens") == 0 else "not finite"
+    return f"{record['loss']:.4f}"
+
+
 class ProgressLine:
     """One line for each logged step: redrawn on a terminal, elsewhere printed every few seconds."""
 
@@ -238,12 +245,11 @@ class ProgressLine:
             return
         self._last = now
         left = (self._steps - record["step"]) * self._seconds
-        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         mean = "" if self._loss is None else f" mean {self._loss:.4f}"
         norm = "not finite" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
         fields = [  # the lowest numbers are the most important
             (0, f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"),
-            (1, f"loss {loss}{mean}"),
+            (1, f"loss {loss_as_text(record)}{mean}"),
             (5, f"grad norm {norm}"),
             (7, f"lr {record['learning_rate']:.2e}"),
             (3, f"{record['tokens_per_second']:,.0f} tokens/s"),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -120,11 +120,26 @@ def _with_new_keys(recipe: Mapping[str, object]) -> dict[str, object]:
 def check_recipe(
     path: Path, before: Mapping[str, object], now: Mapping[str, object], *, allow: bool
 ) -> None:
-    """Raises RecipeError if changes since a checkpoint alter the training, unless allowed."""
+    """Raises RecipeError if changes since a checkpoint alter the training, unless allowed, and if
+    only one of the two recipes has averages of the weights."""
+    _check_averages(path, before, now)
     altering = recipe_changes(before, now, altering=True)
     if altering and not allow:
         what = f"{path} is of another recipe, and these changes alter the training:"
         raise _refusal(what, altering, "undo them")
+
+
+def _check_averages(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    had, has = ((each.get("optimizer") or {}).get("ema") for each in (before, now))
+    if (had is None) == (has is None):
+        return
+    what = f"cannot be added on a resume: {path} has no averages of the weights"
+    if has is None:
+        what = f"cannot be removed on a resume: {path} has averages of the weights"
+    raise RecipeError(
+        f"optimizer.ema: {what}; set it to {json.dumps(had)}, or train into another run.dir, with "
+        "the exported weights as model.path"
+    )
 
 
 def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:

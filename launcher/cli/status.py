@@ -14,7 +14,7 @@ import typer
 
 from launcher.checkpoint.files import list_checkpoints, read_marker, verify
 from launcher.cli.tables import fitting_table, make_table, plain, print_parts
-from launcher.console import bytes_as_text, seconds_as_text
+from launcher.console import bytes_as_text, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import shown
 from launcher.reliability.json_files import Json, last_line, read_jsonl
@@ -284,7 +284,7 @@ def describe(summary: Summary, now: float | None) -> Iterator[tuple[str, str, st
         norm = _number(last.get("grad_norm"), ".3f")
         yield (
             "loss",
-            f"{_number(last['loss'])}, grad norm {norm}, {_ago(last['time'] or 0.0, now)}",
+            f"{loss_as_text(last)}, grad norm {norm}, {_ago(last['time'] or 0.0, now)}",
             "",
         )
     if evaluation := summary.evaluation:
@@ -350,7 +350,7 @@ def print_runs(summaries: list[Summary]) -> None:
                 plain(shown(summary.path.name), "bold"),
                 plain(state, _STYLES.get(state, "bold red")),
                 summary.steps,
-                _number(last["loss"]) if last else "",
+                loss_as_text(last) if last else "",
                 _number(summary.evaluation["eval_loss"]) if summary.evaluation else "",
                 _number(last["tokens_per_second"], ",.0f") if last else "",
                 f"step {step:,}, {_ago(when, now)}" if summary.checkpoints else "none",

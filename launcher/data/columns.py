@@ -14,6 +14,9 @@ from launcher.data.tokenizer import Ids
 from launcher.recipe.columns import kind_of
 
 Weights = npt.NDArray[np.float32]
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-20, 1e20
+"""Of weights other than 0. A loss is divided by the sum of the weights in float32: beyond this
+range, that sum or its inverse, times ranks and loss scale, could be 0 or infinite."""
 
 
 def read_column(
@@ -82,12 +85,12 @@ def read_weights(row: Values, column: str, tokens: int | None = None) -> Weights
         numbers = np.array(values, dtype=np.float64)
     except OverflowError:
         numbers = np.full(len(values), np.inf)
-    with np.errstate(over="ignore"):
-        weights = numbers.astype(np.float32)
-    sound = (numbers >= 0) & np.isfinite(weights)
+    sound = (numbers == 0) | ((numbers >= SMALLEST_WEIGHT) & (numbers <= LARGEST_WEIGHT))
     if not sound.all():
         wrong = values[int(np.argmin(sound))]
-        raise RowError(f"column {column!r}: a weight must be finite and not negative; got {wrong}")
+        limits = f"0, or from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+        raise RowError(f"column {column!r}: a weight must be {limits}; got {wrong}")
+    weights = numbers.astype(np.float32)
     if not weights.any():
         raise RowError(f"column {column!r}: all weights are 0; remove the row")
     return weights

@@ -28,6 +28,8 @@ def changed_config(
     """The config of the checkpoint in this folder with these changes in its file. Raises
     RecipeError for keys that its class does not know."""
     stored, _ = config.get_config_dict(folder, local_files_only=True)
+    if any(key in config.sub_configs and key not in stored for key in changes):
+        stored = config.to_dict()  # the file is flat, as that of Qwen2.5-VL
     problems: list[str] = []
     merged = _merged(stored, changes, config, "model.config", problems)
     if problems:
@@ -44,16 +46,14 @@ def _merged(
     where: str,
     problems: list[str],
 ) -> dict[str, Any]:
-    merged = dict(stored)
-    known = {*vars(config), *stored, *type(config).attribute_map, *UNDECLARED, *_ROTARY}
-    if dataclasses.is_dataclass(config):
-        known |= {field.name for field in dataclasses.fields(config)}
-    if not hasattr(config, "rope_parameters"):
-        known -= {*_ROTARY}
+    merged, known = dict(stored), _known(config, stored)
     for key, value in changes.items():
         part = getattr(config, key, None)
         if key not in known:
             near = suggestion(key, known) or f"; {type(config).__name__} has no such key"
+            text, inner = getattr(config, "text_config", None), stored.get("text_config") or {}
+            if text is not None and key in _known(text, inner):
+                near = f"; did you mean {where}.text_config.{key}?"
             problems.append(f"{where}.{key}: unknown key{near}")
         elif key in config.sub_configs:
             if isinstance(value, Mapping):
@@ -67,6 +67,14 @@ def _merged(
         merged = {key: value for key, value in merged.items() if key not in _ROTARY}
         merged["rope_parameters"] = _rotary(config.rope_parameters or {}, given, where, problems)
     return merged
+
+
+def _known(config: Any, stored: Mapping[str, Any]) -> set[str]:
+    """The keys of a config that has these in its file."""
+    known = {*vars(config), *stored, *type(config).attribute_map, *UNDECLARED, *_ROTARY}
+    if dataclasses.is_dataclass(config):
+        known |= {field.name for field in dataclasses.fields(config)}
+    return known if hasattr(config, "rope_parameters") else known - {*_ROTARY}
 
 
 def _rotary(

@@ -21,14 +21,14 @@ from launcher.models.preference import needs_reference
 from launcher.planner.estimate import estimate_memory, forward_peak
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory, pinned
-from launcher.planner.profile import ModelProfile, profile_model
+from launcher.planner.profile import ModelProfile, original_model, profile_model
 from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step
 from launcher.planner.work import state_bytes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.prepare import teacher_recipe
+from launcher.training.prepare import PreparedModel, checked_teacher, teacher_recipe
 
 MiB, GiB = 2**20, 2**30
 
@@ -209,6 +209,13 @@ def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
     """Bytes of tensors on a device at the peak of a teacher's pass; 0 without a teacher."""
     if recipe.distillation is None:
         return 0
+    random = with_random_weights(recipe)
+    model = original_model(random, device=machine.device)
+
+    def prepare(teacher: Recipe) -> PreparedModel:
+        return original_model(with_random_weights(teacher), device=machine.device)
+
+    checked_teacher(random, model, prepare)
     teacher = with_random_weights(teacher_recipe(recipe))
     profile = profile_model(teacher, device=machine.device)
     return forward_peak(profile, teacher, ranks=machine.ranks)

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import closest, suggestion
 from launcher.recipe import schema
-from launcher.recipe.other_names import answer_to
+from launcher.recipe.other_names import FILES_OF_A_SOURCE, answer_to
 from launcher.recipe.schema import Batch, Data, Model, Recipe, Run, Source
 from launcher.recipe.section import Section
 
@@ -174,9 +174,12 @@ def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
         if part in section.__dataclass_fields__:  # else a name in a mixture
             section = subsection(section, str(part)) or section
     known = list(section.__dataclass_fields__)
-    near = closest(str(key), known)
+    is_files = section is Source and key in FILES_OF_A_SOURCE
+    near = "files" if is_files else closest(str(key), known)
     meant = set() if near is None or values.get(near) else {(*parents, near)}
-    hint = answer_to(str(key)) or (f"did you mean {near}?" if near else answer(str(key)))
+    hint = (not is_files and answer_to(str(key))) or (
+        f"did you mean {near}?" if near else answer(str(key))
+    )
     return f"unknown key; {hint or 'known here: ' + ', '.join(known)}", meant
 
 

@@ -36,21 +36,28 @@ _OF_WEIGHTS = {
     *("architectures", "quantization_config", "n_positions", "depth", "num_heads", "patch_size"),
 }
 """Keys that decide which weights there are, their shapes, or what they compute."""
+_ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
+_SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3", None)
+"""Values of rope_type with which `factor` stretches positions. None: that of the checkpoint."""
 
 
-def config_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields each wrong key of `model.config` and what is wrong with it."""
+Found = Iterator[tuple[tuple[str, ...], str]]
+"""Paths of wrong keys, and what is wrong with each."""
+
+
+def config_problems(config: Mapping[str, object]) -> Found:
+    """Yields the path of each wrong key of `model.config` and what is wrong with it."""
     if not isinstance(model_type := config.get("model_type"), str):
         what = "must be a model type of transformers, such as llama, qwen3 or gpt2"
-        yield "model_type", f"{what}; got {model_type}"
+        yield ("model_type",), f"{what}; got {model_type}"
     for key in config.keys() & _SET_ELSEWHERE:
-        yield key, f"is set by {_SET_ELSEWHERE[key]}"
-    yield from value_problems(config)
+        yield (key,), f"is set by {_SET_ELSEWHERE[key]}"
+    for key, message in value_problems(config):
+        yield (key,), message
+    yield from rotary_problems(config)
 
 
-def change_problems(
-    config: Mapping[str, object], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Found:
     """Yields the path of each wrong key of a `model.config` that changes the config of model.path,
     and what is wrong with it."""
     if "model_type" in config:
@@ -67,6 +74,31 @@ def change_problems(
             yield from change_problems(value, (*path, key))
     for key, message in value_problems(config):
         yield (*path, key), message
+    if not path:
+        yield from rotary_problems(config)
+
+
+def rotary_problems(config: Mapping[str, object]) -> Found:
+    """Yields the path of each base and factor of rotary positions that is not a number in its range,
+    and what is wrong with it. transformers would not name the key, or reverse the positions."""
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, Mapping):
+            yield from (((key, *path), what) for path, what in rotary_problems(value))
+    yield from _of_settings({key: config[key] for key in _ROTARY if key in config})
+
+
+def _of_settings(settings: Mapping[str, object]) -> Found:
+    """`rotary_problems` of settings, which may hold others: those of each kind of layers."""
+    scales = settings.get("rope_type", settings.get("type")) in _SCALINGS
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from (((key, *path), what) for path, what in _of_settings(value))
+        elif key in ("rope_theta", "factor"):
+            number = value if isinstance(value, (int, float)) and value is not True else 0
+            at_least_1 = scales and key == "factor"
+            if not math.isfinite(number) or number <= 0 or (at_least_1 and number < 1):
+                limit = "of at least 1" if at_least_1 else "greater than 0"
+                yield (key,), f"must be a number {limit}; got {value!r}"
 
 
 def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -91,7 +123,7 @@ def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     config: the keys of a recipe, or all keys of a config.
     """
     for key, value in config.items():
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)) or key == "rope_theta":  # of rotary_problems
             continue
         if not math.isfinite(value):
             yield key, f"must be a finite number; got {value}"

@@ -69,6 +69,8 @@ NAMES = {
     "strategy.reshard_after_forward": "fsdp_reshard_after_forward fsdp_sharding_strategy",
 }
 """For each of our keys, their names. Names that end as our keys (max_steps) need no row."""
+FILES_OF_A_SOURCE = ("path", "paths", "file", "data_files", "data_path", "dataset", "dataset_name")
+"""Their names for `files` of a source in a mixture."""
 _KEYS = {name: key for key, names in NAMES.items() for name in names.split()}
 _ANSWERS = {
     "batch_size": "batch.global_batch_size is that of an optimizer step over all ranks, "

@@ -38,6 +38,7 @@ from launcher.recipe.section import (
     Section,
     Share,
     Size,
+    StrictFloat,
     Text,
     TextList,
 )
@@ -193,7 +194,7 @@ class Data(Section):
     """Column of kind classification."""
     labels: TextList | None = None
     """Names of the classes, for kind classification; null: the column holds integers from 0."""
-    mask_probability: Annotated[Fraction, Field(gt=0)] = 0.15
+    mask_probability: Annotated[StrictFloat, Field(gt=0, lt=1)] = 0.15
     """For model.task masked_lm: share of the tokens that are predicted. Of these, 80 % are replaced
     by the mask token, 10 % by random tokens, and 10 % stay."""
     weights_column: Text | None = None
@@ -353,7 +354,7 @@ class Optimizer(Section):
     """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
-    ema: Annotated[Fraction, Field(gt=0)] | None = None
+    ema: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = None
     """Decay rate, such as 0.999, of a moving average of the trained weights, in float32, for
     evaluation.ema and `launcher export weights=ema`; null: none."""
 

@@ -12,6 +12,7 @@ from launcher.recipe.section import (
     PositiveInt,
     Section,
     Share,
+    StrictFloat,
     Text,
     TextList,
 )
@@ -71,8 +72,9 @@ class Distillation(Section):
     top_k: PositiveInt = 64
     """Most probable tokens that are kept of each prediction, at 8 bytes. All others count as one
     token, whose probability is the sum of theirs."""
-    temperature: Annotated[PositiveFloat, Field(le=100)] = 1.0
-    """Divides the logits of both models in the KL divergence. With much more than 100, rounding would
-    exceed the divergence."""
+    temperature: Annotated[StrictFloat, Field(ge=0.01, le=100)] = 1.0
+    """Divides the logits of both models in the KL divergence. Below 0.01, nearly all probability is
+    that of the largest logit, and rounding errors, which are divided by it too, grow until the loss
+    is not finite. With much more than 100, rounding would exceed the divergence."""
     weight: Share = 0.5
     """Weight of the KL divergence."""

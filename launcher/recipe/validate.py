@@ -181,13 +181,10 @@ def _preference(recipe: Recipe) -> Found:
 
 
 def _config(recipe: Recipe) -> Found:
+    find = config_problems if recipe.model.path is None else change_problems
     config = recipe.model.config
-    if config is not None and recipe.model.path is not None:
-        for path, message in change_problems(config):
-            yield ("model", "config", *path), message
-    elif config is not None:
-        for key, message in config_problems(config):
-            yield ("model", "config", key), message
+    for path, message in () if config is None else find(config):
+        yield ("model", "config", *path), message
 
 
 def _whole_export(recipe: Recipe) -> Found:

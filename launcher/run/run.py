@@ -14,7 +14,7 @@ from launcher.data.batching import Position
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
-from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
+from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.models.config_keys import check_config_keys
 from launcher.models.hugging_face_files import remove_leftovers
 from launcher.recipe.load import LoadedRecipe
@@ -33,7 +33,7 @@ from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
-from launcher.training.evaluation import EarlyStopping
+from launcher.training.evaluation import EarlyStopping, without_targets
 from launcher.training.loop import Step
 from launcher.training.prepare import PreparedModel, prepare_model
 from launcher.training.reference import reference_file
@@ -282,8 +282,7 @@ class TrainingRun:
             return
         many = step.number == min(self._recipe.run.max_skipped_steps, self._steps)
         if not before and not self._position.step and many:
-            what = f"no token with loss in the first {step.number} steps"
-            raise RecipeError(f"data: {what} (for data.builder: CustomData.targets)")
+            raise without_targets(self._training.data.training, f"the first {step.number} steps")
         if not self._warned_of_targets:
             self._warned_of_targets = True
             what = "no token with loss in its batch: weights and optimizer state stay as they are"

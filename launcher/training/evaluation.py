@@ -16,6 +16,7 @@ from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.collation import Collated
 from launcher.data.dataset import ClassificationDataset, MapData
 from launcher.data.loader import StepStatistics, StepTotals, make_loader, to_device
+from launcher.data.objectives import MaskedDataset
 from launcher.data.run_data import raise_error
 from launcher.distributed.process_group import DataParallel, gather
 from launcher.errors import RecipeError
@@ -136,11 +137,21 @@ class Evaluator:
         sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))
         for name, (_, tokens, _), _ in sets:
             if not tokens:
-                _refuse(name, "no token with loss (for data.builder: CustomData.targets)")
+                dataset, _ = self._loaders[name]
+                raise without_targets(dataset, f"the set {name!r}", key="data.validation")
         return {
             name: Evaluated(loss / (weight or 1.0), int(tokens), weight=weight, **scored)
             for name, (loss, tokens, weight), scored in sets
         }
+
+
+def without_targets(dataset: object, where: str, *, key: str = "data") -> RecipeError:
+    """The error for a part of a data set, which `where` names, that has no token with loss."""
+    if isinstance(dataset, MaskedDataset):
+        what = f"{dataset.probability:g} masks no token in {where}"
+        return RecipeError(f"data.mask_probability: {what}; raise it, or use more data")
+    what = f"no token with loss in {where} (for data.builder: CustomData.targets)"
+    return RecipeError(f"{key}: {what}")
 
 
 def _refuse(name: str, problem: str) -> NoReturn:

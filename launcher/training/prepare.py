@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from torch import nn
 
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import new_token_ids, tokenizer_name
+from launcher.data.tokenizer import hugging_face_tokenizer, new_token_ids, tokenizer_name
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
@@ -291,16 +293,30 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
     )
 
 
-def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
-    """Builds the teacher of the recipe, whose weights are frozen in the dtype of forward passes.
-    Raises RecipeError if it cannot be used for the recipe's model."""
+def checked_teacher(
+    recipe: Recipe, own: PreparedModel, prepare: Callable[[Recipe], PreparedModel]
+) -> PreparedModel:
+    """Builds the teacher by calling `prepare` with `teacher_recipe`. Raises RecipeError, which names
+    the teacher, if that fails, or if `own`, the model of the recipe, cannot learn from it."""
     assert recipe.distillation is not None
     try:
-        prepared = prepare_model(teacher_recipe(recipe), device=device)
+        teacher = prepare(teacher_recipe(recipe))
     except RecipeError as error:
-        what = str(error).removeprefix("model.path: ")
-        raise RecipeError(f"distillation.teacher: {what}") from None
-    _check_distillation(prepared.model, recipe.distillation)
+        problems = (line.removeprefix("model.path: ") for line in error.problems)
+        lines = [line.replace("positions of the model;", "positions it has;") for line in problems]
+        raise RecipeError([f"distillation.teacher: {line}" for line in lines]) from None
+    _check_distillation(teacher.model, recipe.distillation, key="distillation.teacher")
+    _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0)
+    if teacher.masking != own.masking:
+        what = f"keeps packed documents apart by {teacher.masking}, the model by {own.masking}"
+        raise RecipeError(f"distillation.teacher: {what}; set data.packing: false")
+    return teacher
+
+
+def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device) -> PreparedModel:
+    """The teacher of `checked_teacher`, whose weights are frozen in the dtype of forward passes.
+    Raises RecipeError if it cannot be used for the recipe's model, `own`."""
+    prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
     for parameter in prepared.model.parameters():
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
@@ -308,12 +324,41 @@ def prepare_teacher(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     return prepared
 
 
-def _check_distillation(model: nn.Module, settings: schema.Distillation) -> None:
+def _check_distillation(
+    model: nn.Module, settings: schema.Distillation, *, key: str = "distillation"
+) -> None:
     """Raises RecipeError if this model cannot be the teacher, or learn from one."""
     if not computes_loss(model):
         what = f"not available for {type(model).__name__}, which does more than a linear layer"
-        raise RecipeError(f"distillation: {what} to compute its logits")
+        raise RecipeError(f"{key}: {what} to compute its logits")
     vocabulary = vocabulary_size(model)
     if vocabulary is not None and settings.top_k > vocabulary:
         what = f"{settings.top_k:,} is more than the vocabulary of {vocabulary:,}"
         raise RecipeError(f"distillation.top_k: {what} of {type(model).__name__}")
+
+
+def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int) -> None:
+    """Raises RecipeError if the ids of the teacher's tokens differ from those of the model's. The
+    numbers of entries may differ, since some models have spare ones."""
+    settings, name = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
+    assert settings is not None
+    if name is None and recipe.data.kind != "tokens":
+        return  # a plan with the sizes that launcher knows, which needs no tokenizer
+    same = None if name is None else _same_tokens(name, settings.teacher)
+    what = f"its tokenizer has other tokens than that of the run, {name}"
+    if same is None:  # there is none, as for rows of ids
+        same = own == of_teacher
+        what = f"its vocabulary of {of_teacher:,} entries is not that of the model, {own:,}"
+    if not same:
+        advice = "ids must mean the same tokens; choose a teacher of the same family of models"
+        raise RecipeError(f"distillation.teacher: {what}: {advice}")
+
+
+@functools.lru_cache(maxsize=4)
+def _same_tokens(name: str, other: str) -> bool | None:
+    """Whether two tokenizers give tokens the same ids; None if one of them cannot be loaded."""
+    try:
+        one, two = (hugging_face_tokenizer(each).get_vocab() for each in (name, other))
+    except RecipeError:
+        return None
+    return bool(one == two)

@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 SAVED_SECONDS = 10.0
 """Seconds after which the finished part of a pass is written."""
+_NOT_COMPUTED = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+    *("use_cache", "_attn_implementation"),
+}
+"""Keys of config.json without influence on predictions. The dtype is that of the run."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class ReferenceFile:
     path: Path
     weights: str
     """Names the initial weights. A file of others is not used."""
+    config: str | None = None
+    """`config_digest` of the model. A file of another one is not used."""
 
     def read(self) -> dict[str, Reference]:
         """The arrays; empty if there is no file, or if it is damaged or of other weights."""
@@ -73,8 +80,12 @@ class ReferenceFile:
             problem = "is damaged (its checksum differs)"
         elif about.get("weights") != self.weights:
             problem = "is of other initial weights"
+        elif about.get("config", self.config) != self.config:
+            problem = "is of another config.json of the model"
         if problem is not None:
             logger.warning(f"{self.path} {problem}: the reference is computed again")
+        elif self.config is not None and "config" not in about:
+            logger.warning(_without_config(self.path, "model.path"))
         return {} if problem else arrays
 
     def write(self, arrays: Mapping[str, Reference]) -> bool:
@@ -82,6 +93,8 @@ class ReferenceFile:
         computes the arrays again."""
         scratch = self.path.with_name(f".{self.path.name}")
         about = {"checksum": _checksum(arrays), "weights": self.weights}
+        if self.config is not None:
+            about["config"] = self.config
         try:
             save_file(dict(arrays), scratch, metadata=about)
             scratch.replace(self.path)
@@ -99,16 +112,22 @@ class TeacherFile:
     path: Path
     teacher: str
     """Names the teacher's weights. A file of others is not used."""
+    config: str | None = None
+    """`config_digest` of the teacher. A file of another one is not used."""
 
     def read(self, about: Mapping[str, Any]) -> int:
         """The number of rows that can be used for what `about` describes. Warns of a file that
         cannot be used."""
         try:
             found = json.loads(self._description.read_text())
+            if older := "config" in about and "config" not in found:
+                found["config"] = about["config"]
             problem = "is of another teacher, other settings or other data"
             if {name: found.get(name) for name in about} == about:
                 written: int = found["written"]
                 if self._digest(about, written).hexdigest() == found["checksum"]:
+                    if older:
+                        logger.warning(_without_config(self.path, "distillation.teacher"))
                     return written
                 problem = "is damaged (its checksum differs)"
         except FileNotFoundError:
@@ -170,12 +189,13 @@ def reference_file(
 ) -> ReferenceFile | TeacherFile | None:
     """The file of a run; None if its loss needs none. `seed` is that of random weights."""
     if distillation is not None:
+        teacher = schema.Model(path=distillation.teacher)
         try:
-            name = weights_name(schema.Model(path=distillation.teacher), strategy, seed)
+            name, config = weights_name(teacher, strategy, seed), config_digest(teacher)
         except RecipeError as error:
             what = str(error).removeprefix("model.path: ")
             raise RecipeError(f"distillation.teacher: {what}") from None
-        return TeacherFile(run / "teacher_top_k.npy", name)
+        return TeacherFile(run / "teacher_top_k.npy", name, config)
     if preference is None or not needs_reference(preference):
         return None
     name = weights_name(model, strategy, seed)
@@ -184,7 +204,7 @@ def reference_file(
     if lora is not None and lora.path is not None:
         settings = [lora.rank, lora.alpha, lora.rank_stabilized, lora.dora]
         name += f", with the adapter {open_adapter(Path(lora.path)).digest()} {settings}"
-    return ReferenceFile(run / "reference.safetensors", name)
+    return ReferenceFile(run / "reference.safetensors", name, config_digest(model))
 
 
 def weights_name(model: schema.Model, strategy: schema.Strategy, seed: int) -> str:
@@ -196,6 +216,36 @@ def weights_name(model: schema.Model, strategy: schema.Strategy, seed: int) -> s
     else:
         weights = json.dumps([model.path, model.config, seed])
     return f"{weights} in {compute_dtype(strategy)}"
+
+
+def config_digest(model: schema.Model) -> str | None:
+    """A digest of config.json in model.path without what has no influence on predictions; None
+    without a path. Raises RecipeError if the file cannot be read."""
+    if (folder := checkpoint_folder(model)) is None:
+        return None
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        what = f"{file} cannot be read: {error}; save or download the checkpoint again"
+        raise RecipeError(f"model.path: {what}") from None
+    computed = json.dumps(_computed(config), sort_keys=True)
+    return xxhash.xxh3_128(computed.encode()).hexdigest()
+
+
+def _computed(config: Any) -> Any:
+    """A part of config.json without the keys in `_NOT_COMPUTED`, at any depth."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _computed(value) for key, value in config.items() if key not in _NOT_COMPUTED}
+
+
+def _without_config(path: Path, key: str) -> str:
+    """Of a file that an older version wrote."""
+    return (
+        f"{path} is used, but does not record config.json of {key}, because an older version wrote "
+        "it: delete it if config.json has changed since then"
+    )
 
 
 def _checksum(arrays: Mapping[str, Reference]) -> str:

@@ -17,10 +17,9 @@ from torch import nn
 from launcher.data.batching import Position, rows_of
 from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer_to_keep
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
+from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
-from launcher.errors import RecipeError
 from launcher.models.build import (
     class_count,
     embeddings,
@@ -181,13 +180,7 @@ def _with_teacher(
     assert vocabulary is not None
 
     def load() -> WrappedModel:
-        teacher = prepare_teacher(recipe, device=ranks.device)
-        _check_vocabulary(recipe, vocabulary, teacher.vocabulary or 0)
-        if teacher.masking != prepared.masking:
-            what = f"keeps packed documents apart by {teacher.masking}, the model by"
-            raise RecipeError(
-                f"distillation.teacher: {what} {prepared.masking}; set data.packing: false"
-            )
+        teacher = prepare_teacher(recipe, prepared, device=ranks.device)
         wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
         teacher.check_logits(wrapped, ranks)
         return wrapped
@@ -200,24 +193,6 @@ def _with_teacher(
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     return data
-
-
-def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int) -> None:
-    """Raises RecipeError if the ids of the teacher's tokens differ from those of the model's. The
-    numbers of entries may differ, since some models have spare ones."""
-    settings, name = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
-    assert settings is not None
-    try:
-        tokenizers = [hugging_face_tokenizer(each) for each in (name or "", settings.teacher)]
-    except RecipeError:  # there is none, as for rows of ids
-        same = own == of_teacher
-        what = f"its vocabulary of {of_teacher:,} entries is not that of the model, {own:,}"
-    else:
-        same = tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
-        what = f"its tokenizer has other tokens than that of the run, {name}"
-    if not same:
-        advice = "ids must mean the same tokens; choose a teacher of the same family of models"
-        raise RecipeError(f"distillation.teacher: {what}: {advice}")
 
 
 def _seed_generators(seed: int) -> None:

@@ -59,6 +59,8 @@ def with_teacher(
     about = {"teacher": file.teacher, "top_k": settings.top_k, "rows": rows}
     about |= {"temperature": settings.temperature, "vocabulary": vocabulary}
     about |= {"sequences": [_digest(part) for part in parts.values()]}
+    if file.config is not None:
+        about["config"] = file.config
     done = from_rank_0(file.read(about) if ranks.rank == 0 else 0, ranks.group)
     if done < rows:
         if ranks.rank == 0:

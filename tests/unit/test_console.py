@@ -131,3 +131,9 @@ def test_a_closed_terminal_does_not_end_the_run(monkeypatch):
     assert line._bar is not None
     with console.task("saving", 2) as advance:
         advance(1)
+
+
+def test_why_a_loss_is_null():
+    assert console.loss_as_text({"loss": 2.0}) == "2.0000"
+    assert console.loss_as_text({"loss": None, "loss_tokens": 3}) == "not finite"
+    assert console.loss_as_text({"loss": None, "loss_tokens": 0}) == "none (no target)"

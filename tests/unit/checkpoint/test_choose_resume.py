@@ -57,6 +57,28 @@ def test_allowed_changes_are_listed():
 
 
 @pytest.mark.parametrize(
+    ("had", "has", "message"),
+    [
+        ("null", "0.9", "added on a resume: {} has no averages of the weights; set it to null, or"),
+        ("0.9", "null", "removed on a resume: {} has averages of the weights; set it to 0.9, or "),
+        ("0.9", "0.99", None),
+    ],
+)
+@pytest.mark.parametrize("allow", ["true", "false"])
+def test_averages_cannot_be_added_or_removed(tmp_path, had, has, message, allow):
+    path = checkpoint(tmp_path, 5, f"optimizer.ema={had}")
+    words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.max_steps=7", f"optimizer.ema={has}"]
+    wanted = load_recipe([*words, f"checkpoint.allow_changes={allow}"], ranks=None).recipe
+    if message is None:
+        assert decide(wanted, RunFolder(tmp_path)).source == "auto"
+        return
+    with pytest.raises(RecipeError) as raised:
+        decide(wanted, RunFolder(tmp_path))
+    (line,) = raised.value.problems
+    assert line.startswith(f"optimizer.ema: cannot be {message.format(path)}")
+
+
+@pytest.mark.parametrize(
     ("change", "line"),
     [
         ("run.seed=7", "run.seed: 1234 -> 7"),
@@ -314,10 +336,10 @@ def test_status_without_its_keys_gives_no_traceback(tmp_path):
         choose(tmp_path)
 
 
-def checkpoint(folder, step):
+def checkpoint(folder, step, *overrides):
     path = folder / f"checkpoints/step_{step:08}"
     path.mkdir(parents=True)
-    (path / "state.json").write_text(json.dumps({"recipe": yaml.safe_dump(recipe())}))
+    (path / "state.json").write_text(json.dumps({"recipe": yaml.safe_dump(recipe(*overrides))}))
     return path
 
 

@@ -72,6 +72,23 @@ def test_parts_of_a_model_of_images_and_text_change(tmp_path):
     assert "text_config.attention_dropout: 0.0 -> 0.2" in lines
 
 
+def test_a_flat_file_of_images_and_text_changes(tmp_path):
+    """That of Qwen2.5-VL on the hub has the keys of the text model beside those of the whole one."""
+    path = save(tmp_path, "qwen2_5_vl", **MODELS["qwen2_5_vl"])
+    stored = json.loads((tmp_path / "config.json").read_text())
+    text = stored.pop("text_config")
+    for key in ("model_type", "rope_parameters"):
+        text.pop(key, None)
+    text |= {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    (tmp_path / "config.json").write_text(json.dumps(text | stored))
+    config = {"text_config": {"rope_scaling": YARN}}
+    found = changed(path, **config).text_config
+    assert found.hidden_size == TEXT["hidden_size"]
+    assert found.rope_parameters == {**YARN, "rope_theta": 5e5, "mrope_section": [2, 1, 1]}
+    lines = config_changes(Model(path=path, config=config))
+    assert all(line.startswith("text_config.rope_parameters.") for line in lines), lines
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -88,6 +105,16 @@ def test_parts_of_a_model_of_images_and_text_change(tmp_path):
         ),
         ("mistral3", {"text_config": 4}, "text_config: must hold keys of the text_config; got 4"),
         ("mistral3", {"text_config": {"x": 4}}, "model.config.text_config.x: unknown key"),
+        *(
+            (
+                kind,
+                {key: 4},
+                rf"config.{key}: unknown key; did you mean model.config.text_config.{key}\?",
+            )
+            for kind in ("mistral3", "qwen2_5_vl")
+            for key in ("rope_scaling", "rope_theta", "attention_dropout")
+        ),
+        ("mistral3", {"zzz": 4}, "config.zzz: unknown key; Mistral3Config has no such key"),
         ("gemma3_text", {"rope_theta": 1e6}, "rope_theta: give model.config.rope_parameters with"),
         ("llama", {"rope_scaling": {"rope_type": "none"}}, "model.config: transformers refuses it"),
     ],

@@ -11,6 +11,7 @@ from launcher.data.batching import Position
 from launcher.data.custom import CustomData, CustomDataset
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
+from launcher.data.objectives import MaskedDataset
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.distributed.process_group import DataParallel
@@ -18,7 +19,7 @@ from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
 from launcher.run.run import TrainingRun
-from launcher.training.evaluation import Evaluator
+from launcher.training.evaluation import Evaluator, without_targets
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
 
@@ -96,7 +97,9 @@ def test_evaluation_without_a_target_is_an_error(monkeypatch):
         model=torch.nn.Linear(1, 1), forward_context=nullcontext, reshard=lambda: None
     )
     assert evaluator(samples(targets=None)).evaluate(wrapped)["near"].tokens == 4
-    with pytest.raises(RecipeError, match=r"^data.validation: the set 'near' has no token with lo"):
+    with pytest.raises(
+        RecipeError, match=r"^data.validation: no token with loss in the set 'near' \("
+    ):
         evaluator(samples()).evaluate(wrapped)
     with pytest.raises(RecipeError, match=r"^data.validation: the set 'near' has no sample$"):
         evaluator(samples(number=0))
@@ -114,17 +117,35 @@ def test_generation_without_a_prompt_is_an_error():
         evaluator(dataset, generator=generator)
 
 
+def masked(probability):
+    store = TokenStore(np.arange(6), np.arange(6), np.array([0, 6]))
+    documents = pack(store.offsets, "text", **PACKED, labels=None)
+    return MaskedDataset(store, documents, 8, False, probability=probability)
+
+
+def test_without_a_target_masks_are_named():
+    """The probability is too small for so few tokens."""
+    error = without_targets(masked(1e-6), "the set 'near'", key="data.validation")
+    message = "data.mask_probability: 1e-06 masks no token in the set 'near'; raise it"
+    assert str(error).startswith(message)
+
+
 @pytest.mark.parametrize(("position", "targets"), [(0, [0, 0, 0]), (0, [0, 3, 0, 0]), (5, [0] * 4)])
-def test_run_without_a_target_is_an_error(position, targets, caplog):
+@pytest.mark.parametrize("mask", [False, True])
+def test_run_without_a_target_is_an_error(position, targets, mask, caplog):
     """It is one in the first steps of a run. Later steps may have no sample left."""
+    dataset = masked(1e-6) if mask else samples()
     run = SimpleNamespace(
         _recipe=SimpleNamespace(run=SimpleNamespace(max_skipped_steps=3)),
+        _training=SimpleNamespace(data=SimpleNamespace(training=dataset)),
         _position=Position(step=position),
         _steps=100,
         _targets=0,
         _warned_of_targets=False,
     )
     message = r"^data: no token with loss in the first 3 steps \(for data.builder: CustomData.targ"
+    if mask:
+        message = r"^data.mask_probability: 1e-06 masks no token in the first 3 steps; raise it"
     raises = pytest.raises(RecipeError, match=message)
     with raises if len(targets) == 3 else nullcontext():
         for number, count in enumerate(targets, start=position + 1):

@@ -1,4 +1,5 @@
-"""The file of a teacher's predictions: what is written, and what a later start can use."""
+"""The files of a teacher's predictions and of a reference: what is written, and what a later start
+can use."""
 
 import json
 from types import SimpleNamespace
@@ -6,11 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from launcher.data.objectives import top_k_dtype
-from launcher.errors import TrainingError
+from launcher.errors import RecipeError, TrainingError
+from launcher.recipe import schema
 from launcher.training import reference
-from launcher.training.reference import TeacherFile
+from launcher.training.reference import ReferenceFile, TeacherFile, reference_file
 from tests.full_disk import fill, full_disk
 
 ROWS, TOP_K = 3000, 4
@@ -72,6 +75,83 @@ def test_a_full_disk_is_reported_and_loses_nothing(tmp_path, rows, monkeypatch):
         file.write(parts(rows, 1000), ROWS, ABOUT, done=1000)
         assert file.read(ABOUT) == ROWS
         assert np.array_equal(np.load(file.path), rows)
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "text_config": {"hidden_act": "silu", "dtype": "float32"},
+    "transformers_version": "5.23.0",
+}
+
+
+def file_of(folder, config, *, teacher):
+    """The file of a run whose model or teacher has this config."""
+    save_file({"weight": np.ones(4, dtype=np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{" if config is None else json.dumps(config))
+    path, preference = str(folder), schema.Preference(loss="dpo")
+    model, strategy = schema.Model(path=path), schema.Strategy(kind="ddp")
+    distillation = schema.Distillation(teacher=path) if teacher else None
+    return reference_file(folder, preference, model, None, strategy, 1, distillation)
+
+
+def read(file):
+    """Whether the file can be used."""
+    if isinstance(file, ReferenceFile):
+        return bool(file.read())
+    return file.read(ABOUT | {"teacher": file.teacher, "config": file.config}) == ROWS
+
+
+@pytest.fixture(params=["teacher", "reference"])
+def written(request, tmp_path, rows):
+    """The file of a run, and a function that makes it again with another config."""
+    teacher = request.param == "teacher"
+    file = file_of(tmp_path, CONFIG, teacher=teacher)
+    if teacher:
+        about = ABOUT | {"teacher": file.teacher, "config": file.config}
+        file.write(parts(rows), ROWS, about, done=0)
+    else:
+        file.write({"pairs": np.ones((3, 2), dtype=np.float32)})
+    return file, lambda config: file_of(tmp_path, config, teacher=teacher)
+
+
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        ({}, True),
+        ({"transformers_version": "6.0", "architectures": ["X"], "_name_or_path": "x"}, True),
+        ({"text_config": {"hidden_act": "silu", "dtype": "bfloat16"}}, True),
+        ({"hidden_act": "relu"}, False),
+        ({"text_config": {"hidden_act": "relu"}}, False),
+        ({"logits_scaling": 3.0}, False),
+    ],
+)
+def test_predictions_of_another_config_are_not_used(written, change, used, caplog):
+    _, again = written
+    assert read(again(CONFIG | change)) == used
+    assert [": the " in record.message for record in caplog.records] == [True] * (not used)
+
+
+def test_a_file_that_does_not_name_the_config_is_used(written, caplog):
+    """An older version wrote it."""
+    file, again = written
+    if isinstance(file, ReferenceFile):
+        ReferenceFile(file.path, file.weights).write(file.read())
+    else:
+        description = file.path.with_suffix(".json")
+        about = json.loads(description.read_text())
+        del about["config"]
+        description.write_text(json.dumps(about))
+    assert read(again(CONFIG))
+    assert "delete it if config.json has changed since then" in caplog.text
+
+
+def test_a_config_that_cannot_be_read_is_named(written):
+    file, again = written
+    with pytest.raises(RecipeError) as error:
+        again(None)
+    key = "model.path" if isinstance(file, ReferenceFile) else "distillation.teacher"
+    assert str(error.value).startswith(f"{key}: {file.path.parent / 'config.json'} cannot be read")
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

@@ -125,15 +125,18 @@ def test_the_weight_of_a_chat(tmp_path):
     ]
 
 
-FINITE = "column 'weights': a weight must be finite and not negative; got"
+LIMITS = "column 'weights': a weight must be 0, or from 1e-20 to 1e+20; got"
 BROKEN = [
-    ([1, float("nan"), 1], f"{FINITE} nan"),
-    ([1, 2, -0.5], f"{FINITE} -0.5"),
-    ([1, 2, -1e-300], f"{FINITE} -1e-300"),
-    ([1, float("inf"), 2], f"{FINITE} inf"),
-    ([1e39, 1, 1], f"{FINITE} 1e+39"),
-    (10**400, f"{FINITE} 1000"),
-    (float("nan"), f"{FINITE} nan"),
+    ([1, float("nan"), 1], f"{LIMITS} nan"),
+    ([1, 2, -0.5], f"{LIMITS} -0.5"),
+    ([1, 2, -1e-300], f"{LIMITS} -1e-300"),
+    ([1, float("inf"), 2], f"{LIMITS} inf"),
+    ([1e39, 1, 1], f"{LIMITS} 1e+39"),
+    ([1, 1e-40, 0], f"{LIMITS} 1e-40"),
+    (1e-44, f"{LIMITS} 1e-44"),
+    (1e21, f"{LIMITS} 1e+21"),
+    (10**400, f"{LIMITS} 1000"),
+    (float("nan"), f"{LIMITS} nan"),
     ([0, 0, 0], "column 'weights': all weights are 0; remove the row"),
     (0.0, "column 'weights': all weights are 0; remove the row"),
     ([1, 2], "3 input_ids, but 2 weights; there must be one for each"),
