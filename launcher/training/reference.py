@@ -38,7 +38,7 @@ from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
-from launcher.reliability.json_files import replace_text
+from launcher.reliability.json_files import Json, replace_text
 from launcher.strategies.base import WrappedModel, compute_dtype
 from launcher.training.evaluation import rows_in_order
 
@@ -225,19 +225,16 @@ def config_digest(model: schema.Model) -> str | None:
         return None
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(), object_hook=_computed)
     except (OSError, ValueError) as error:
         what = f"{file} cannot be read: {error}; save or download the checkpoint again"
         raise RecipeError(f"model.path: {what}") from None
-    computed = json.dumps(_computed(config), sort_keys=True)
-    return xxhash.xxh3_128(computed.encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def _computed(config: Any) -> Any:
-    """A part of config.json without the keys in `_NOT_COMPUTED`, at any depth."""
-    if not isinstance(config, dict):
-        return config
-    return {key: _computed(value) for key, value in config.items() if key not in _NOT_COMPUTED}
+def _computed(part: Json) -> Json:
+    """An object of config.json without the keys in `_NOT_COMPUTED`."""
+    return {key: value for key, value in part.items() if key not in _NOT_COMPUTED}
 
 
 def _without_config(path: Path, key: str) -> str:
@@ -387,10 +384,8 @@ def _compute(
     ):
         documents, values = np.split(rows.cpu().numpy(), [1], axis=1)
         if not np.isfinite(values).all():
-            what = "log-probabilities of the initial weights are not finite: check the weights, or"
-            raise TrainingError(
-                f"reference: {what} use bfloat16 instead of float16", reason="not_finite"
-            )
+            what = "log-probabilities of the initial weights are not finite: check the weights"
+            raise TrainingError(f"reference: {what}", reason="not_finite")
         found[documents[:, 0].astype(np.int64)] = values
         pairs += len(rows)
         if saves and time.monotonic() - saved > SAVED_SECONDS:

@@ -1,6 +1,7 @@
 """The text model of models of images and text is trained, with the class of the whole model."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,9 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
 @pytest.mark.parametrize("kind", MODELS)
 def test_exports_are_verified_without_an_end_of_text_in_the_config(kind):
     """The text config of qwen3_vl has no such field if nothing sets it."""
-    text = {k: v for k, v in MODELS[kind]["text_config"].items() if k != "eos_token_id"}
-    config = transformers.AutoConfig.for_model(kind, **MODELS[kind] | {"text_config": text})
+    fields: Any = MODELS[kind]
+    text = {k: v for k, v in fields["text_config"].items() if k != "eos_token_id"}
+    config = transformers.AutoConfig.for_model(kind, **fields | {"text_config": text})
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
     facts = verify._facts(model, None)
