@@ -32,7 +32,7 @@ def install(phase):
     from launcher.training import evaluation, setup
 
     owner, name = {
-        "tokenize": (encoder, "encodable"),
+        "tokenize": (encoder, "render_text"),
         "model": (setup, "_make_evaluator"),
         "evaluate": (evaluation.Evaluator, "evaluate"),
         "save": (writer, "write_chunks"),
