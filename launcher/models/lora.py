@@ -169,15 +169,22 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     available = ", ".join(_last_parts(layers))
     within = tuple(f"{module}." for module in saved)
     unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
-    free = [n for n in layers if n not in unused and not f"{n}.".startswith(within)]
+    layers = [name for name in layers if name not in unused]
+    free = [name for name in layers if not f"{name}.".startswith(within)]
     if lora.target_modules is None:
         blocks = tuple(f"{block}." for block in find_blocks(model))
-        inside = [name for name in free if name.startswith(blocks)]
+        wanted = [name for name in layers if name.startswith(blocks)]
     elif lora.target_modules == (ALL_LINEAR,):
         head = embeddings(model)[1]
-        inside = [name for name in free if model.get_submodule(name) is not head]
+        wanted = [name for name in layers if model.get_submodule(name) is not head]
     else:
         return _named_targets(model, lora.target_modules, free, unused), []
+    inside = [name for name in wanted if name in free]
+    if wanted and not inside and lora.modules_to_save:
+        raise RecipeError(
+            f"lora.modules_to_save: {', '.join(lora.modules_to_save)}: this trains whole all layers "
+            "that could get an adapter; name fewer modules, or set lora: null to train all weights"
+        )
     taken = _taken_by_experts(model, inside)
     skipped = [name for name in inside if name.rpartition(".")[2] in taken]
     inside = [name for name in inside if name not in skipped]
