@@ -166,7 +166,6 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     """peft's target_modules; and layers that get no adapter because peft gives their names to
     experts. Neither has layers in the `saved` modules."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
-    available = ", ".join(_last_parts(layers))
     within = tuple(f"{module}." for module in saved)
     unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
     layers = [name for name in layers if name not in unused]
@@ -191,7 +190,7 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     if not inside:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
-            f"blocks to choose: name some of {available}"
+            f"blocks to choose: name some of {', '.join(_last_parts(layers))}"
         )
     return _shortened(model, inside), skipped
 
@@ -334,6 +333,12 @@ def adapted_weights(names: Iterable[str]) -> set[str]:
     }
 
 
+def base_copies(names: Iterable[str]) -> dict[str, str]:
+    """By clean names of frozen weights: peft's names of the copies that an adapter's file has, of
+    an embedding or output layer with an adapter (save_embedding_layers)."""
+    return {clean_name(n.removeprefix(_PREFIX)): n for n in names if ".base_layer." in n}
+
+
 def merged_reader(
     model: nn.Module,
     config: Mapping[str, Any],
@@ -348,7 +353,8 @@ def merged_reader(
     `config` is peft's adapter_config.json, and `names` are peft's names of the adapter's tensors.
     Raises RecipeError if the adapter changes a tensor that the model does not have.
     """
-    adapters = {name.removeprefix(_PREFIX): name for name in names}
+    copies = base_copies(names)
+    adapters = {name.removeprefix(_PREFIX): name for name in {*names} - {*copies.values()}}
     scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
     transposed = {
         f"{clean_name(name)}.weight"
@@ -370,7 +376,8 @@ def merged_reader(
     def read(name: str) -> torch.Tensor:
         if name in adapters:  # such as a classifier's head
             return read_adapter(adapters[name])
-        weight, layer = read_base(name), name.removesuffix(".weight")
+        weight = read_adapter(copies[name]) if name in copies else read_base(name)
+        layer = name.removesuffix(".weight")
         if name in rows:
             return replaced(weight, read_adapter(rows[name]).to(weight), ids_of_adapter(config))
         if name not in changed:

@@ -13,6 +13,7 @@ from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
 from launcher.models import nf4
 from launcher.models.adapter_files import adapter_loader
@@ -342,6 +343,40 @@ def test_a_trained_adapter_is_continued(base, adapter):
     model = load(base, trained=False, **lora.__dict__)
     assert torch.allclose(logits(model), logits(through_peft(base, adapter)), atol=1e-5)
     assert not torch.allclose(logits(model), logits(load(base, trained=False)), atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["base", "tied"])
+def test_an_adapter_of_the_output_layer_is_continued(request, tmp_path, name):
+    """peft's file also has the frozen weight of the layer."""
+    folder = request.getfixturevalue(name)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = LoraConfig(r=3, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = get_peft_model(plain, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.05
+    model.save_pretrained(tmp_path)
+    file, copy = (
+        tmp_path / "adapter_model.safetensors",
+        "base_model.model.lm_head.base_layer.weight",
+    )
+    tensors = load_file(file)
+    assert copy in tensors
+    lora = recipe_with(folder, f"lora.path={tmp_path}").__dict__
+    expected = logits(through_peft(folder, tmp_path))
+    for stored in (tensors, tensors | {copy: tensors[copy].bfloat16()}):
+        save_file(stored, file)
+        assert torch.allclose(logits(load(folder, trained=False, **lora)), expected, atol=1e-5)
+    save_file(tensors, file)
+    exported = open_exported_weights(tmp_path)
+    merged = model.merge_and_unload().state_dict()["lm_head.weight"]
+    assert torch.allclose(exported.read("lm_head.weight"), merged, atol=1e-6)
+    save_file(tensors | {copy: tensors[copy] + 0.1}, file)
+    with pytest.raises(RecipeError, match=rf"^lora.path: {copy}: the adapter holds a copy of this"):
+        load(folder, trained=False, **lora)
+    save_file(tensors | {copy: tensors[copy][:3]}, file)
+    with pytest.raises(RecipeError, match=r"lm_head.base_layer.weight: \(3, 32\) in the adapter"):
+        load(folder, trained=False, **lora)
 
 
 def test_an_adapter_needs_the_weights_that_it_was_trained_on(base, adapter):
