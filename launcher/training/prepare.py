@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ from launcher.models.reward import TokenScores
 from launcher.models.tensor_parallel import divide_layers
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
+from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.fsdp import DividedLayers, Experts
@@ -202,6 +205,24 @@ def _refuse_old_torch(strategy: schema.Strategy) -> None:
         )
 
 
+@contextmanager
+def _naming_adapter(path: str | None) -> Iterator[None]:
+    """Errors about keys that the adapter in lora.path sets name its file."""
+    try:
+        yield
+    except RecipeError as error:
+        if path is None:
+            raise
+        problems, file = list[str](), Path(path) / ADAPTER_CONFIG
+        for problem in error.problems:
+            key = problem.partition(":")[0].removeprefix("lora.")
+            if key in PEFT_KEYS.values():
+                hint = "merge the adapter with peft, and train from the merged model"
+                problem = f"lora.path: {file}: {problem.removeprefix('lora.')}; {hint}"
+            problems.append(problem)
+        raise RecipeError(problems) from None
+
+
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
@@ -223,10 +244,12 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     for name in parts_without_text(model):  # DDP would wait for their gradients
         model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path, new_ids=new_ids)
-        if recipe.lora.quantize is not None:
-            _refuse_old_torch(recipe.strategy)
-            quantize_blocks(blocks.values())
+        with _naming_adapter(recipe.lora.path):
+            base = recipe.model.path
+            add_adapters(model, recipe.lora, base_dtype=dtype, base=base, new_ids=new_ids)
+            if recipe.lora.quantize is not None:
+                _refuse_old_torch(recipe.strategy)
+                quantize_blocks(blocks.values())
         path = recipe.lora.path if is_pretrained(recipe.model) else None
         init_fn = adapter_loader(init_fn, model, None if path is None else Path(path))
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32

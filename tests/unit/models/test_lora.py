@@ -24,6 +24,7 @@ from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model, Optimizer, Preference
 from launcher.reliability.run_directory import RunFolder
+from launcher.training.prepare import prepare_model
 from launcher.training.reference import reference_file
 from tests.unit.models.test_export import (
     create_checkpoint,
@@ -444,7 +445,8 @@ DAMAGE = [
     ({"init_lora_weights": "pissa"}, "an adapter with init_lora_weights: pissa cannot be continued; merge it with peft"),
     ({"target_modules": ".*q_proj"}, "target_modules must be a list of names, not a pattern; got '.*q_proj'"),
     ({"target_modules": [["q_proj"]]}, "target_modules must be a list of names, not a pattern; got [['q_proj']]"),
-    ({"r": "many"}, "lora.rank: must be a whole number; got 'many'"),
+    ({"r": "many"}, "r: must be a whole number; got 'many'"),
+    ({"r": -4}, "r: must be at least 1; got -4"),
 ]  # fmt: skip
 
 
@@ -454,7 +456,31 @@ def test_adapters_that_cannot_be_continued(base, adapter, tmp_path, change, prob
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError) as error:
         recipe_with(base, f"lora.path={tmp_path}")
-    assert problem in str(error.value)
+    file = tmp_path / "adapter_config.json"
+    assert f"command line: lora.path={tmp_path}: {file}: {problem}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"target_modules": ["embed_tokens"]},
+            "target_modules: embed_tokens is not a linear layer ",
+        ),
+        ({"modules_to_save": ["heads"]}, "modules_to_save: heads is not a module of the model; "),
+    ],
+)
+def test_layers_of_an_adapter_that_the_model_lacks_are_named_by_its_file(
+    base, adapter, tmp_path, change, problem
+):
+    config = json.loads((adapter / "adapter_config.json").read_text()) | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    recipe = full_recipe(base, f"lora.path={tmp_path}", "data.sequence_length=16")
+    with pytest.raises(RecipeError) as error:
+        prepare_model(recipe, device=CPU)
+    (found,) = error.value.problems
+    assert found.startswith(f"lora.path: {tmp_path / 'adapter_config.json'}: {problem}")
+    assert found.endswith("; merge the adapter with peft, and train from the merged model")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "null", '"a"'])
