@@ -60,3 +60,20 @@ def adapter_keys(folder: Path) -> dict[str, Any]:
             what = "must be a list of names, not a pattern"
             raise ValueError(f"{file}: {name} {what}; got {names!r}")
     return {ours: config[name] for name, ours in PEFT_KEYS.items() if config.get(name) is not None}
+
+
+def other_base(folder: Path, model: str) -> str | None:
+    """The model that an adapter names as its own, if it is not model.path. A name with the same end
+    as model.path is taken for the same: it may be relative to another folder, or that of a copy."""
+    file = folder / ADAPTER_CONFIG
+    named = json.loads(file.read_bytes()).get("base_model_name_or_path") if file.is_file() else None
+    if not isinstance(named, str) or not named:
+        return None
+    paths = Path(named), Path(model)
+    if all(path.is_dir() for path in paths):
+        same = paths[0].resolve() == paths[1].resolve()
+    else:
+        short, long = sorted((path.parts for path in paths), key=len)
+        cached = f"models--{'--'.join(short)}"  # the folder of a model of the hub
+        same = long[-len(short) :] == short or cached in long
+    return None if same else named

@@ -21,6 +21,7 @@ from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import make_optimizer
+from launcher.recipe.adapter import other_base
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model, Optimizer, Preference
 from launcher.reliability.run_directory import RunFolder
@@ -378,6 +379,30 @@ def test_an_adapter_of_the_output_layer_is_continued(request, tmp_path, name):
     save_file(tensors | {copy: tensors[copy][:3]}, file)
     with pytest.raises(RecipeError, match=r"lm_head.base_layer.weight: \(3, 32\) in the adapter"):
         load(folder, trained=False, **lora)
+
+
+def test_an_adapter_of_another_model_is_noted(base, adapter, tmp_path, messages, monkeypatch):
+    """Names may be relative, also to another folder, or those of the hub."""
+    shutil.copytree(adapter, tmp_path / "adapter")
+    (tmp_path / "link").symlink_to(base)
+    other = save(tmp_path / "other")
+    monkeypatch.chdir(base.parent)
+    recipe = full_recipe(base, f"lora.path={tmp_path / 'adapter'}", "data.sequence_length=16")
+    file = tmp_path / "adapter/adapter_config.json"
+    config = json.loads(file.read_text())
+    same = (str(base), base.name, f"./{base.name}/", str(tmp_path / "link"), None)
+    same += (f"{base.parent.name}/{base.name}",)
+    for name in (*same, str(other), "owner/another"):
+        file.write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        prepare_model(recipe, device=CPU)
+        expected = f"note: lora.path: the adapter in {file.parent} was trained on {name} "
+        expected += f"(base_model_name_or_path); model.path is {base}"
+        assert (expected in messages()) is (name not in same), name
+    cached = Path("hub/models--owner--name/snapshots/0")
+    file.write_text(json.dumps(config | {"base_model_name_or_path": "owner/name"}))
+    assert other_base(file.parent, str(cached)) is None
+    assert other_base(file.parent, "owner/name") is None
+    assert other_base(file.parent, "owner/name-instruct") == "owner/name"
 
 
 def test_an_adapter_needs_the_weights_that_it_was_trained_on(base, adapter):
