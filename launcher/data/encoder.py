@@ -19,13 +19,12 @@ from launcher.data.chat import (
     instruction,
     read_history,
     read_messages,
-    read_text,
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.columns import Weights, read_column, read_integers, read_margin, read_weights
 from launcher.data.pairs import different, with_shared_prompt
-from launcher.data.rendering import load_template, render
+from launcher.data.rendering import load_template, render, render_text
 from launcher.data.sources import Row, Values
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
@@ -288,11 +287,8 @@ def _read_instruct(
             encoder.columns, row, "prompt_column", kinds, what, names, own=encoder.kind
         )
     if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
-        column = encoder.system_column
-        system = read_text(row.get(column), column) or encoder.settings.get("system")
-        prompt = f"{system}\n\n{prompt}" if system else prompt
-        encodable(prompt + response, "prompt or response")
-        return prompt, response
+        column, default = encoder.system_column, encoder.settings.get("system")
+        return render_text(row, prompt, response, column=column, default=default)
     earlier = [
         turn
         for asked, answered in rounds

@@ -6,9 +6,18 @@ import functools
 import json
 from collections.abc import Callable
 
-from launcher.data.chat import Message, RefusedError, encodable, parse_arguments, read_tools
+from launcher.data.chat import (
+    Message,
+    RefusedError,
+    RowError,
+    encodable,
+    parse_arguments,
+    read_text,
+    read_tools,
+)
 from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.sources import Values
+from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 
 
@@ -34,6 +43,8 @@ def render(
     """The messages with the row's tools. loss_from is the index of the first message that may carry
     loss; loss_on is data.loss_on, or None for the default. Raises RowError."""
     tools, parsed = read_tools(row.get("tools")), parse_arguments(messages)
+    if tools and not uses_tools(template.source(tools)):
+        raise RowError(_unused_tools("the chat template does not read them"))
     if loss_on == "last":
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         loss_from = max([loss_from, *turns])
@@ -49,3 +60,21 @@ def render(
         rendered = apply(messages, tools)
     encodable(rendered.text, "the conversation")
     return rendered
+
+
+def render_text(
+    row: Values, prompt: str, response: str, *, column: str, default: str | None
+) -> tuple[str, str]:
+    """Prompt and response as they are, the prompt after the system prompt of the row's column, or
+    else after the default one. Raises RowError."""
+    if read_tools(row.get("tools")):
+        raise RowError(_unused_tools("text is trained on without a chat template"))
+    system = read_text(row.get(column), column) or default
+    prompt = f"{system}\n\n{prompt}" if system else prompt
+    encodable(prompt + response, "prompt or response")
+    return prompt, response
+
+
+def _unused_tools(why: str) -> str:
+    hint = "set data.chat_template to one that reads them, or remove tools from the row"
+    return f"the model would not see the row's tools: {why}; {hint}"

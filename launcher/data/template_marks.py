@@ -25,12 +25,28 @@ _TAG = re.compile(
 )
 _MARK = re.compile("\x02(\\w+):(\\d*)\x03")
 _GENERATION = "generation"
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _DATE = re.compile(r"\bstrftime_now\(\s*(['\"])((?:(?!\1)[^\\])*)\1\s*\)")
 
 
 def today() -> str:
     """YYYY-MM-DD, in UTC."""
     return datetime.now(UTC).date().isoformat()
+
+
+@functools.lru_cache(maxsize=16)
+def uses_tools(template: str) -> bool:
+    """Whether a template reads the variable `tools`; true if it is no template of Jinja, which
+    rendering reports."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            _GENERATION_TAG.sub("", template)
+        )
+    except TemplateSyntaxError:
+        return True
+    return "tools" in meta.find_undeclared_variables(parsed)
 
 
 def uses_date(template: str) -> bool:

@@ -12,8 +12,9 @@ from launcher.errors import RecipeError
 from launcher.models.dora import set_magnitudes
 from launcher.models.initialization import named_tensors
 from launcher.models.load import Load
-from launcher.models.lora import adapter_names
+from launcher.models.lora import adapter_names, base_copies
 from launcher.models.safetensors_files import ADAPTER, StoredTensors, open_files
+from launcher.models.shards import local_part
 
 
 def open_adapter(folder: Path) -> StoredTensors:
@@ -37,6 +38,9 @@ def _checked(stored: StoredTensors, model: nn.Module) -> StoredTensors:
     names, tensors = adapter_names(model), named_tensors(model)
     wanted = {key: tuple(tensors[name].shape) for key, name in names.items()}
     found = {key: tuple(tensor.shape) for key, tensor in stored.tensors.items()}
+    for name, key in base_copies(found).items():
+        if name in tensors and found[key] == tuple(tensors[name].shape):
+            del found[key]
     problems = [
         f"{key}: {found.get(key, 'missing')} in the adapter, {wanted.get(key, 'not')} in the model"
         for key in sorted(wanted.keys() | found.keys())
@@ -69,4 +73,19 @@ def _load(
         tensors = named_tensors(model)
         for key, name in adapter_names(model).items():
             stored.copy_rows(key, tensors[name].detach())
+        for name, key in base_copies(stored.tensors).items():
+            _compare(stored, key, tensors[name].detach())
         stored.close()
+
+
+def _compare(stored: StoredTensors, key: str, weight: torch.Tensor) -> None:
+    """Raises RecipeError if this rank's part of a frozen weight is not that in the adapter, but for
+    the precision of 16 bits."""
+    copy = torch.empty_like(weight)
+    stored.copy_rows(key, copy)
+    own, stored_part = local_part(weight).float(), local_part(copy).float()
+    if not torch.allclose(own, stored_part, rtol=0.01, atol=1e-3):
+        raise RecipeError(
+            f"lora.path: {key}: the adapter holds a copy of this weight, which is not that of the "
+            "model in model.path; name the model that the adapter was trained on there"
+        )

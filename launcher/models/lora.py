@@ -88,6 +88,11 @@ def add_adapters(
             parameter.data = parameter.data.to(base_dtype)
         if ".experts." in name and parameter.ndim == 3:
             experts.append(name)
+    _note_layers_without(model, experts, skipped)
+
+
+def _note_layers_without(model: nn.Module, experts: list[str], skipped: list[str]) -> None:
+    """Logs which tensors and layers get no adapters."""
     if experts:
         others = ""
         if skipped:
@@ -96,6 +101,12 @@ def add_adapters(
         logger.info(
             f"note: experts are not linear layers and get no adapters: {len(experts)} tensors such "
             f"as {experts[0]}{others}"
+        )
+    if odd := _odd_layers(model):
+        name, module = next(iter(odd.items()))
+        logger.info(
+            "note: layers that compute more than a linear layer get no adapters: "
+            f"{len(odd)} such as {name}, a {type(module).__name__}"
         )
 
 
@@ -112,7 +123,22 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    """Whether a layer is a product with its weight, so that the output of an adapter can be added.
+    A subclass with a forward method of its own, such as a router, is none; that of Falcon is."""
+    kind = type(module)
+    if isinstance(module, nn.Linear):
+        return kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
+    return _is_transposed(module)
+
+
+def _odd_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers of the text model that are derived from nn.Linear and compute something else."""
+    unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not _is_linear(module) and name not in unused
+    }
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:
@@ -140,25 +166,31 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     """peft's target_modules; and layers that get no adapter because peft gives their names to
     experts. Neither has layers in the `saved` modules."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
-    available = ", ".join(_last_parts(layers))
     within = tuple(f"{module}." for module in saved)
     unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
-    free = [n for n in layers if n not in unused and not f"{n}.".startswith(within)]
+    layers = [name for name in layers if name not in unused]
+    free = [name for name in layers if not f"{name}.".startswith(within)]
     if lora.target_modules is None:
         blocks = tuple(f"{block}." for block in find_blocks(model))
-        inside = [name for name in free if name.startswith(blocks)]
+        wanted = [name for name in layers if name.startswith(blocks)]
     elif lora.target_modules == (ALL_LINEAR,):
         head = embeddings(model)[1]
-        inside = [name for name in free if model.get_submodule(name) is not head]
+        wanted = [name for name in layers if model.get_submodule(name) is not head]
     else:
         return _named_targets(model, lora.target_modules, free, unused), []
+    inside = [name for name in wanted if name in free]
+    if wanted and not inside and lora.modules_to_save:
+        raise RecipeError(
+            f"lora.modules_to_save: {', '.join(lora.modules_to_save)}: this trains whole all layers "
+            "that could get an adapter; name fewer modules, or set lora: null to train all weights"
+        )
     taken = _taken_by_experts(model, inside)
     skipped = [name for name in inside if name.rpartition(".")[2] in taken]
     inside = [name for name in inside if name not in skipped]
     if not inside:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
-            f"blocks to choose: name some of {available}"
+            f"blocks to choose: name some of {', '.join(_last_parts(layers))}"
         )
     return _shortened(model, inside), skipped
 
@@ -178,6 +210,10 @@ def _named_targets(
             problems.append(f"{ALL_LINEAR} stands alone: leave out the others")
         elif everywhere and not matched:
             problems.append(f"{target}: {everywhere[0]} is in a part that text does not use")
+        elif odd := [name for name in _odd_layers(model) if not matched and _matches(name, target)]:
+            kind = type(model.get_submodule(odd[0])).__name__
+            what = f"{odd[0]} is a {kind}, which computes more than a linear layer"
+            problems.append(f"{target}: {what} and gets no adapter; available: {available}")
         elif not matched:
             what = "matches no" if set("*?[") & set(target) else "is not a"
             problems.append(f"{target} {what} linear layer of the model; available: {available}")
@@ -190,15 +226,20 @@ def _named_targets(
             )
     if problems:
         raise RecipeError([f"lora.target_modules: {problem}" for problem in problems])
-    if {*chosen} == {*_linear_layers(model, targets)} and not set("*?[") & set("".join(targets)):
+    if len(chosen) == _matched_by(model, targets) and not set("*?[") & set("".join(targets)):
         return list(targets)
     return _shortened(model, chosen)
 
 
 def _shortened(model: nn.Module, layers: list[str]) -> list[str]:
-    """The last parts of the names of layers if other layers do not have them, else the names."""
+    """The last parts of the names of layers if other modules do not have them, else the names."""
     short = _last_parts(layers)
-    return layers if len(_linear_layers(model, short)) > len(layers) else short
+    return layers if _matched_by(model, short) > len(layers) else short
+
+
+def _matched_by(model: nn.Module, targets: Collection[str]) -> int:
+    """The number of modules that peft would give adapters for these ends of names."""
+    return sum(any(_matches(name, t) for t in targets) for name, _ in model.named_modules())
 
 
 def _taken_by_experts(model: nn.Module, layers: Iterable[str]) -> set[str]:
@@ -292,6 +333,12 @@ def adapted_weights(names: Iterable[str]) -> set[str]:
     }
 
 
+def base_copies(names: Iterable[str]) -> dict[str, str]:
+    """By clean names of frozen weights: peft's names of the copies that an adapter's file has, of
+    an embedding or output layer with an adapter (save_embedding_layers)."""
+    return {clean_name(n.removeprefix(_PREFIX)): n for n in names if ".base_layer." in n}
+
+
 def merged_reader(
     model: nn.Module,
     config: Mapping[str, Any],
@@ -306,7 +353,8 @@ def merged_reader(
     `config` is peft's adapter_config.json, and `names` are peft's names of the adapter's tensors.
     Raises RecipeError if the adapter changes a tensor that the model does not have.
     """
-    adapters = {name.removeprefix(_PREFIX): name for name in names}
+    copies = base_copies(names)
+    adapters = {name.removeprefix(_PREFIX): name for name in {*names} - {*copies.values()}}
     scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
     transposed = {
         f"{clean_name(name)}.weight"
@@ -328,7 +376,8 @@ def merged_reader(
     def read(name: str) -> torch.Tensor:
         if name in adapters:  # such as a classifier's head
             return read_adapter(adapters[name])
-        weight, layer = read_base(name), name.removesuffix(".weight")
+        weight = read_adapter(copies[name]) if name in copies else read_base(name)
+        layer = name.removesuffix(".weight")
         if name in rows:
             return replaced(weight, read_adapter(rows[name]).to(weight), ids_of_adapter(config))
         if name not in changed:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -306,7 +306,7 @@ def packable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
                 yield from ((module, name) for name in names)
 
 
-def quantize_blocks(blocks: Iterable[nn.Module]) -> None:
+def quantize_blocks(blocks: Collection[nn.Module]) -> None:
     """Replaces the weights of frozen blocks on the meta device by such in NF4. Raises RecipeError
     if there are none."""
     made: dict[int, nn.Parameter] = {}  # by id of the weight, which modules may share
@@ -328,6 +328,21 @@ def quantize_blocks(blocks: Iterable[nn.Module]) -> None:
             module.__class__ = type(own.__name__, (Nf4Experts, own), {})
     if not made:
         raise RecipeError(
-            "lora.quantize: the model's blocks have no linear layers whose inputs are a multiple "
-            f"of {BLOCK} wide; set lora.quantize: null"
+            "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
+            f"and layers of experts whose rows are a multiple of {BLOCK} wide, and the blocks have "
+            f"{_kinds_of_layers(blocks)}; set lora.quantize: null"
         )
+
+
+def _kinds_of_layers(blocks: Iterable[nn.Module]) -> str:
+    """The kinds of layers with matrices in blocks, each with an example."""
+    kinds: dict[str, str] = {}
+    for block in blocks:
+        for name, module in block.named_modules():
+            if ".lora_" in name or all(p.ndim < 2 for p in module.parameters(recurse=False)):
+                continue
+            kind = type(module).__name__
+            if isinstance(module, nn.Linear):
+                kind += f" with rows of {module.in_features}"
+            kinds.setdefault(kind, name.removesuffix(".base_layer"))
+    return ", ".join(f"{kind} (such as {name})" for kind, name in kinds.items())

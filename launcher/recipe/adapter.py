@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-_KEYS = {
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_KEYS = {
     "r": "rank",
     "lora_alpha": "alpha",
     "use_rslora": "rank_stabilized",
@@ -14,7 +15,7 @@ _KEYS = {
     "target_modules": "target_modules",
     "modules_to_save": "modules_to_save",
 }
-"""Of peft's adapter_config.json, by keys of `lora`."""
+"""Keys of `lora`, by those of peft's adapter_config.json."""
 _UNSUPPORTED = (
     *("rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices"),
     *("layers_to_transform", "layer_replication", "exclude_modules", "lora_bias", "use_qalora"),
@@ -28,11 +29,11 @@ _INITIAL = (None, True, False, "gaussian", "orthogonal")
 def adapter_keys(folder: Path) -> dict[str, Any]:
     """The values that an adapter's folder gives to keys of `lora`. Raises ValueError if there is no
     adapter, or one that is not supported."""
-    file = folder / "adapter_config.json"
+    file = folder / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
-        what = f"no such folder with an adapter_config.json: {folder}"
+        what = f"no such folder with an {ADAPTER_CONFIG}: {folder}"
         raise ValueError(f"{what} (looked for in {Path.cwd()})") from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
@@ -58,4 +59,21 @@ def adapter_keys(folder: Path) -> dict[str, Any]:
         else:
             what = "must be a list of names, not a pattern"
             raise ValueError(f"{file}: {name} {what}; got {names!r}")
-    return {ours: config[name] for name, ours in _KEYS.items() if config.get(name) is not None}
+    return {ours: config[name] for name, ours in PEFT_KEYS.items() if config.get(name) is not None}
+
+
+def other_base(folder: Path, model: str) -> str | None:
+    """The model that an adapter names as its own, if it is not model.path. A name with the same end
+    as model.path is taken for the same: it may be relative to another folder, or that of a copy."""
+    file = folder / ADAPTER_CONFIG
+    named = json.loads(file.read_bytes()).get("base_model_name_or_path") if file.is_file() else None
+    if not isinstance(named, str) or not named:
+        return None
+    paths = Path(named), Path(model)
+    if all(path.is_dir() for path in paths):
+        same = paths[0].resolve() == paths[1].resolve()
+    else:
+        short, long = sorted((path.parts for path in paths), key=len)
+        cached = f"models--{'--'.join(short)}"  # the folder of a model of the hub
+        same = long[-len(short) :] == short or cached in long
+    return None if same else named

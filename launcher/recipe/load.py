@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from launcher.errors import RecipeError, first_line
-from launcher.recipe.adapter import adapter_keys
+from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_columns, kind_of
 from launcher.recipe.decode import (
     DEFAULT,
@@ -59,6 +59,9 @@ class Origins:
     places: Places
     derived: dict[KeyPath, str] = field(default_factory=dict)
     """Where the values of keys that were not given come from, if not from the defaults."""
+    adapter: dict[KeyPath, str] = field(default_factory=dict)
+    """For keys that were not given and come from the adapter in lora.path: its file, and the name
+    of the key there."""
 
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
@@ -75,6 +78,8 @@ class Origins:
 
     def cite(self, problem: Problem) -> str:
         """One line: where, which key, what is wrong."""
+        if (there := self.adapter.get(problem.path[:2])) is not None:
+            problem = Problem(("lora", "path"), f"{there}: {problem.message}")
         where, key = self.locate(problem.path), dotted(problem.path)
         if isinstance(where, str):
             place, key = "command line", where if where.partition("=")[0] == key else key
@@ -327,6 +332,9 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
             there, here = (json.dumps(each, default=str) for each in (value, given))
             what = f"{here}, but the adapter in {path} has {there}; leave the key out"
             yield Problem(("lora", key), what)
+        if given is None:
+            name = next(theirs for theirs, ours in PEFT_KEYS.items() if ours == key)
+            origins.adapter["lora", key] = f"{Path(path) / ADAPTER_CONFIG}: {name}"
         lora[key] = value
         origins.places.setdefault(("lora", key), origins.locate(("lora", "path")))
 

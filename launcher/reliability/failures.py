@@ -347,7 +347,7 @@ class FailureWatch:
     # The end
 
     def stop_before_training(self, source: str) -> NoReturn:
-        """Ends this rank, and with it all others, as stopped: there is nothing to save."""
+        """Ends this rank, and with it all others, as stopped. Nothing is saved now."""
         with contextlib.suppress(Exception):
             # torchrun ends the ranks with the same signal after one of them has failed
             self.neighbours.find(self.store)
@@ -355,7 +355,11 @@ class FailureWatch:
         if not self.claim():
             self.end(self.wait_for_report())
         step = self._last_step()
-        self._print(f"stopped by {source} before the first step: there is nothing to save")
+        kept = self.run.kept_before_training()
+        what = "there is nothing to save"
+        if kept is not None:
+            what = f"the next start goes on with what has been computed in {kept}"
+        self._print(f"stopped by {source} before the first step: {what}")
         with contextlib.suppress(OSError, TrainingError):
             self.run.write_status("stopped", step=step, reason=source)
             self.run.note("stopped", ranks=self.ranks, step=step, reason=source)

@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "finished", "stopped", "failed"]
 _REPLACED = ("recipe.yaml", "samples.jsonl", "status.json", "hf")
 """What a run from scratch replaces or removes."""
+_PASSES = {
+    "reference.safetensors": "reference.safetensors",
+    "teacher_top_k.json": "teacher_top_k.npy",
+}
+"""What passes before the first step keep for the next start: by the file that is written last."""
 _EVERY_EVENT = ("event", "time", "host", "attempt")
 _OF_EVENT = {"saved": ("step",), "resumed": ("step",), "verdict": ("text",)}
 Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "stopped", "finished"]
@@ -154,6 +159,17 @@ class RunFolder:
         where the run starts from scratch. Not every step is logged (logging.every_steps)."""
         steps = (last_line(self.metrics).get("step"), self.read_status().get("step"))
         return int(max(step or 0 for step in steps)) if steps[0] else 0
+
+    def kept_before_training(self) -> Path | None:
+        """The file with what a pass of this start, that of a reference or a teacher, has computed
+        before the first step; None: there is none."""
+        with contextlib.suppress(OSError):
+            started = (self.path / "recipe.yaml").stat().st_mtime  # `create` writes it
+            for last, kept in _PASSES.items():
+                file = self.path / last
+                if file.exists() and file.stat().st_mtime >= started:
+                    return self.path / kept
+        return None
 
     def was_started_from(self, checkpoint: str) -> bool:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""

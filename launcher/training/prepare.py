@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,13 @@ from launcher.models.reward import TokenScores
 from launcher.models.tensor_parallel import divide_layers
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
+from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.fsdp import DividedLayers, Experts
 from launcher.strategies.wrap import Parts, wrap
+
+logger = logging.getLogger(__name__)
 
 
 def row_part(ranks: DataParallel) -> RowPart:
@@ -204,6 +209,47 @@ def _refuse_old_torch(strategy: schema.Strategy) -> None:
         )
 
 
+@contextmanager
+def _naming_adapter(path: str | None) -> Iterator[None]:
+    """Errors about keys that the adapter in lora.path sets name its file."""
+    try:
+        yield
+    except RecipeError as error:
+        if path is None:
+            raise
+        problems, file = list[str](), Path(path) / ADAPTER_CONFIG
+        for problem in error.problems:
+            key = problem.partition(":")[0].removeprefix("lora.")
+            if key in PEFT_KEYS.values():
+                hint = "merge the adapter with peft, and train from the merged model"
+                problem = f"lora.path: {file}: {problem.removeprefix('lora.')}; {hint}"
+            problems.append(problem)
+        raise RecipeError(problems) from None
+
+
+def _with_adapters(
+    recipe: Recipe,
+    lora: schema.Lora,
+    model: nn.Module,
+    init_fn: InitFn,
+    *,
+    dtype: torch.dtype,
+    new_ids: range,
+) -> InitFn:
+    """Adds adapters to a meta model and quantizes its blocks, by the recipe. Returns `init_fn` with
+    the initialization of the adapters."""
+    path, base = lora.path if is_pretrained(recipe.model) else None, recipe.model.path
+    with _naming_adapter(path):
+        add_adapters(model, lora, base_dtype=dtype, base=base, new_ids=new_ids)
+        if lora.quantize is not None:
+            _refuse_old_torch(recipe.strategy)
+            quantize_blocks(find_blocks(model).values())
+    if path is not None and (other := other_base(Path(path), str(base))):
+        what = f"the adapter in {path} was trained on {other} (base_model_name_or_path)"
+        logger.info(f"note: lora.path: {what}; model.path is {base}")
+    return adapter_loader(init_fn, model, None if path is None else Path(path))
+
+
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
@@ -225,12 +271,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     for name in parts_without_text(model):  # DDP would wait for their gradients
         model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
-        add_adapters(model, recipe.lora, base_dtype=dtype, base=recipe.model.path, new_ids=new_ids)
-        if recipe.lora.quantize is not None:
-            _refuse_old_torch(recipe.strategy)
-            quantize_blocks(blocks.values())
-        path = recipe.lora.path if is_pretrained(recipe.model) else None
-        init_fn = adapter_loader(init_fn, model, None if path is None else Path(path))
+        init_fn = _with_adapters(recipe, recipe.lora, model, init_fn, dtype=dtype, new_ids=new_ids)
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)

@@ -1,9 +1,9 @@
 """`launcher train` with slow phases, for tests that stop it.
 
-Environment variables: PHASE is import, tokenize, model, evaluate, save, export or end; when a rank
-begins that phase, it creates the file REACHED and waits for SECONDS. `end` begins when the outcome
-has been written. Arguments: those of `launcher train`; its
-ranks run this file with the recipe's arguments only.
+Environment variables: PHASE is import, tokenize, reference, model, evaluate, save, export or end;
+when a rank begins that phase, it creates the file REACHED and waits for SECONDS. `end` begins when
+the outcome has been written, `reference` when the log-probabilities have. Arguments: those of
+`launcher train`; its ranks run this file with the recipe's arguments only.
 """
 
 import os
@@ -29,17 +29,18 @@ def install(phase):
     from launcher.checkpoint import writer
     from launcher.data import encoder
     from launcher.run import reporting
-    from launcher.training import evaluation, setup
+    from launcher.training import evaluation, reference, setup
 
     owner, name = {
-        "tokenize": (encoder, "encodable"),
+        "tokenize": (encoder, "render_text"),
+        "reference": (reference.ReferenceFile, "write"),
         "model": (setup, "_make_evaluator"),
         "evaluate": (evaluation.Evaluator, "evaluate"),
         "save": (writer, "write_chunks"),
         "export": (setup, "export_hugging_face"),
         "end": (reporting.Reporter, "end"),
     }[phase]
-    setattr(owner, name, slow(getattr(owner, name), after=phase == "end"))
+    setattr(owner, name, slow(getattr(owner, name), after=phase in ("end", "reference")))
 
 
 def rank():

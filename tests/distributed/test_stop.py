@@ -13,7 +13,9 @@ from tests.distributed.launching import run, wait_until
 from tests.distributed.test_data import INSTRUCT, rows_file
 from tests.distributed.test_train import SMALL
 from tests.run_files import status
+from tests.unit.data.rows import write
 
+PAIRS = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"}] * 8
 STOP_TRAIN = REPOSITORY / "tests/distributed/stop_train.py"
 
 
@@ -45,6 +47,9 @@ def start(folder, phase, act, **variables):
     overrides += ["run.device=cpu", "run.max_steps=100000", "checkpoint.every_steps=50"]
     if phase == "tokenize":
         overrides += [*INSTRUCT[:2], f"data.train=[{rows_file(folder)}]"]
+    elif phase == "reference":
+        overrides += ["data.kind=preference", "preference={loss: dpo}", "data.workers=0"]
+        overrides += [f"data.train=[{write(folder / 'pairs.jsonl', PAIRS)}]"]
     elif phase == "evaluate":
         overrides += ["data.validation=${data.train}", "evaluation.every_steps=2"]
     elif phase == "save":
@@ -72,6 +77,7 @@ def start(folder, phase, act, **variables):
     ("phase", "number", "target"),
     [
         ("tokenize", signal.SIGTERM, "rank's group"),
+        ("reference", signal.SIGTERM, "launcher"),
         ("save", signal.SIGUSR1, "launcher"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
@@ -108,7 +114,14 @@ def test_run_stops_in_every_phase(phase, number, target, tmp_path):
         return
     result.check(75)
     assert (outcome["state"], outcome["error"]) == ("stopped", None)
-    if phase in ("boot", "import", "tokenize"):
+    if phase == "reference":
+        kept = (
+            f"the next start goes on with what has been computed in {run_dir}/{phase}.safetensors"
+        )
+        assert f"stopped by SIGTERM before the first step: {kept}" in result.output
+        assert (run_dir / "reference.safetensors").exists()
+        assert outcome["step"] == 0
+    elif phase in ("boot", "import", "tokenize"):
         assert result.output.count("before the first step: there is nothing to save") == 1
         assert outcome["step"] == 0
     else:

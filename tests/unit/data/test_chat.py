@@ -6,6 +6,7 @@ The template marks them, or a second rendering finds and verifies them.
 import itertools
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
+from launcher.data.template_marks import uses_tools
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
@@ -701,6 +703,69 @@ def test_system_column_and_default_system_prompt(tmp_path, folder):
     pair = {"prompt": dialogue("a"), "chosen": no, "rejected": yes}
     (one,) = encode_file(tmp_path, [pair], "preference", folder, **settings)
     assert tokenizer.decode(one.ids).count(begins[1]) == 2
+
+
+READS_TOOLS = "{% if tools %}{{ tools[0].name }}{% endif %}"
+CALLED = [{"name": "maybe"}]
+
+
+@pytest.mark.parametrize("kind", ["chat", "instruct", "preference"])
+def test_tools_that_the_template_does_not_read_are_refused(tmp_path, folder, kind):
+    """Also those of a row that is text, which no template renders."""
+    asked, no, yes = dialogue("a"), dialogue("", "no")[1:], dialogue("", "yes")[1:]
+    row: dict[str, Any] = {
+        "chat": {"messages": ANSWERED},
+        "instruct": {"prompt": asked, "response": no},
+        "preference": {"prompt": asked, "chosen": no, "rejected": yes},
+    }[kind]
+    tools = [None, [], "", "[]", CALLED, json.dumps(CALLED)]
+    rows = [{**row, "tools": each} for each in tools]
+    why = "the model would not see the row's tools"
+    hint = "set data.chat_template to one that reads them, or remove tools from the row"
+    problems = [one.problem for one in encode_file(tmp_path, rows, kind, folder)]
+    assert problems == [*[""] * 4, *[f"{why}: the chat template does not read them; {hint}"] * 2]
+    template = write(tmp_path / "tools.jinja", READS_TOOLS + without_marks(CHATML))
+    found = encode_file(tmp_path, rows, kind, folder, chat_template=str(template))
+    assert [one.problem for one in found] == [""] * 6
+    texts = [bpe_tokenizer().decode(one.ids) for one in found]
+    assert [text.startswith("maybe<") for text in texts] == [False] * 4 + [True] * 2
+    if kind != "chat":
+        row = {"prompt": "a", "response": "no", "chosen": "no", "rejected": "yes"}
+        rows = [{**row, "tools": each} for each in tools]
+        problems = [one.problem for one in encode_file(tmp_path, rows, kind, folder)]
+        text = "text is trained on without a chat template"
+        assert problems == [*[""] * 4, *[f"{why}: {text}; {hint}"] * 2]
+
+
+def test_the_template_that_is_used_with_tools_is_the_one_that_must_read_them(tmp_path):
+    """A tokenizer may have another template for rows with tools."""
+    tokenizer, plain = bpe_tokenizer(), without_marks(CHATML)
+    templates = {"default": "{{ tools }}" + plain, "tool_use": plain}
+    for name, problem in (("plain", True), ("reads", False)):
+        if not problem:
+            templates = {"default": plain, "tool_use": "{{ tools }}" + plain}
+        tokenizer.chat_template = templates
+        tokenizer.save_pretrained(tmp_path / name)
+        rows = [{"messages": ANSWERED, "tools": CALLED}, {"messages": ANSWERED}]
+        found = encode_file(tmp_path, rows, "chat", str(tmp_path / name))
+        assert [bool(one.problem) for one in found] == [problem, False]
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{{ messages[0].tools }}{# tools #} tools", False),
+        ("{% macro f(tools) %}{{ tools }}{% endmacro %}", False),
+        ("{% macro f(tools) %}{{ tools }}{% endmacro %}{{ f(tools) }}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}", True),
+        ("{% for m in messages %}{% if tools %}{% break %}{% endif %}{% endfor %}", True),
+        ("{%- generation -%}{{ m }}{%- endgeneration %}", False),
+        ("{% generation %}{{ tools }}{% endgeneration %}", True),
+        ("{% no template", True),
+    ],
+)
+def test_whether_a_template_reads_tools(template, reads):
+    assert uses_tools(template) is reads
 
 
 def test_values_for_the_template(tmp_path, folder):

@@ -13,6 +13,7 @@ from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
 from launcher.models import nf4
 from launcher.models.adapter_files import adapter_loader
@@ -20,9 +21,11 @@ from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import make_optimizer
+from launcher.recipe.adapter import other_base
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model, Optimizer, Preference
 from launcher.reliability.run_directory import RunFolder
+from launcher.training.prepare import prepare_model
 from launcher.training.reference import reference_file
 from tests.unit.models.test_export import (
     create_checkpoint,
@@ -92,11 +95,18 @@ def tied(tmp_path_factory):
     return save(folder, model_type="qwen2", tie_word_embeddings=True)
 
 
+@pytest.fixture(scope="module")
+def falcon(tmp_path_factory):
+    """A model whose linear layers are of a class of their own, without biases."""
+    return save(tmp_path_factory.mktemp("falcon"), model_type="falcon")
+
+
 WHOLE = {"modules_to_save": ("embed_tokens", "lm_head")}
 OPTIONS = {
     "dora": ("base", {"dora": True}),
     "dora and all": ("base", {"dora": True, "rank_stabilized": True, **WHOLE}),
     "dora with biases": ("tied", {"dora": True, "modules_to_save": ("norm",)}),
+    "falcon": ("falcon", {}),
     "tied": ("tied", {"modules_to_save": ("embed_tokens",)}),
     "all-linear": ("base", {"target_modules": ("all-linear",), "rank_stabilized": True}),
     "patterns": ("base", {"target_modules": ("model.layers.1.*_proj", "v_proj")}),
@@ -113,7 +123,7 @@ def test_training_and_exports_are_those_of_peft(request, tmp_path, case):
     other = through_peft(folder, run / "hf")
     losses = loss_of(model), loss_of(other)
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
-    assert losses[0].item() != pytest.approx(loss_of(load(folder, trained=False)).item(), rel=1e-3)
+    assert losses[0].item() != pytest.approx(loss_of(load(folder, trained=False)).item(), rel=1e-4)
     for loss in losses:
         loss.backward()
     found, expected = gradients(model), gradients(other)
@@ -263,6 +273,10 @@ REFUSED = [
      "outside of its blocks: embed_tokens, lm_head, norm"),
     ({"modules_to_save": ("mlp",), "target_modules": ("q_proj", "up_proj")},
      "lora.target_modules: up_proj: model.layers.0.mlp.up_proj is trained whole, by lora.modules_to_save"),
+    *[({"modules_to_save": names, **targets}, f"lora.modules_to_save: {', '.join(names)}: this trains whole all layers that "
+       "could get an adapter; name fewer modules, or set lora: null to train all weights")
+      for names in (("model",), ("*",), ("layers", "norm"))
+      for targets in ({}, {"target_modules": ("all-linear",)})],
     ({"target_modules": ("all-linear", "q_proj")}, "lora.target_modules: all-linear stands alone: leave out the others"),
     ({"target_modules": ("*.query",)}, "lora.target_modules: *.query matches no linear layer of the model; available: "
      "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
@@ -333,6 +347,64 @@ def test_a_trained_adapter_is_continued(base, adapter):
     assert not torch.allclose(logits(model), logits(load(base, trained=False)), atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["base", "tied"])
+def test_an_adapter_of_the_output_layer_is_continued(request, tmp_path, name):
+    """peft's file also has the frozen weight of the layer."""
+    folder = request.getfixturevalue(name)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = LoraConfig(r=3, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = get_peft_model(plain, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.05
+    model.save_pretrained(tmp_path)
+    file, copy = (
+        tmp_path / "adapter_model.safetensors",
+        "base_model.model.lm_head.base_layer.weight",
+    )
+    tensors = load_file(file)
+    assert copy in tensors
+    lora = recipe_with(folder, f"lora.path={tmp_path}").__dict__
+    expected = logits(through_peft(folder, tmp_path))
+    for stored in (tensors, tensors | {copy: tensors[copy].bfloat16()}):
+        save_file(stored, file)
+        assert torch.allclose(logits(load(folder, trained=False, **lora)), expected, atol=1e-5)
+    save_file(tensors, file)
+    exported = open_exported_weights(tmp_path)
+    merged = model.merge_and_unload().state_dict()["lm_head.weight"]
+    assert torch.allclose(exported.read("lm_head.weight"), merged, atol=1e-6)
+    save_file(tensors | {copy: tensors[copy] + 0.1}, file)
+    with pytest.raises(RecipeError, match=rf"^lora.path: {copy}: the adapter holds a copy of this"):
+        load(folder, trained=False, **lora)
+    save_file(tensors | {copy: tensors[copy][:3]}, file)
+    with pytest.raises(RecipeError, match=r"lm_head.base_layer.weight: \(3, 32\) in the adapter"):
+        load(folder, trained=False, **lora)
+
+
+def test_an_adapter_of_another_model_is_noted(base, adapter, tmp_path, messages, monkeypatch):
+    """Names may be relative, also to another folder, or those of the hub."""
+    shutil.copytree(adapter, tmp_path / "adapter")
+    (tmp_path / "link").symlink_to(base)
+    other = save(tmp_path / "other")
+    monkeypatch.chdir(base.parent)
+    recipe = full_recipe(base, f"lora.path={tmp_path / 'adapter'}", "data.sequence_length=16")
+    file = tmp_path / "adapter/adapter_config.json"
+    config = json.loads(file.read_text())
+    same = (str(base), base.name, f"./{base.name}/", str(tmp_path / "link"), None)
+    same += (f"{base.parent.name}/{base.name}",)
+    for name in (*same, str(other), "owner/another"):
+        file.write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        prepare_model(recipe, device=CPU)
+        expected = f"note: lora.path: the adapter in {file.parent} was trained on {name} "
+        expected += f"(base_model_name_or_path); model.path is {base}"
+        assert (expected in messages()) is (name not in same), name
+    cached = Path("hub/models--owner--name/snapshots/0")
+    file.write_text(json.dumps(config | {"base_model_name_or_path": "owner/name"}))
+    assert other_base(file.parent, str(cached)) is None
+    assert other_base(file.parent, "owner/name") is None
+    assert other_base(file.parent, "owner/name-instruct") == "owner/name"
+
+
 def test_an_adapter_needs_the_weights_that_it_was_trained_on(base, adapter):
     with pytest.raises(RecipeError, match=r"lora.path=.*: not available with model.init: random"):
         recipe_with(base, f"lora.path={adapter}", "model.init=random")
@@ -398,7 +470,8 @@ DAMAGE = [
     ({"init_lora_weights": "pissa"}, "an adapter with init_lora_weights: pissa cannot be continued; merge it with peft"),
     ({"target_modules": ".*q_proj"}, "target_modules must be a list of names, not a pattern; got '.*q_proj'"),
     ({"target_modules": [["q_proj"]]}, "target_modules must be a list of names, not a pattern; got [['q_proj']]"),
-    ({"r": "many"}, "lora.rank: must be a whole number; got 'many'"),
+    ({"r": "many"}, "r: must be a whole number; got 'many'"),
+    ({"r": -4}, "r: must be at least 1; got -4"),
 ]  # fmt: skip
 
 
@@ -408,7 +481,31 @@ def test_adapters_that_cannot_be_continued(base, adapter, tmp_path, change, prob
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError) as error:
         recipe_with(base, f"lora.path={tmp_path}")
-    assert problem in str(error.value)
+    file = tmp_path / "adapter_config.json"
+    assert f"command line: lora.path={tmp_path}: {file}: {problem}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            {"target_modules": ["embed_tokens"]},
+            "target_modules: embed_tokens is not a linear layer ",
+        ),
+        ({"modules_to_save": ["heads"]}, "modules_to_save: heads is not a module of the model; "),
+    ],
+)
+def test_layers_of_an_adapter_that_the_model_lacks_are_named_by_its_file(
+    base, adapter, tmp_path, change, problem
+):
+    config = json.loads((adapter / "adapter_config.json").read_text()) | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    recipe = full_recipe(base, f"lora.path={tmp_path}", "data.sequence_length=16")
+    with pytest.raises(RecipeError) as error:
+        prepare_model(recipe, device=CPU)
+    (found,) = error.value.problems
+    assert found.startswith(f"lora.path: {tmp_path / 'adapter_config.json'}: {problem}")
+    assert found.endswith("; merge the adapter with peft, and train from the merged model")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "null", '"a"'])

@@ -151,6 +151,36 @@ def test_adapters_are_in_the_text_model_alone(kind, targets):
     assert all("language_model" in name for name in adapted)
 
 
+@pytest.mark.parametrize("targets", [None, ("all-linear",), ("*",)])
+def test_routers_that_are_derived_from_linear_layers_get_no_adapters(targets, messages):
+    lora = schema.Lora(rank=2, target_modules=targets)
+    prepared = prepare_model(recipe_of(random_model("llama4"), lora=lora), device=CPU)
+    model = prepared.model
+    router = "language_model.model.layers.0.feed_forward.router"
+    what = "note: layers that compute more than a linear layer get no adapters"
+    assert f"{what}: 2 such as {router}, a Llama4Router" in messages()
+    assert not any("router" in name and ".lora_" in name for name, _ in model.named_parameters())
+    prepared.init_fn(model, CPU, CPU)
+    ids = torch.randint(3, 60, (2, 16))
+    targets, inputs = packed(ids, prepared.masking)
+    model(input_ids=ids, targets=targets, **inputs).loss.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    assert all(grad.any() for name, grad in trained.items() if ".lora_B." in name)
+
+
+@pytest.mark.parametrize("target", ["router", "*.router"])
+def test_an_adapter_of_a_router_is_refused(target):
+    lora = schema.Lora(target_modules=("q_proj", target))
+    with pytest.raises(RecipeError) as error:
+        prepare_model(recipe_of(random_model("llama4"), lora=lora), device=CPU)
+    assert error.value.problems == [
+        f"lora.target_modules: {target}: language_model.model.layers.0.feed_forward.router is a "
+        "Llama4Router, which computes more than a linear layer and gets no adapter; available: "
+        "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    ]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -172,11 +172,29 @@ def test_integers_as_inputs_are_refused():
         layer(torch.randn(3, 64).to(layer.weight.dtype))
 
 
-def test_model_without_wide_layers_is_refused():
-    narrow = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
-    narrow |= {"num_attention_heads": 2}
-    with pytest.raises(RecipeError, match=r"lora.quantize: .* multiple of 64"):
-        build({"model_type": "llama", "num_hidden_layers": 1} | narrow, quantize=True)
+NARROW = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+WIDE_GPT2 = {"vocab_size": 96, "n_embd": 64, "n_head": 2, "n_layer": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (
+            {"model_type": "llama", "num_hidden_layers": 1} | NARROW,
+            "Linear with rows of 32 (such as self_attn.q_proj), Linear with rows of 48 (such as "
+            "mlp.down_proj)",
+        ),
+        ({"model_type": "gpt2"} | WIDE_GPT2, "Conv1D (such as attn.c_attn)"),
+    ],
+)
+def test_a_model_without_layers_for_nf4_is_refused(config, layers):
+    with pytest.raises(RecipeError) as error:
+        build(config, quantize=True)
+    assert error.value.problems == [
+        "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
+        "and layers of experts whose rows are a multiple of 64 wide, and the blocks have "
+        f"{layers}; set lora.quantize: null"
+    ]
 
 
 @pytest.fixture(scope="module", params=["llama", "mixtral"])

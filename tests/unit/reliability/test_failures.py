@@ -292,6 +292,30 @@ def test_stop_request_after_rank_loss_reports_the_loss(start, neighbour, monkeyp
     assert rank.run.read_status()["reason"] == "rank_lost"
 
 
+@pytest.mark.parametrize("age", [-60, 60])
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        ("reference.safetensors", "reference.safetensors"),
+        ("teacher_top_k.json", "teacher_top_k.npy"),
+    ],
+)
+def test_a_stop_names_what_a_pass_of_this_start_has_computed(start, age, last, kept):
+    """A file of an earlier start may be of other weights."""
+    rank = start()
+    for name, change in (("recipe.yaml", 0), (last, age)):
+        (rank.run.path / name).touch()
+        os.utime(rank.run.path / name, times=(1e9, 1e9 + change))
+    with pytest.raises(SystemExit):
+        rank.failures.stop_before_training("SIGTERM")
+    what = "there is nothing to save"
+    if age > 0:
+        what = f"the next start goes on with what has been computed in {rank.run.path / kept}"
+    printed = rank.failures.console.getvalue()
+    assert printed == f"stopped by SIGTERM before the first step: {what}\n"
+    assert rank.run.read_status()["state"] == "stopped"
+
+
 def chained_exception(first, then, *, cause_hidden=False):
     try:
         try:
