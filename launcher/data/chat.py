@@ -95,7 +95,10 @@ def _tool_calls(value: object, what: str) -> list[object] | None:
 
 def read_tools(value: object) -> list[object] | None:
     """A row's `tools`: a list, or a list as JSON. Raises RowError."""
-    return read_list(value, "column 'tools'")
+    try:
+        return read_list(value, "column 'tools'")
+    except RowError as error:
+        raise RowError(f"{error}; rename the column if it has no descriptions of tools") from None
 
 
 def read_list(value: object, where: str) -> list[object] | None:

@@ -84,7 +84,7 @@ def _compare(stored: StoredTensors, key: str, weight: torch.Tensor) -> None:
     copy = torch.empty_like(weight)
     stored.copy_rows(key, copy)
     own, stored_part = local_part(weight).float(), local_part(copy).float()
-    if not torch.allclose(own, stored_part, rtol=0.01, atol=1e-3):
+    if not torch.allclose(own, stored_part, rtol=0.01, atol=1e-6):
         raise RecipeError(
             f"lora.path: {key}: the adapter holds a copy of this weight, which is not that of the "
             "model in model.path; name the model that the adapter was trained on there"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -143,20 +143,21 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def has_kernel(device_type: str) -> bool:
-    """Whether bitsandbytes can dequantize on this kind of device: it is installed, and its library
-    fits the version of CUDA. Its values are the same bits."""
+    """Whether bitsandbytes can dequantize on this kind of device: it is installed, and has a library
+    for this version of CUDA. Its values are the same bits."""
     if device_type not in KERNEL_DEVICES or importlib.util.find_spec("bitsandbytes") is None:
         return False
     try:
-        import bitsandbytes  # noqa: F401  # it defines the operator
+        import bitsandbytes  # it defines the operator
 
-        codes = torch.zeros(1, BLOCK // 2, dtype=torch.uint8, device=device_type)
-        scales = torch.ones(1, 1, 1, device=device_type)
-        _bitsandbytes(codes, scales, torch.empty(1, BLOCK, device=device_type))
+        found = bool(bitsandbytes.cextension.lib.compiled_with_cuda)
+        why = "it has no library for this version of CUDA"
     except Exception as error:
-        logger.warning(f"nf4: bitsandbytes cannot be used, weights are read more slowly: {error}")
-        return False
-    return True
+        found, why = False, first_line(error)
+    if not found and torch.cuda.is_available():
+        what = f"nf4: bitsandbytes cannot be used: {why}"
+        logger.warning(f"{what}; PyTorch's operators dequantize, more slowly")
+    return found
 
 
 def _bitsandbytes(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

@@ -215,7 +215,7 @@ def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
     def prepare(teacher: Recipe) -> PreparedModel:
         return original_model(with_random_weights(teacher), device=machine.device)
 
-    checked_teacher(random, model, prepare)
+    checked_teacher(random, model, prepare, planned=True)
     teacher = with_random_weights(teacher_recipe(recipe))
     profile = profile_model(teacher, device=machine.device)
     return forward_peak(profile, teacher, ranks=machine.ranks)

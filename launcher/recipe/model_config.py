@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 
 from launcher.recipe.section import LARGEST_INT
@@ -96,7 +97,8 @@ def _of_settings(settings: Mapping[str, object]) -> Found:
         elif key in ("rope_theta", "factor"):
             number = value if isinstance(value, (int, float)) and value is not True else 0
             at_least_1 = scales and key == "factor"
-            if not math.isfinite(number) or number <= 0 or (at_least_1 and number < 1):
+            too_small = number < 1 if at_least_1 else number <= 0
+            if too_small or not number <= sys.float_info.max:  # also what is not a number (NaN)
                 limit = "of at least 1" if at_least_1 else "greater than 0"
                 yield (key,), f"must be a number {limit}; got {value!r}"
 

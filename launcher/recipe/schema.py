@@ -77,8 +77,8 @@ class Run(Section):
     epochs: PositiveInt | None = None
     """Length of the run in passes over the training data; or give max_steps."""
     max_skipped_steps: PositiveInt = 20
-    """Consecutive steps with gradients that are not finite before on_divergence applies; a float16
-    loss scale causes up to 16."""
+    """Consecutive steps, at most all of the run, with gradients that are not finite before
+    on_divergence applies; a float16 loss scale causes up to 16."""
     max_loss_ratio: Annotated[PositiveFloat, Field(gt=1)] | None = None
     """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
     only gradients that are not finite."""

@@ -210,7 +210,8 @@ class Reporter:
             what = f"in {in_a_row} steps in a row (run.max_skipped_steps={most}); {lower}"
             if in_a_row == step:
                 what = f"in all {step} steps, so the weights are the initial ones, which may have "
-                what += f"values that are not finite; check them, {lower}"
+                what += "values that are not finite, or a float16 loss scale needs more steps; "
+                what += f"check the weights, {lower}"
             raise DivergedError(
                 f"gradients not finite {what}, a longer schedule.warmup_steps, or bfloat16 instead "
                 "of float16",

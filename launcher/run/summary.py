@@ -19,7 +19,7 @@ from launcher.models.config_overrides import config_changes
 from launcher.models.float8 import describe_float8
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import has_kernel, is_packed, shape_of
-from launcher.models.shards import local_rows
+from launcher.models.shards import compute_device, local_rows
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.reliability.json_files import Json
 from launcher.strategies.activation_checkpointing import (
@@ -146,7 +146,7 @@ def _quantized(blocks: Iterable[torch.nn.Module]) -> str:
             f"; {len(others)} others of the blocks with {elements} are not quantized, such as "
             f"{clean_name(others[0][0])} {list(others[0][1].shape)}"
         )
-    if any(has_kernel(p.device.type) for p in packed):
+    if any(has_kernel(compute_device(p).type) for p in packed):
         text += "; dequantized by bitsandbytes"
     return text
 

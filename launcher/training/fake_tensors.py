@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData
-from launcher.models import attention
+from launcher.models import attention, nf4
 
 
 class Replacements(ExitStack):
@@ -37,7 +38,12 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
+    # peft has imported it if there are adapters
+    kernel = device == "cuda" and "bitsandbytes" in sys.modules and nf4.has_kernel(device)
     with Replacements() as replaced, torch.compiler.set_stance("force_eager"):
+        if kernel:
+            replaced.set(nf4, "has_kernel", lambda device_type: True)
+            replaced.set(nf4, "_bitsandbytes", _bitsandbytes)
         replaced.set(moe, "_can_use_grouped_mm", grouped)
         replaced.set(experts, "exchange_counts", uniform_counts)
         if "position_ids" not in data.tensors:
@@ -49,6 +55,13 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
             replaced.set(attention, "has_varlen_kernel", lambda tensor: True)
             replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)
         yield
+
+
+def _bitsandbytes(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Allocates what `nf4._bitsandbytes` does."""
+    codes.contiguous()
+    scales.flatten()
+    out.zero_()
 
 
 def uniform_counts(

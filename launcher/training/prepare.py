@@ -335,19 +335,23 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
 
 
 def checked_teacher(
-    recipe: Recipe, own: PreparedModel, prepare: Callable[[Recipe], PreparedModel]
+    recipe: Recipe,
+    own: PreparedModel,
+    prepare: Callable[[Recipe], PreparedModel],
+    *,
+    planned: bool = False,
 ) -> PreparedModel:
     """Builds the teacher by calling `prepare` with `teacher_recipe`. Raises RecipeError, which names
-    the teacher, if that fails, or if `own`, the model of the recipe, cannot learn from it."""
+    the teacher, if that fails, or if `own`, the model of the recipe, cannot learn from it. `planned`:
+    tokenizers that cannot be loaded are not compared."""
     assert recipe.distillation is not None
     try:
         teacher = prepare(teacher_recipe(recipe))
     except RecipeError as error:
-        problems = (line.removeprefix("model.path: ") for line in error.problems)
-        lines = [line.replace("positions of the model;", "positions it has;") for line in problems]
+        lines = (line.removeprefix("model.path: ") for line in error.problems)
         raise RecipeError([f"distillation.teacher: {line}" for line in lines]) from None
     _check_distillation(teacher.model, recipe.distillation, key="distillation.teacher")
-    _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0)
+    _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0, planned=planned)
     if teacher.masking != own.masking:
         what = f"keeps packed documents apart by {teacher.masking}, the model by {own.masking}"
         raise RecipeError(f"distillation.teacher: {what}; set data.packing: false")
@@ -378,14 +382,14 @@ def _check_distillation(
         raise RecipeError(f"distillation.top_k: {what} of {type(model).__name__}")
 
 
-def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int) -> None:
+def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int, *, planned: bool) -> None:
     """Raises RecipeError if the ids of the teacher's tokens differ from those of the model's. The
     numbers of entries may differ, since some models have spare ones."""
     settings, name = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
     assert settings is not None
-    if name is None and recipe.data.kind != "tokens":
-        return  # a plan with the sizes that launcher knows, which needs no tokenizer
     same = None if name is None else _same_tokens(name, settings.teacher)
+    if planned and same is None and recipe.data.kind != "tokens":
+        return  # perhaps a tokenizer is not downloaded yet; training compares them
     what = f"its tokenizer has other tokens than that of the run, {name}"
     if same is None:  # there is none, as for rows of ids
         same = own == of_teacher

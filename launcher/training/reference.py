@@ -384,7 +384,8 @@ def _compute(
     ):
         documents, values = np.split(rows.cpu().numpy(), [1], axis=1)
         if not np.isfinite(values).all():
-            what = "log-probabilities of the initial weights are not finite: check the weights"
+            what = "log-probabilities of the initial weights are not finite"
+            what += ": check the weights, or use bfloat16 instead of float16"
             raise TrainingError(f"reference: {what}", reason="not_finite")
         found[documents[:, 0].astype(np.int64)] = values
         pairs += len(rows)

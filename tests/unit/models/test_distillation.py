@@ -240,7 +240,7 @@ def test_more_teacher_predictions_than_tokens_are_refused(tmp_path, prepare):
         ({"model_type": "bert"}, "bert is an encoder (is_decoder is false)"),
         (
             {"max_position_embeddings": 4},
-            "data.sequence_length: 8 is more than the 4 positions it has; shorten it",
+            "data.sequence_length: 8 is more than the 4 positions of the model; shorten it",
         ),
         (
             {"vocab_size": 60},

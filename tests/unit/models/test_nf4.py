@@ -1,10 +1,15 @@
 """Weights in NF4: rounding error, shards, layers, gradients, and exports."""
 
 import json
+import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from launcher.errors import RecipeError
@@ -17,6 +22,7 @@ from launcher.models.lora import add_adapters
 from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training import setup
+from launcher.training.fake_tensors import computing_as_on
 from tests.unit.models.test_export import export_model
 from tests.unit.models.test_load import CPU, logits, reference, save
 
@@ -95,6 +101,39 @@ def test_parts_of_rows_have_the_bits_of_whole_rows():
         own = values[:, columns.start : columns.stop]
         assert torch.equal(nf4.dequantize(part, torch.float32), own)
     assert not torch.equal(nf4.round_trip(weight[:, :512]), values[:, :512])  # another scale
+
+
+def test_traces_call_the_operators_that_the_kernel_needs(monkeypatch):
+    """A budget of activation checkpointing counts the calls of each operator in a trace on CPUs."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if peft had imported it
+    monkeypatch.setattr(nf4, "has_kernel", lambda device_type: device_type == "cuda")
+    data = SimpleNamespace(tensors={"position_ids": None})
+    weight = packed(torch.randn(8, 128))
+    called = {}
+    for device in ("cpu", "cuda"):
+        with (
+            computing_as_on(device, data),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            Operators() as called[device],
+        ):
+            made = nf4.dequantize(weight, torch.bfloat16)
+        assert made.shape == (8, 128)
+    index, clone = torch.ops.aten.index_select.default, torch.ops.aten.clone.default
+    assert called["cpu"].counts[index] == called["cuda"].counts[clone] - 1 == 1
+    assert called["cuda"].counts[index] == 0
+    assert not nf4.has_kernel("cpu")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("row", [torch.zeros(128), torch.cat([torch.zeros(64), torch.ones(64)])])
