@@ -114,16 +114,23 @@ def slow_steps(seconds):
 
 def inject_nan_loss(at):
     from launcher.data.dataset import SequenceDataset
+    from launcher.data.streaming import StreamingDataset
 
-    original, calls = SequenceDataset.loss, [0]
+    calls = [0]
 
-    def loss(self, model, micro_batch):
-        calls[0] += model.training
-        return original(self, model, micro_batch) * (
-            float("nan") if calls[0] == at and model.training else 1.0
-        )
+    def patch(dataset):
+        original = dataset.loss
 
-    SequenceDataset.loss = loss
+        def loss(self, model, micro_batch):
+            calls[0] += model.training
+            return original(self, model, micro_batch) * (
+                float("nan") if calls[0] == at and model.training else 1.0
+            )
+
+        dataset.loss = loss
+
+    patch(SequenceDataset)
+    patch(StreamingDataset)
 
 
 def wait_in_pass(file, at):

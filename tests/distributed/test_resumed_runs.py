@@ -484,7 +484,7 @@ def test_run_on_a_full_file_system(folder):
         assert [line["step"] for line in records(run_dir)][-1] in (39, 40)
         before = os.umask(0o027)
         try:
-            train(folder, run_dir, *words).check()
+            train(folder, run_dir, *words, options=()).check()  # torchrun, which inherits it
         finally:
             os.umask(before)
         assert status(run_dir)["state"] == "finished"
@@ -621,6 +621,7 @@ def test_stream_resumes_exactly_and_rewinds(folder):
         "every shard must have been read by one of the ranks"
     )
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
+    rewind += ["run.max_steps=12"]  # a finished run continues only with more steps
     output = (
         train(folder, run_dir, *stream, *rewind, ranks=1, SAMPLES=str(seen), NAN="4").check().output
     )
