@@ -33,7 +33,7 @@ from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
-from launcher.training.evaluation import EarlyStopping, without_targets
+from launcher.training.evaluation import EarlyStopping, refuse_without_targets
 from launcher.training.loop import Step
 from launcher.training.prepare import PreparedModel, prepare_model
 from launcher.training.reference import reference_file
@@ -282,7 +282,8 @@ class TrainingRun:
             return
         many = step.number == min(self._recipe.run.max_skipped_steps, self._steps)
         if not before and not self._position.step and many:
-            raise without_targets(self._training.data.training, f"the first {step.number} steps")
+            dataset = self._training.data.training
+            refuse_without_targets(dataset, f"the first {step.number} steps")
         if not self._warned_of_targets:
             self._warned_of_targets = True
             what = "no token with loss in its batch: weights and optimizer state stay as they are"

@@ -138,20 +138,20 @@ class Evaluator:
         for name, (_, tokens, _), _ in sets:
             if not tokens:
                 dataset, _ = self._loaders[name]
-                raise without_targets(dataset, f"the set {name!r}", key="data.validation")
+                refuse_without_targets(dataset, f"the set {name!r}", key="data.validation")
         return {
             name: Evaluated(loss / (weight or 1.0), int(tokens), weight=weight, **scored)
             for name, (loss, tokens, weight), scored in sets
         }
 
 
-def without_targets(dataset: object, where: str, *, key: str = "data") -> RecipeError:
-    """The error for a part of a data set, which `where` names, that has no token with loss."""
+def refuse_without_targets(dataset: object, where: str, *, key: str = "data") -> NoReturn:
+    """Raises RecipeError for a part of a data set, which `where` names, without a token with loss."""
     if isinstance(dataset, MaskedDataset):
         what = f"{dataset.probability:g} masks no token in {where}"
-        return RecipeError(f"data.mask_probability: {what}; raise it, or use more data")
+        raise RecipeError(f"data.mask_probability: {what}; raise it, or use more data")
     what = f"no token with loss in {where} (for data.builder: CustomData.targets)"
-    return RecipeError(f"{key}: {what}")
+    raise RecipeError(f"{key}: {what}")
 
 
 def _refuse(name: str, problem: str) -> NoReturn:

@@ -243,20 +243,6 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.skipif(NULL, reason="null GPUs compute no values; see test_kernels.py")
-def test_bitsandbytes_reads_weights_in_nf4_with_the_same_bits():
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (the extra nf4)")
-    from launcher.models import nf4
-
-    weight = torch.randn(3, 1000, 4096, generator=torch.Generator().manual_seed(0))
-    packed = torch.empty(3, 1000, nf4.row_bytes(4096), dtype=torch.uint8)
-    nf4.quantize(weight, packed)
-    assert nf4.has_kernel(DEVICE)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = nf4.dequantize(packed.to(DEVICE), dtype).cpu()
-        assert torch.equal(found, nf4.dequantize(packed, dtype)), dtype
-
-
 @pytest.mark.parametrize("recipe", quick("fsdp", "ddp", "fsdp_offload"))
 @pytest.mark.parametrize("adapters", [False, True])
 def test_checkpoint_is_loaded_trained_and_exported(checkpoint, recipe, adapters, tmp_path):

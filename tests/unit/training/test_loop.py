@@ -19,7 +19,7 @@ from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
 from launcher.run.run import TrainingRun
-from launcher.training.evaluation import Evaluator, without_targets
+from launcher.training.evaluation import Evaluator, refuse_without_targets
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
 
@@ -125,9 +125,9 @@ def masked(probability):
 
 def test_without_a_target_masks_are_named():
     """The probability is too small for so few tokens."""
-    error = without_targets(masked(1e-6), "the set 'near'", key="data.validation")
     message = "data.mask_probability: 1e-06 masks no token in the set 'near'; raise it"
-    assert str(error).startswith(message)
+    with pytest.raises(RecipeError, match=message):
+        refuse_without_targets(masked(1e-6), "the set 'near'", key="data.validation")
 
 
 @pytest.mark.parametrize(("position", "targets"), [(0, [0, 0, 0]), (0, [0, 3, 0, 0]), (5, [0] * 4)])
