@@ -28,7 +28,7 @@ from tests.nullgpu.devices import preloaded  # noqa: E402
 
 LIBRARY = preloaded()
 # Without values, the device counts no target in an evaluation, and gradients may be not finite
-evaluation.refuse_without_targets = lambda dataset, where, key: None
+evaluation.refuse_without_targets = lambda dataset, where, *, key="data": None
 Reporter._check = lambda self, record: None
 step_done = Progress.step_done
 
