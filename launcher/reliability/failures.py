@@ -358,7 +358,7 @@ class FailureWatch:
         kept = self.run.kept_before_training()
         what = "there is nothing to save"
         if kept is not None:
-            what = f"the next start goes on with what has been computed in {kept}"
+            what = f"the next start continues with what has been computed in {kept}"
         self._print(f"stopped by {source} before the first step: {what}")
         with contextlib.suppress(OSError, TrainingError):
             self.run.write_status("stopped", step=step, reason=source)

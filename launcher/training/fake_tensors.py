@@ -38,7 +38,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
-    # peft has imported it if there are adapters
+    # Weights in NF4 have adapters, for which peft imports bitsandbytes if it is installed
     kernel = device == "cuda" and "bitsandbytes" in sys.modules and nf4.has_kernel(device)
     with Replacements() as replaced, torch.compiler.set_stance("force_eager"):
         if kernel:

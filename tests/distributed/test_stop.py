@@ -116,7 +116,7 @@ def test_run_stops_in_every_phase(phase, number, target, tmp_path):
     assert (outcome["state"], outcome["error"]) == ("stopped", None)
     if phase == "reference":
         kept = (
-            f"the next start goes on with what has been computed in {run_dir}/{phase}.safetensors"
+            f"the next start continues with what has been computed in {run_dir}/{phase}.safetensors"
         )
         assert f"stopped by SIGTERM before the first step: {kept}" in result.output
         assert (run_dir / "reference.safetensors").exists()

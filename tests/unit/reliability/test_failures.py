@@ -310,7 +310,7 @@ def test_a_stop_names_what_a_pass_of_this_start_has_computed(start, age, last, k
         rank.failures.stop_before_training("SIGTERM")
     what = "there is nothing to save"
     if age > 0:
-        what = f"the next start goes on with what has been computed in {rank.run.path / kept}"
+        what = f"the next start continues with what has been computed in {rank.run.path / kept}"
     printed = rank.failures.console.getvalue()
     assert printed == f"stopped by SIGTERM before the first step: {what}\n"
     assert rank.run.read_status()["state"] == "stopped"
