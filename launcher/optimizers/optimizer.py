@@ -74,6 +74,7 @@ def make_optimizer(
             if named:
                 groups.append({"params": named, "ratio": ratio, **options})
     made = _make(groups, optimizer, seed)
+    made.register_step_post_hook(_increment_versions)
     if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
         return OffloadedOptimizer(made, cpu_offload)
     shard_update(made, pairs)
@@ -81,6 +82,13 @@ def make_optimizer(
     if optimizer.ema is not None:
         average_weights(made, optimizer.ema)
     return made
+
+
+def _increment_versions(optimizer: torch.optim.Optimizer, *unused: object) -> None:
+    """Increments the version counters of the parameters, by which `OneRank` sees that they were
+    written. torch's fused operators and Triton's kernels do not."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
 
 
 def _make(groups: list[Group], optimizer: schema.Optimizer, seed: int) -> torch.optim.Optimizer:

@@ -97,7 +97,7 @@ def variants(
     recipes: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
-        accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
+        accumulates = machine.ranks > 1 and micro_batches_of(sized, ranks=machine.ranks) > 1
         own, both = written.strategy, (True, False)
         every: Any = [own.sync_every_micro_batch]
         if syncs:
@@ -193,7 +193,8 @@ def _pairs(
 def _strategies(
     written: Recipe, machine: Machine, precision: MixedPrecision | None, accumulates: bool
 ) -> Iterator[Strategy]:
-    """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload."""
+    """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload. On one rank
+    only resharding differs from DDP."""
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
     syncs: list[Any] = [False, True] if accumulates else ["auto"]
     for sync, zero in itertools.product(syncs, {False, machine.ranks > 1}):
@@ -210,10 +211,9 @@ def _strategies(
     unit = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size
     inside |= {1, written.strategy.replicate}
     copies = sorted(n for n in inside if machine.ranks % (n * unit) == 0)
-    reshards = [True, False] if accumulates else [True]
-    for replicate, forward, backward, sync in itertools.product(
-        copies, (True, False), reshards, syncs
-    ):
+    forwards = (True, False) if machine.ranks > 1 else (True,)
+    backwards = (True, False) if accumulates else (True,)
+    for replicate, forward, backward, sync in itertools.product(copies, forwards, backwards, syncs):
         sharded = Strategy(
             kind="fsdp",
             mixed_precision=precision,
@@ -236,14 +236,16 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
     """
     recipe = configuration.recipe
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
+    ranks = configuration.plan.machine.ranks
+    fsdp = strategy.kind == "fsdp" and not recipe.uses_one_rank(ranks)
     # Among configurations of equal speed, `auto` prefers fewer collectives
     usual_reshard = written.strategy.reshard_after_forward != "auto"
-    usual_sync = strategy.kind == "fsdp" and written.strategy.sync_every_micro_batch is True
-    accumulates = micro_batches_of(recipe, ranks=configuration.plan.machine.ranks) > 1
+    usual_sync = fsdp and written.strategy.sync_every_micro_batch is True
+    accumulates = ranks > 1 and micro_batches_of(recipe, ranks=ranks) > 1
     unusual = (
         *(getattr(strategy, key) != getattr(written.strategy, key) for key in SIZES),
         strategy.replicate > 1,
-        strategy.kind == "fsdp" and strategy.reshard_after_forward is not usual_reshard,
+        fsdp and strategy.reshard_after_forward is not usual_reshard,
         not strategy.reshard_after_backward,
         accumulates and strategy.sync_every_micro_batch is not usual_sync,
     )
@@ -254,7 +256,7 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
         int(compute_dtype(strategy) != compute_dtype(written.strategy)),
         int(recipe.model.compile != written.model.compile),
         0 if checkpointing is None else 1 if checkpointing.mode == "selective" else 2,
-        2 if strategy.kind != "ddp" else int(strategy.shard_optimizer),
+        2 if fsdp else int(strategy.shard_optimizer),
         len(configuration.overrides),
     )
 

@@ -50,7 +50,8 @@ def forward_peak(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> int:
     offload = strategy.cpu_offload if work.on_gpu else None
     groups = (*profile.groups, profile.unused)
     held = 0 if offloads_parameters(offload) else sum(group.count for group in groups) * size
-    unsharded = [0 if work.ddp else group.unsharded(size) for group in work.gathered]
+    whole = work.ddp or work.one_rank
+    unsharded = [0 if whole else group.unsharded(size) for group in work.gathered]
     # One unit computes while the next is gathered, and copied out of the buffer of its all-gather
     gathered = 3 * max(unsharded) if strategy.reshard_after_forward else sum(unsharded)
     logits = work.tokens * work.logits_width * (size + 8) + 3 * work.root.output
@@ -95,6 +96,7 @@ class _Step:
             parameters=(0 if offload else masters) + profile.buffers,
             optimizer=0 if elsewhere or work.in_file else work.states,
             gradients=gradients if work.ddp else 0,
+            gathered=work.copies,
         )
         self.host = 0
         if offload:
@@ -139,7 +141,9 @@ class _Step:
         self.kept_weights = every + last
         self.between = self.kept_weights + (0 if head else self.root.unsharded(work.size))
         self.forward = self.between
-        if work.ddp:  # autocast keeps all copies until the loss is computed
+        if work.one_rank:
+            self.forward = self.between = self.kept_weights = work.copies
+        elif work.ddp:  # autocast keeps all copies until the loss is computed
             self.between = self.kept_weights = self.kept_casts
             self.forward = work.root.casts + sum(block.casts for block in work.blocks)
 
@@ -169,6 +173,8 @@ class _Step:
         before = flight = 0
         if work.reductions < work.micro_batches:
             before = work.reduce * work.gathered_trained
+        elif work.micro_batches > 1 and work.one_rank:
+            before = self.shard
         elif work.micro_batches > 1 and not work.ddp:
             before, flight = self.shard, self.old_averages + work.reduce * self.last.trained
         parts = {"gradients": before, "activations": self.activations, "communication": flight}
@@ -181,7 +187,8 @@ class _Step:
         logits = self.loss_backward if work.chunked else 0
         head_space = HEAD_WIDEST * work.root.widest
         yield self._at("backward", logits=logits, temporary=head_space + head, **parts)
-        if not work.ddp and self.last is not self.root:  # the root is reduced meanwhile
+        reduces = not (work.ddp or work.one_rank)
+        if reduces and self.last is not self.root:  # the root is reduced meanwhile
             flight = self.old_averages + work.reduce * self.root.trained
         if self.blocks:
             yield self._last_block(before, flight)
@@ -190,7 +197,7 @@ class _Step:
                 "backward",
                 gradients=(before or self.shard) + work.size * self.last.trained,
                 activations=0 if self.blocks else self.activations,
-                communication=work.reduce * self.last.trained + self.averages,
+                communication=work.reduce * self.last.trained + self.averages if reduces else 0,
             )
         yield self._at("optimizer", gradients=self.shard, temporary=self.slots)
 
@@ -199,7 +206,9 @@ class _Step:
         work, block = self.work, self.blocks[-1]
         unsharded, communication = self.kept_weights, 0
         gradient = (4 if work.ddp else work.size) * block.largest_trained
-        if not work.ddp:
+        if work.one_rank and not before:  # those of the root, and that of this weight in float32
+            gradient += 4 * (self.root.trained + block.largest_trained)
+        elif not (work.ddp or work.one_rank):
             gradient += work.size * self.root.largest_trained if self.last is self.root else 0
             unsharded += 0 if self.keeps else block.unsharded(work.size)
             fetches = work.shards > 1 and not self.keeps

@@ -96,7 +96,8 @@ def _settings(recipe: Recipe, machine: Machine) -> str:
     """The settings that `auto` decides, as text."""
     size, tokens = recipe.batch.micro_batch_size, recipe.batch.micro_batch_tokens
     strategy = recipe.strategy
-    if micro_batches_of(recipe, ranks=machine.ranks) == 1:  # it has no effect
+    one = machine.ranks == 1 or micro_batches_of(recipe, ranks=machine.ranks) == 1
+    if one:  # it has no effect
         strategy = dataclasses.replace(strategy, sync_every_micro_batch="auto")
     return repr((strategy, recipe.activation_checkpointing, size, tokens))
 
@@ -118,7 +119,7 @@ def measured_choice(
     for chosen in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
         if _settings(chosen, machine) == settings and make_plan(chosen, machine).fits is not False:
             why = (
-                f"{strategy_text(chosen)}; {batch_text(chosen, machine.ranks)}. The fastest "
+                f"{strategy_text(chosen, machine.ranks)}; {batch_text(chosen, machine.ranks)}. The fastest "
                 f"measured, on {kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, "
                 f"{speed:,.0f} tokens/s ({file})"
             )

@@ -53,11 +53,13 @@ def micro_batches(batch: schema.Batch, ranks: int) -> int | None:
     return accumulation_steps(global_batch_size=whole, micro_batch_size=size, ranks=ranks)
 
 
-def strategy_text(recipe: Recipe) -> str:
+def strategy_text(recipe: Recipe, ranks: int) -> str:
     """`fsdp (ZeRO-3), bf16, full checkpointing, CPU offload`: what configurations differ in."""
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     parts: list[str] = ["ddp (ZeRO-1)" if strategy.shard_optimizer else strategy.kind]
-    if strategy.kind == "fsdp":
+    if recipe.uses_one_rank(ranks):
+        parts = ["one rank"]
+    elif strategy.kind == "fsdp":
         parts = [f"fsdp (ZeRO-{3 if strategy.reshard_after_forward else 2})"]
         if strategy.replicate > 1:
             parts.append(f"{strategy.replicate} copies")

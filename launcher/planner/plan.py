@@ -132,7 +132,7 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         arithmetic=None,
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
         margin=round(MARGIN * step.peak.total) if on_gpu else 0,
-        room=_room(profile, recipe, step) if on_gpu else 0,
+        room=_room(profile, recipe, step, ranks=machine.ranks) if on_gpu else 0,
         host=_host(recipe, machine, step, before, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
@@ -141,7 +141,7 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
     )
 
 
-def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
+def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int) -> int:
     """Bytes of a GPU that the allocator's caches take besides the peak and the margin.
 
     The allocator gives memory that was freed on one stream only to the same stream. FSDP allocates
@@ -150,10 +150,10 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory) -> int:
     the peak, which may be where all shards exist. docs/memory.md has measurements.
     """
     strategy = recipe.strategy
-    if strategy.kind == "ddp":
+    if strategy.kind == "ddp" or recipe.uses_one_rank(ranks):
         return 0
-    ranks = strategy.expert_parallel_size
-    largest = max((group.on_each_of(ranks) for group in profile.groups), key=lambda g: g.count)
+    parts = strategy.expert_parallel_size
+    largest = max((group.on_each_of(parts) for group in profile.groups), key=lambda g: g.count)
     gathered = largest.unsharded(compute_dtype(strategy).itemsize)
     gathered *= 2 if largest.trained else 1
     whole = step.phases["optimizer"].components.gradients
@@ -265,7 +265,7 @@ def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
             "different nodes divide the layers, and add up the results of each block over the "
             f"network between nodes; a divisor of gpus_per_node={machine.gpus_per_node} is faster"
         )
-    if recipe.strategy.kind == "ddp":
+    if recipe.strategy.kind == "ddp" and not recipe.uses_one_rank(machine.ranks):
         yield "ddp's buckets, as large as the gradients, are calculated, not traced"
     if recipe.data.builder is not None:
         yield "the batch is the first samples of data.builder; larger samples need more"

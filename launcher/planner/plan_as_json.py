@@ -25,7 +25,7 @@ def as_json(
     peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, sharing))
     return {
         "recipe": recipe.run.name,
-        "strategy": strategy_text(recipe),
+        "strategy": strategy_text(recipe, machine.ranks),
         "batch": batch_text(recipe, machine.ranks),
         "machine": asdict(machine) | {"ranks": machine.ranks},
         "fits": plan.fits,
@@ -88,7 +88,7 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
     recipe, plan, seconds = configuration.recipe, configuration.plan, configuration.seconds
     return {
         "overrides": list(configuration.overrides),
-        "strategy": strategy_text(recipe),
+        "strategy": strategy_text(recipe, plan.machine.ranks),
         "micro_batch_size": recipe.batch.micro_batch_size,
         "micro_batch_tokens": recipe.batch.micro_batch_tokens,
         "fits": plan.fits,

@@ -127,6 +127,16 @@ class WeightGroup:
             for weight in self.parameters
         ]
 
+    def copied(self, dtype_bytes: int) -> int:
+        """Bytes of copies in a compute dtype of `dtype_bytes` of the weights in another dtype."""
+        return sum(
+            dtype_bytes * weight.count
+            for weight in self.parameters
+            if not weight.packed
+            and weight.size != dtype_bytes
+            and (weight.trained or not self.adapted)
+        )
+
     def pinned(self, shards: int, dtype_bytes: int) -> int:
         """Bytes of pinned memory that shards and their gradients take."""
         gradients = [4 * weight.count for weight in self.parameters if weight.trained]

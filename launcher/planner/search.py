@@ -164,7 +164,7 @@ def concrete(recipe: Recipe, machine: Machine) -> Recipe:
     if batch.micro_batch_size == "auto":
         batch = dataclasses.replace(batch, micro_batch_size=1)
     recipe = dataclasses.replace(recipe, strategy=strategy, batch=batch)
-    accumulates = micro_batches_of(recipe, ranks=machine.ranks) > 1
+    accumulates = machine.ranks > 1 and micro_batches_of(recipe, ranks=machine.ranks) > 1
     if strategy.sync_every_micro_batch == "auto" and accumulates:
         strategy = dataclasses.replace(strategy, sync_every_micro_batch=fsdp)
     return dataclasses.replace(recipe, strategy=strategy)

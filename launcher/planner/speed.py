@@ -9,7 +9,8 @@
   compute, which it slows down. DDP's reduction overlaps with the backward pass of the last
   micro-batch only.
 - FSDP copies weights out of, and gradients into, the buffers of its collectives. Nothing overlaps
-  with that.
+  with that. On one rank, where it has no collectives, it casts and copies weights (10 bytes for a
+  parameter in 16 bits) and gradients (14 bytes; torch 2.11 to 2.13, `foreach_reduce`).
 - Of copies between host and device only what exceeds compute counts.
 
 docs/speed.md compares the estimates with published figures.
@@ -176,14 +177,24 @@ def _gathers(work: Work) -> tuple[int, int]:
 
 
 def _copied(work: Work) -> float:
-    """Bytes that copies and casts of weights and gradients move in a step."""
-    profile, size = work.profile, work.size
-    if work.ddp:  # autocast
+    """Bytes that copies and casts of weights and gradients, and additions of gradients, move in a
+    step."""
+    profile, size, later = work.profile, work.size, work.micro_batches - 1
+    if work.one_rank:  # weights are cast once a step, gradients cast or added
+        cast = 2 * (4 + size) if size < 4 else 0
+        return float((cast + (8 + size) * later) * profile.trained)
+    if work.ddp:  # autocast; gradients are copied to buckets or added there, and divided
         cast = (4 + size) * (profile.dense + profile.trained) if size < 4 else 0
-        return float(work.micro_batches * cast)
-    weights = 2 * sum(group.unsharded(size) for group in work.gathered)
-    gradients = (size + work.reduce) * work.gathered_trained
-    return float(sum(_gathers(work)) * weights + work.micro_batches * gradients)
+        moved = 8 + ADD_BYTES * later + 8 * work.reductions
+        return float(work.micro_batches * cast + moved * profile.trained)
+    unsharded = sum(group.unsharded(size) for group in work.gathered)
+    weights, gradients = 2.0 * unsharded, float(size + work.reduce)
+    if work.shards == 1:  # in place of collectives, weights are cast and copied, gradients copied
+        weights += (4 / size + 1) * unsharded if size < 4 else 0
+        gradients += 8
+    added = ADD_BYTES * later * profile.trained / work.shards
+    copied = work.micro_batches * gradients * work.gathered_trained
+    return float(sum(_gathers(work)) * weights + copied + added)
 
 
 def _network(work: Work, machine: Machine) -> tuple[float, float]:

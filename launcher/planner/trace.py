@@ -44,6 +44,7 @@ from launcher.planner.recipes import with_random_weights
 from launcher.planner.tracker import HOST, Held, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
+from launcher.strategies.fsdp import Fsdp
 from launcher.training.loop import Update, train_steps
 from launcher.training.operators import shapes_of
 from launcher.training.prepare import PreparedModel, row_part
@@ -158,7 +159,7 @@ def _run(
             optimizer = prepared.make_optimizer(wrapped, recipe)
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
-            if recipe.strategy.kind == "fsdp":
+            if isinstance(wrapped, Fsdp):
                 for module in wrapped.module.modules():
                     module.register_forward_pre_hook(observer.label_unsharded)
             scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)

@@ -102,7 +102,9 @@ class Work:
         """The recipe may differ from the profiled one in strategy, checkpointing and batch."""
         self.profile, self.recipe, self.ranks = profile, recipe, ranks
         self.strategy = strategy = recipe.strategy
-        self.ddp, self.on_gpu = strategy.kind == "ddp", profile.device == "cuda"
+        self.one_rank = recipe.uses_one_rank(ranks)
+        self.ddp = strategy.kind == "ddp" and not self.one_rank
+        self.on_gpu = profile.device == "cuda"
         length, self.dtype = recipe.data.sequence_length, compute_dtype(strategy)
         self.size = self.dtype.itemsize
         self.autocast = self.ddp and self.size < 4
@@ -118,7 +120,7 @@ class Work:
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)
         sync = strategy.sync_every_micro_batch
         every = not self.ddp if sync == "auto" else sync
-        self.reductions = self.micro_batches if every else 1
+        self.reductions = self.micro_batches if every or self.one_rank else 1
         # Ranks that share each parameter, and its optimizer state. With layers divided over ranks,
         # the profile is that of a rank's part, which as many fewer ranks share
         self.tensor_ranks = 1 if self.ddp else strategy.tensor_parallel_size
@@ -131,6 +133,10 @@ class Work:
         self.gathered_trained = sum(group.trained for group in self.gathered)
         weights = [weight for group in self.gathered for weight in group.parameters]
         self.experts = [weight for weight in weights if weight.expert]
+        # Bytes of the copies in the compute dtype that stand beside float32 weights on one rank
+        self.copies = 0
+        if self.one_rank:
+            self.copies = sum(group.copied(self.size) for group in profile.groups)
         self.states = round(state_bytes(profile, recipe.optimizer) / self.state_shards)
         offload, self.in_file = strategy.cpu_offload, 0
         if offload is not None and offload.optimizer_path is not None:

@@ -397,3 +397,23 @@ class Recipe(Section):
     """torch.profiler over a few steps; null: off."""
     slurm: Slurm | None = None
     """What `launcher submit` requests from Slurm; null: its arguments and the defaults."""
+
+    def uses_one_rank(self, ranks: int) -> bool:
+        """Whether the strategy for one rank (`strategies/one_rank.py`) takes the place of DDP or
+        FSDP on this number of ranks.
+
+        With fsdp, its copies of all weights need as much memory as weights that stay unsharded
+        between the forward and the backward pass. So `reshard_after_forward: true` keeps FSDP,
+        which copies one block at a time, unless there is nothing to copy: in float32, and with
+        adapters, whose frozen weights are in the compute dtype. With ddp, a model of the user's own
+        may need autocast, because it may create tensors in float32.
+        """
+        strategy = self.strategy
+        mixed, offload = strategy.mixed_precision, strategy.cpu_offload
+        if ranks > 1 or (offload is not None and offload.what == "all"):
+            return False
+        if mixed is None or mixed.param_dtype == "float32":
+            return True
+        if strategy.kind == "ddp":
+            return self.model.builder is None
+        return self.lora is not None or strategy.reshard_after_forward is False

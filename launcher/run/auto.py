@@ -129,9 +129,10 @@ def _resolve_by_plan(
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
     """Those of `COLLECTIVES` that are `auto` and matter, unless the plan decides them, too."""
-    if recipe.strategy.kind != "fsdp" or open_keys(recipe):
+    if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
         return []
-    keys = COLLECTIVES if micro_batches_of(recipe, ranks=ranks) > 1 else COLLECTIVES[1:]
+    several = ranks > 1 and micro_batches_of(recipe, ranks=ranks) > 1
+    keys = COLLECTIVES if several else COLLECTIVES[1:]
     return [key for key in keys if getattr(recipe.strategy, key) == "auto"]
 
 
@@ -252,7 +253,9 @@ def _choose(
         result = search_configurations(recipe, machine)
         suggestions = result.suggestions
         if (best := result.best) is not None:  # in which more changes than what is auto
-            suggestions = (f"{strategy_text(best.recipe)}: {' '.join(best.overrides)}",)
+            suggestions = (
+                f"{strategy_text(best.recipe, machine.ranks)}: {' '.join(best.overrides)}",
+            )
         raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
     return choice
 
@@ -278,7 +281,7 @@ def choose(
     if best.plan.has_room is False:
         after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
     why = (
-        f"{strategy_text(best.recipe)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
+        f"{strategy_text(best.recipe, machine.ranks)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
         f"fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
         f"{speed_text(best.tokens_per_second, best.tokens_per_second_range)}{after}"
     )

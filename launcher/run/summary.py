@@ -27,6 +27,7 @@ from launcher.strategies.activation_checkpointing import (
     recomputation_changes_state,
 )
 from launcher.strategies.base import compute_dtype
+from launcher.strategies.one_rank import OneRank
 from launcher.training.setup import Training
 
 
@@ -131,7 +132,10 @@ def _model(training: Training) -> Iterator[str]:
     sizes = {name: _bytes(tensors) for name, tensors in held.items()}
     parts = ", ".join(f"{name} {bytes_as_text(size)}" for name, size in sizes.items())
     whole = bytes_as_text(sum(sizes.values()))
-    yield f"a rank holds {whole}: {parts}; plus activations and unsharded blocks"
+    beside = "unsharded blocks"
+    if isinstance(training.wrapped, OneRank):
+        beside = f"{bytes_as_text(training.wrapped.copied_bytes)} of weights to compute with"
+    yield f"a rank holds {whole}: {parts}; plus activations and {beside}"
 
 
 def _quantized(blocks: Iterable[torch.nn.Module]) -> str:

@@ -14,6 +14,7 @@ from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.ddp import Ddp
 from launcher.strategies.fsdp import DividedLayers, Experts, Fsdp, FsdpPolicy
+from launcher.strategies.one_rank import OneRank
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ def wrap(
     strategy: schema.Strategy,
     checkpointing: schema.ActivationCheckpointing | None,
     compile: bool = False,
+    one_rank: bool = False,
     ranks: DataParallel,
     init_fn: InitFn,
 ) -> WrappedModel:
-    """Wraps a meta model and initializes its weights."""
+    """Wraps a meta model and initializes its weights. `one_rank`: see
+    `Recipe.uses_one_rank`."""
     blocks = parts.blocks
     if checkpointing is not None:
         blocks = checkpoint_blocks(model, blocks, checkpointing, parts.kept)
@@ -53,6 +56,15 @@ def wrap(
         for block in blocks.values():
             block.compile()
     param_dtype, precision = compute_dtype(strategy), strategy.mixed_precision
+    if one_rank:
+        return OneRank(
+            model,
+            [*blocks.values(), *parts.outer_units],
+            parts.unused,
+            param_dtype=param_dtype,
+            ranks=ranks,
+            init_fn=init_fn,
+        )
     if strategy.kind == "ddp":
         return Ddp(
             model,

@@ -28,10 +28,8 @@ from launcher.data.synthetic import SyntheticData
 from launcher.errors import RecipeError, first_line
 from launcher.models.initialization import materialize
 from launcher.models.nf4 import PAIRS
-from launcher.recipe.schema import Strategy
 from launcher.recipe.section import size_in_bytes
 from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
-from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import computing_as_on
 
 _P = ParamSpec("_P")
@@ -123,11 +121,13 @@ def operators_to_keep(
     data: SyntheticData,
     *,
     budget: str | float,
-    strategy: Strategy,
+    dtype: torch.dtype,
+    autocast: bool,
     device: str,
     depth: int,
 ) -> dict[str, Kept]:
     """What `activation_checkpointing.budget` keeps of each block, with full micro-batches `data`.
+    Blocks compute in `dtype`, with `autocast` from weights in float32.
 
     `depth` is the number of blocks that the budget is for; a trace has fewer. Raises RecipeError if
     the model does not run on fake tensors, or if the budget is less than the inputs of the blocks.
@@ -137,7 +137,7 @@ def operators_to_keep(
     shapes = {name: shapes_of(block) for name, block in blocks.items()}
     last = {kind: name for name, kind in shapes.items()}
     alike = {name: last[kind] for name, kind in shapes.items()}  # the last block of each kind
-    key, dtype = "activation_checkpointing.budget", compute_dtype(strategy)
+    key = "activation_checkpointing.budget"
     try:
         saved = saved_of_blocks(
             model,
@@ -145,7 +145,7 @@ def operators_to_keep(
             data,
             device=device,
             dtype=dtype,
-            autocast=strategy.kind == "ddp" and dtype != torch.float32,
+            autocast=autocast and dtype != torch.float32,
         )
     except Exception as error:  # models fail in various ways on tensors without values
         why = f"{type(error).__name__}: {first_line(error)}"

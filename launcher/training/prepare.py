@@ -100,6 +100,7 @@ class PreparedModel:
         RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
         share rows or divide its experts or layers."""
         checkpointing, kept = recipe.activation_checkpointing, None
+        one_rank = recipe.uses_one_rank(ranks.size)
         if ranks.context_group is not None:
             length, divided = recipe.data.sequence_length, ranks.tensor_size
             group = ranks.context_group
@@ -118,7 +119,8 @@ class PreparedModel:
                 self.blocks,
                 self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
                 budget=checkpointing.budget,
-                strategy=recipe.strategy,
+                dtype=self.compute_dtype,
+                autocast=recipe.strategy.kind == "ddp" and not one_rank,
                 device=ranks.device.type,
                 depth=self.depth,
             )
@@ -135,6 +137,7 @@ class PreparedModel:
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
+            one_rank=one_rank,
             ranks=ranks,
             init_fn=init_fn or self.init_fn,
         )

@@ -54,7 +54,8 @@ REDUCE_ONCE, UNSHARDED = (
     "strategy.reshard_after_backward=false",
 )
 
-MUON = "optimizer.name=muon"
+MUON, EMA = "optimizer.name=muon", "optimizer.ema=0.99"
+ONE_RANK = "strategy.reshard_after_forward=false"
 
 SMALL, NARROW = "4 blocks of 1B", "2 narrow blocks"
 SAMPLE = [
@@ -108,6 +109,15 @@ GRID = {
     (1, 80): [
         (SMALL, 1, [DDP, BF16]),
         (SMALL, 1, [BF16, FULL]),
+        ("1B", 2, [DDP, BF16]),
+        ("1B", 1, [BF16, ONE_RANK, FULL]),
+        ("1B", 2, [BF16, ONE_RANK, SELECTIVE]),
+        ("1B", 2, [BF16, LORA, PADDED, FULL]),
+        ("1B", 2, [BF16, NF4, FULL]),
+        ("1B", 1, [FP32, PADDED, FULL]),
+        ("1B", 2, [FP16, ONE_RANK, FULL, MUON]),
+        (SMALL, 2, [BF16, ONE_RANK, STATE, FULL]),
+        (SMALL, 2, [BF16, ONE_RANK, BUDGET, EMA]),
     ],
     (1, 90): [(NARROW, 2, [BF16, OFFLOAD, FULL])],
     (4, 90): [

@@ -233,7 +233,7 @@ def test_moment_batch_and_strategy_text():
     assert moment_text(step.peak, micro_batches=1) == "in the backward pass of model.layers.31"
     one = "4 sequences of 4,096 tokens x 1 micro-batch x 16 ranks = 64 a step"
     assert batch_text(RECIPE, 16) == one
-    assert strategy_text(offloads) == "fsdp (ZeRO-3), bf16, full checkpointing, CPU offload"
+    assert strategy_text(offloads, 16) == "fsdp (ZeRO-3), bf16, full checkpointing, CPU offload"
 
 
 @pytest.fixture

@@ -78,7 +78,29 @@ def test_copies_of_fsdp_and_casts_of_ddp_take_bandwidth(load):
     fsdp = step_time(load(), **slow).communication - latency
     assert fsdp == pytest.approx((2 * 4 + 6) * weights / 1e9, rel=0.01)
     ddp = step_time(load("strategy.kind=ddp"), **slow).communication
-    assert ddp == pytest.approx(2 * 6 * weights / 1e9, rel=0.01)
+    buckets = 8 + 8  # a copy to them, and a division there
+    assert ddp == pytest.approx((2 * 6 + buckets) * weights / 1e9, rel=0.01)
+
+
+def test_one_rank_copies_less_than_fsdp(load):
+    """Bytes of a trained parameter in steps of one and of three micro-batches; of FSDP those of two
+    all-gathers (a cast and a copy) and a reduction (a cast, a copy, and an addition to those of
+    earlier micro-batches). Adapters are all that is copied with LoRA."""
+    slow = {"memory_bandwidth": 1e9}
+    weights = profile_model(load(), device="cuda").parameters
+
+    def moved(count, *overrides):
+        recipe = load(f"batch.global_batch_size={count}", *overrides, ranks=1)
+        return step_time(recipe, gpus=1, **slow).communication * 1e9
+
+    one = "strategy.reshard_after_forward=false"
+    assert moved(1, one) == moved(1, "strategy.kind=ddp") == pytest.approx(12 * weights)
+    assert moved(3, one) == pytest.approx((12 + 2 * 10) * weights)
+    fsdp = "strategy.reshard_after_forward=true"
+    assert moved(1, fsdp) == pytest.approx((2 * 10 + 14) * weights, rel=0.01)
+    assert moved(3, fsdp) == pytest.approx((3 * (2 * 10 + 14) + 2 * 12) * weights, rel=0.01)
+    trained = profile_model(load("lora.rank=8", ranks=1), device="cuda").trained
+    assert moved(1, "lora.rank=8") == pytest.approx(12 * trained)
 
 
 def test_ranks_with_different_experts_exchange_tokens_in_place_of_weights(load):

@@ -10,13 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.data.synthetic import SyntheticData
 from launcher.errors import RecipeError
-from launcher.recipe.schema import ActivationCheckpointing, Strategy
+from launcher.recipe.schema import ActivationCheckpointing
 from launcher.strategies import activation_checkpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks
 from launcher.training import operators
 from launcher.training.operators import Operator, Saved, operators_to_keep, saved_of_blocks
 
-FLOAT32 = Strategy(kind="fsdp", mixed_precision=None)
 ROWS, WIDTH = 8, 16
 
 
@@ -82,7 +81,12 @@ DATA = SyntheticData({"x": torch.zeros(ROWS, WIDTH)}, loss, ROWS, ROWS)
 
 
 def keep(model, budget, **settings):
-    settings = {"strategy": FLOAT32, "device": "cpu", "depth": len(model)} | settings
+    settings = {
+        "dtype": torch.float32,
+        "autocast": False,
+        "device": "cpu",
+        "depth": len(model),
+    } | settings
     with torch.device("meta"):
         meta = blocks_of(len(model), dropout=model[0].dropout.p)
     return operators_to_keep(meta, dict(meta.named_children()), DATA, budget=budget, **settings)
@@ -193,5 +197,5 @@ def test_budget_with_untraceable_model_is_an_error(monkeypatch):
         meta = blocks_of(1)
     with pytest.raises(RecipeError, match=r"does not run on fake tensors .* without a budget"):
         operators_to_keep(
-            meta, dict(meta.named_children()), value_reading, budget=0.5, strategy=FLOAT32, device="cpu", depth=1
+            meta, dict(meta.named_children()), value_reading, budget=0.5, dtype=torch.float32, autocast=False, device="cpu", depth=1
         )  # fmt: skip

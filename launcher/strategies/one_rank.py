@@ -1,0 +1,146 @@
+"""One rank: nothing is sharded or reduced. Weights in the compute dtype stand beside float32 masters.
+
+Compute reads the former. They are copies of the masters, made once per step (6 bytes moved for a
+parameter in 16 bits). The gradient of a micro-batch is added to that of the master, in float32, as
+soon as it is complete (6 bytes in the first micro-batch of a step, 10 in later ones), and is freed.
+FSDP2 over one rank casts and copies weights for each pass and gradients for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from launcher.distributed.process_group import DataParallel
+from launcher.strategies.base import InitFn, WrappedModel, dtype_name
+
+
+class OneRank(WrappedModel):
+    """Outside of `micro_batch` and `forward_context`, the module has its float32 masters, which the
+    optimizer updates and checkpoints hold. Inside, it has the copies in the compute dtype."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        unused: Sequence[nn.Module] = (),
+        *,
+        param_dtype: torch.dtype,
+        ranks: DataParallel,
+        init_fn: InitFn,
+    ) -> None:
+        """The inputs of the model and of its `units` are cast, as by FSDP. Weights of `unused`
+        modules are not."""
+        init_fn(model, ranks.device, ranks.device)
+        super().__init__(model, module=model, ranks=ranks)
+        self._param_dtype = param_dtype
+        never_called = {module for each in unused for module in each.modules()}
+        self._uses: list[tuple[nn.Module, str, nn.Parameter]] = [
+            (module, name, parameter)
+            for module in model.modules()
+            if module not in never_called
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            and parameter.is_floating_point()
+            and parameter.dtype != param_dtype
+        ]
+        self._masters = list(dict.fromkeys(parameter for _, _, parameter in self._uses))
+        self._copies: dict[torch.Tensor, nn.Parameter] = {}
+        self._versions: list[int] = []
+        self._depth = 0
+        if self._masters:
+            for unit in dict.fromkeys((model, *units)):
+                unit.register_forward_pre_hook(_cast_inputs(param_dtype), with_kwargs=True)
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """The weights in the compute dtype, which exist from the first forward pass on."""
+        return list(self._copies.values())
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of these weights."""
+        return sum(master.numel() * self._param_dtype.itemsize for master in self._masters)
+
+    def description(self) -> str:
+        compute = dtype_name(self._param_dtype)
+        master = dtype_name(self._parameters[0].dtype) if self._parameters else compute
+        copied = f", copies of {len(self._masters)} weights in {compute}" if self._masters else ""
+        return (
+            f"one rank: nothing is sharded or reduced; {master} masters{copied}, compute in "
+            f"{compute}, gradients added in {master}"
+        )
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """The module has the weights in the compute dtype."""
+        return self._computing()
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        with self._computing():
+            yield
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        if self._depth == 0:
+            self._update_copies()
+            self._place(self._copies)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._place({})
+
+    def _place(self, copies: Mapping[torch.Tensor, nn.Parameter]) -> None:
+        """Gives the modules these copies of their weights, or the masters."""
+        for module, name, master in self._uses:
+            module._parameters[name] = copies.get(master, master)
+
+    @torch.no_grad()
+    def _update_copies(self) -> None:
+        """Copies weights that were written since the last time, by their version counters."""
+        if not self._copies:
+            for master in self._masters:
+                weight = nn.Parameter(master.to(self._param_dtype), master.requires_grad)
+                if master.requires_grad:
+                    add: Callable[[torch.Tensor], None] = partial(_add_gradient, master)
+                    weight.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+                self._copies[master] = weight
+        else:
+            changed: list[torch.Tensor] = [
+                master
+                for master, version in zip(self._masters, self._versions, strict=True)
+                if master._version != version
+            ]
+            if changed:
+                torch._foreach_copy_([self._copies[master] for master in changed], changed)
+        self._versions = [master._version for master in self._masters]
+
+
+def _add_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
+    """Adds the gradient of a copy to that of its master, and frees it."""
+    gradient, weight.grad = weight.grad, None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., object]:
+    """A forward pre-hook that casts floating-point tensors among the arguments."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: object, kwargs: object) -> object:
+        return tree_map_only(torch.Tensor, cast, (args, kwargs))
+
+    return hook
