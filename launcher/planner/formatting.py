@@ -75,6 +75,8 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
         parts.append(f"layers over {strategy.tensor_parallel_size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
+    if mixed is not None and strategy.kind == "fsdp" and mixed.reduce_dtype != "float32":
+        parts[-1] += f" reduced in {_SHORT_DTYPES[mixed.reduce_dtype]}"
     if mixed is not None and mixed.float8 is not None:
         parts[-1] += f" with float8 {mixed.float8}"
     if recipe.lora is not None:
@@ -284,6 +286,8 @@ def configuration_cells(plan: Json) -> Iterator[list[str]]:
             remarks.append("fastest that fits")
         if row["as_written"]:
             remarks.append("as written")
+        if row["less_exact"]:
+            remarks.append("gradients less exact, never chosen by auto")
         if not row["speed_measured"]:
             remarks.append("speed not measured")
         numbers = bytes_as_text(row["needed"]), two_digits(speed), f"{speed / whole:.0%}"

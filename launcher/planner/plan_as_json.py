@@ -95,6 +95,7 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
         "has_room": plan.has_room,
         "fits_device": plan.spare is None or plan.spare >= 0,
         "as_written": recipe == written,
+        "less_exact": _reduces_in_half(recipe) and not _reduces_in_half(written),
         "speed_measured": configuration.speed_measured,
         "needed": plan.needed,
         "host": plan.host.total,
@@ -104,3 +105,9 @@ def configuration_as_json(configuration: Configuration, written: Recipe) -> Json
         "hours": configuration.hours,
         "gpu_hours": configuration.hours * plan.machine.ranks,
     }
+
+
+def _reduces_in_half(recipe: Recipe) -> bool:
+    """Whether gradients are reduced in 16 bits."""
+    mixed = recipe.strategy.mixed_precision
+    return mixed is not None and mixed.reduce_dtype != "float32"

@@ -86,6 +86,8 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
     rows = [*map(search.trace, shown[:traced]), *shown[traced:]]
     rows = fitting + [row for row in rows if row.recipe not in [one.recipe for one in fitting]]
     rows = [row for row in rows if row in fitting or not _beaten(row, rows)]
+    if best is not None and (option := search.reduced_in_bfloat16(best)) is not None:
+        rows.append(option)
     if all(row.recipe != recipe for row in rows):
         rows.append(written)
     return SearchResult(
@@ -237,6 +239,19 @@ class _Search:
                     return traced
                 group.remove(chosen)
         return None
+
+    def reduced_in_bfloat16(self, best: Configuration) -> Configuration | None:
+        """The configuration with gradients reduced in bfloat16, if it is clearly faster. It is shown
+        as an option, and never chosen: the gradients are less exact."""
+        strategy = best.recipe.strategy
+        mixed = strategy.mixed_precision
+        if mixed is None or strategy.kind != "fsdp" or mixed.reduce_dtype != "float32":
+            return None
+        mixed = dataclasses.replace(mixed, reduce_dtype="bfloat16")
+        strategy = dataclasses.replace(strategy, mixed_precision=mixed)
+        option = self.estimate(dataclasses.replace(best.recipe, strategy=strategy))
+        faster = option.seconds.total * (1 + EQUAL_SPEED) < best.seconds.total
+        return self.trace(option) if faster else None
 
     def divided(self) -> list[list[Configuration]]:
         """For each key of `SIZES`, estimates of the configurations without CPU offload of the

@@ -131,6 +131,7 @@ class Fsdp(WrappedModel):
         assert isinstance(model, FSDPModule)
         self._root: FSDPModule = model
         if ranks.size > 1:
+            self._separate_reductions(ranks)
             self._time_communication(ranks.device)
         self._last: bool | None = None
 
@@ -138,6 +139,17 @@ class Fsdp(WrappedModel):
         modules = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         states = {module._get_fsdp_state(): None for module in modules}
         return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+
+    def _separate_reductions(self, ranks: DataParallel) -> None:
+        """Gives reduce-scatters an NCCL communicator of their own, where torch can (2.13). In that
+        of the all-gathers both wait for each other.
+
+        Only where all ranks shard together: the new group hung where ranks belonged to different
+        groups before (torch 2.13, gloo)."""
+        separate = getattr(self._root, "set_separate_reduce_scatter_group", None)
+        whole = self._mesh.ndim == 1 and self._mesh.size() == dist.get_world_size()
+        if separate is not None and whole and ranks.device.type == "cuda":
+            separate()
 
     def _time_communication(self, device: torch.device) -> None:
         """Times the methods in which compute waits for all-gathers and reductions."""

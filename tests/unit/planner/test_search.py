@@ -15,8 +15,10 @@ from launcher.planner.candidates import (
     smallest,
     variants,
 )
+from launcher.planner.formatting import configuration_cells
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
+from launcher.planner.plan_as_json import as_json
 from launcher.planner.profile import profile_model
 from launcher.planner.search import concrete, fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time, tokens_per_step
@@ -67,6 +69,28 @@ def test_search_offers_compiled_blocks_on_gpus(load):
     on_cpus = known_machine("cpu", nodes=1, gpus_per_node=2)
     for written, where in ((recipe, on_cpus), (compiled, machine())):
         assert variants(written, where, **settings) == [written]
+
+
+def test_reduction_in_bfloat16_is_shown_and_never_chosen(load, estimated_plans):
+    """With a slow network it is the fastest; `auto` and the best configuration are exact."""
+    slow = machine(overrides={"intra_node_bandwidth": 5e9})
+    for written in (load(), load("strategy.kind=auto")):
+        result = search_configurations(written, slow)
+        options = [
+            one
+            for one in result.configurations
+            if "strategy.mixed_precision.reduce_dtype=bfloat16" in one.overrides
+        ]
+        assert len(options) == 1
+        assert options[0].seconds.total < result.best.seconds.total
+        assert result.best.recipe.strategy.mixed_precision.reduce_dtype == "float32"
+        chosen = fastest_that_fits(written, slow).recipe.strategy
+        assert chosen.mixed_precision.reduce_dtype == "float32"
+    cells = configuration_cells(as_json(result.written.recipe, result.written.plan, result))
+    (row,) = (row for row in cells if "reduced in bf16" in row[1])
+    assert row[-1] == "gradients less exact, never chosen by auto"
+    fast = search_configurations(load("batch.global_batch_size=2048"), machine())
+    assert all("reduce_dtype" not in " ".join(one.overrides) for one in fast.configurations)
 
 
 # Rates
