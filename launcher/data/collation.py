@@ -35,6 +35,13 @@ NOTHING = np.zeros(0, dtype=np.int64)
 EMPTY = make_sample([(NOTHING, NOTHING)])
 
 
+def padded_width(longest: int, *, length: int, width_multiple: int) -> int:
+    """Tokens of a row that is padded to the longest one: a multiple of `width_multiple`, but at most
+    `length`, the most tokens that a row may have."""
+    longest = max(1, longest)
+    return max(longest, min(length, -(-longest // width_multiple) * width_multiple))
+
+
 def collate_sequences(
     rows: list[Sample],
     *,
@@ -42,9 +49,10 @@ def collate_sequences(
     packed: bool,
     masking: Masking,
     part: RowPart = WHOLE_ROW,
+    width_multiple: int = 1,
 ) -> Collated:
-    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
-    `length`). Attention is causal, so padding needs no mask.
+    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row as in
+    `padded_width` (packed: to `length`). Attention is causal, so padding needs no mask.
 
     If a row holds several documents, `position_ids` shows transformers' masks where each starts.
     For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
@@ -59,7 +67,9 @@ def collate_sequences(
     Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
     of the whole row, and so are the bounds of documents.
     """
-    width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
+    width = length
+    if not packed:
+        width = _width_of(rows, length=length, width_multiple=width_multiple)
     width = -(-width // part.parts) * part.parts
     tensors: dict[str, Any] = {
         "input_ids": padded([row["input_ids"] for row in rows], width, 0),
@@ -90,15 +100,30 @@ def collate_sequences(
     return collated(tensors, rows, mine)
 
 
-def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -> Collated:
-    """A micro-batch of `collate_sequences` from rows of `PreferenceDataset`, padded to `length` or
-    to the longest row. `loss_tokens` is the number of pairs, `documents` are those of the store.
+def _width_of(rows: list[Sample], *, length: int, width_multiple: int) -> int:
+    longest = max(len(row["input_ids"]) for row in rows)
+    return padded_width(longest, length=length, width_multiple=width_multiple)
+
+
+def collate_pairs(
+    rows: list[Sample],
+    *,
+    length: int,
+    packed: bool,
+    masking: Masking,
+    width_multiple: int = 1,
+) -> Collated:
+    """A micro-batch of `collate_sequences` from rows of `PreferenceDataset`, padded as there. A row
+    holds several documents even if it is not packed.
+    `loss_tokens` is the number of pairs, `documents` are those of the store.
 
     `answers` (positions,) are the numbers of the answers whose tokens the targets are: for each
     pair the chosen and then the rejected one, and without a target the number after the last.
     `answer_tokens`, the numbers of targets, and `reference` are (pairs, 2), float32.
     """
-    width = length or max(1, *(len(row["answers"]) for row in rows))
+    width = length
+    if not packed:
+        width = _width_of(rows, length=length, width_multiple=width_multiple)
     made = collate_sequences(rows, length=width, packed=True, masking=masking)
     numbers, names, count = [], [NOTHING], 0
     sizes, reference = [NOTHING], [NOTHING]
@@ -123,12 +148,14 @@ def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -
     return made | {"loss_tokens": count // 2, "documents": np.concatenate(names)[::2] // 2}
 
 
-def collate_masked(rows: list[Sample], *, padding: int) -> Collated:
+def collate_masked(
+    rows: list[Sample], *, length: int, padding: int, width_multiple: int = 1
+) -> Collated:
     """A micro-batch of rows whose targets are those of the same tokens: `input_ids`, `targets` and
-    `attention_mask` (rows, tokens), padded on the right to the longest row, and
-    `target_positions` as of `collate_sequences`."""
+    `attention_mask` (rows, tokens), padded on the right to the longest row as in `padded_width`,
+    and `target_positions` as of `collate_sequences`."""
     ids = [row["input_ids"] for row in rows]
-    width = max(1, *(len(row) for row in ids))
+    width = _width_of(rows, length=length, width_multiple=width_multiple)
     tensors: dict[str, Any] = {
         "input_ids": padded(ids, width, padding),
         # A row without tokens attends to its padding: a softmax over nothing is not a number
@@ -149,12 +176,36 @@ def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArra
     return targets
 
 
-def collate_scored(rows: list[Sample], *, length: int | None, masking: Masking) -> Collated:
-    """A micro-batch of `collate_sequences` from rows of `RewardDataset`, padded to `length` or to
-    the longest row, without targets. `ends` (pairs, 2) are the positions in the flattened rows
+def collate_classified(
+    rows: list[Sample], *, length: int, padding: int, width_multiple: int = 1
+) -> Collated:
+    """A micro-batch of rows with a class each: `input_ids` and `attention_mask` (rows, tokens),
+    padded on the right to the longest row as in `padded_width`, and `targets` (rows,)."""
+    ids = [row["input_ids"] for row in rows]
+    width = _width_of(rows, length=length, width_multiple=width_multiple)
+    tensors = {
+        "input_ids": padded(ids, width, padding),
+        "attention_mask": padded([np.ones_like(row) for row in ids], width, 0),
+        "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
+    }
+    return collated(tensors, rows)
+
+
+def collate_scored(
+    rows: list[Sample],
+    *,
+    length: int,
+    packed: bool,
+    masking: Masking,
+    width_multiple: int = 1,
+) -> Collated:
+    """A micro-batch of `collate_sequences` from rows of `RewardDataset`, padded as those of
+    `collate_pairs`, without targets. `ends` (pairs, 2) are the positions in the flattened rows
     whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).
     `loss_tokens` is the number of pairs."""
-    width = length or max(1, *(len(row["input_ids"]) for row in rows))
+    width = length
+    if not packed:
+        width = _width_of(rows, length=length, width_multiple=width_multiple)
     made = collate_sequences(rows, length=width, packed=True, masking=masking)
     tensors = made["tensors"]
     tensors.pop("target_positions", None)
