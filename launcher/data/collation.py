@@ -18,6 +18,8 @@ Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
+_SHORTEST = 256
+"""Smallest `max_length_q`, which is two blocks of attention for a document."""
 
 
 def make_sample(pieces: Iterable[Piece]) -> Sample:
@@ -56,7 +58,8 @@ def collate_sequences(
 
     If a row holds several documents, `position_ids` shows transformers' masks where each starts.
     For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
-    the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+    the starts in the flattened rows, and `max_length_q`, `max_length_k`, at least the tokens of the
+    longest document: transformers' names.
 
     `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
     They are found on the host: on the device, this would need a synchronization.
@@ -86,8 +89,7 @@ def collate_sequences(
         if masking == "varlen":
             bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
-            # An upper bound; a constant one saves compiled blocks from recompilation
-            tensors["max_length_q"] = tensors["max_length_k"] = width
+            tensors["max_length_q"] = tensors["max_length_k"] = _rounded_length(bounds, width)
     elif part.parts > 1:
         tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
     mine = part.of(width)
@@ -98,6 +100,14 @@ def collate_sequences(
     if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
         tensors["target_positions"] = with_target
     return collated(tensors, rows, mine)
+
+
+def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
+    """The tokens of the longest document, rounded up to a power of two from `_SHORTEST` on, but at
+    most the width of the rows. Attention starts blocks for as many tokens of every document. Compiled
+    blocks take a number that changes as a variable, after one more compilation."""
+    longest = int(np.diff(bounds).max())
+    return min(width, max(_SHORTEST, 1 << (longest - 1).bit_length()))
 
 
 def _width_of(rows: list[Sample], *, length: int, width_multiple: int) -> int:
