@@ -371,6 +371,7 @@ class TrainingRun:
             return
         with self._progress.slow("checkpoint"):
             checkpoints.finish()
+        checkpoints.close()
         exports = finished and self._recipe.checkpoint.export is not None
         if checkpoints.saved_step != self._progress.step and not exports:
             what = "the last step was trained" if finished else "the run was asked to stop"

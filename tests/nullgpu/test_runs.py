@@ -26,6 +26,79 @@ checkpoint: {every_steps: 2}
 schedule: {kind: constant, warmup_steps: 0}
 """
 
+STAGING = """
+import logging, pathlib, sys
+import torch
+import torch.distributed as dist
+from launcher.checkpoint import staging
+from launcher.checkpoint.writer import Checkpointer
+from launcher.recipe.schema import Checkpoint
+from tests.nullgpu.devices import preloaded
+
+logging.basicConfig(format="LOG %(levelname)s %(message)s")
+failing, library = len(sys.argv) > 2, preloaded()
+staging.PIECE = 2**20
+cudart = torch.cuda.cudart()
+register, calls = cudart.cudaHostRegister, []
+
+def refused(*memory):
+    calls.append(memory)
+    return 2 if len(calls) == 2 else register(*memory)
+
+if failing:
+    cudart.cudaHostRegister = refused
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+weight = torch.nn.Parameter(torch.zeros(700_000, device=device))
+optimizer = torch.optim.SGD([weight])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+checkpointer = Checkpointer(
+    pathlib.Path(sys.argv[1]), Checkpoint(), group=dist.group.WORLD, device=device,
+    optimizer=optimizer,
+)
+tensors = {"model.weight": weight.detach()}
+local = {"rng": torch.zeros(10)}
+checkpointer.prepare(tensors, local=local)
+checkpointer._buffer.wait()
+library.nullgpu_mark(b"prepared")
+for step in (1, 2):
+    checkpointer.save(step, tensors, state={}, local=local)
+    optimizer.step()
+(_, second) = checkpointer.finish()
+assert second.error is None, second.error
+print("SIZE", (second.path / "rank_00000.safetensors").stat().st_size)
+library.nullgpu_mark(b"saved")
+checkpointer.close()
+library.nullgpu_mark(b"end")
+"""
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_memory_for_checkpoints_is_page_locked_in_pieces(tmp_path, null_gpus, failing):
+    """Its size is exact, and it is released at the end. No other device gets a context."""
+    gpus = null_gpus(count=2)
+    words = [sys.executable, "-c", STAGING, tmp_path / "checkpoints", *["failing"] * failing]
+    output = run(words, **gpus.variables).check().output
+    size = int(output.partition("SIZE ")[2].split()[0])
+    assert 700_000 * 4 < size < 700_000 * 4 + 2**16
+    (log,) = (log for log in gpus.logs() if log.of_kind("mark"))
+    pinned = [int(event.arguments[0]) for event in log.of_kind("pin")]
+    unpinned = [int(event.arguments[0]) for event in log.of_kind("unpin")]
+    pieces = [2**20, 2**20, -(-size // 4096) * 4096 - 2 * 2**20]
+    assert pinned == pieces[: 1 if failing else 3]
+    assert sorted(unpinned) == sorted(pinned)
+    marks = [event.arguments for event in log.of_kind("mark")]
+    held = {
+        name: f"pinned={0 if name == 'end' else sum(pinned)}"
+        for name in ("prepared", "saved", "end")
+    }
+    assert {name: rest[1] for name, *rest in marks} == held
+    assert {event.arguments[0] for event in log.of_kind("context")} == {"1"}
+    lines = [line for line in output.splitlines() if line.startswith("LOG ")]
+    assert len(lines) == failing, lines
+    if failing:
+        assert "could not be page-locked (CUDA error 2 after 1.0 MiB)" in lines[0]
+
 
 @pytest.fixture
 def folder(tmp_path):
