@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import sys
+from collections import Counter
 
 import pytest
 import yaml
@@ -71,6 +72,57 @@ library.nullgpu_mark(b"saved")
 checkpointer.close()
 library.nullgpu_mark(b"end")
 """
+
+
+SYNCHRONOUS = """
+import pathlib, sys
+import torch
+import torch.distributed as dist
+from launcher.checkpoint import reader, writer
+from launcher.recipe.schema import Checkpoint
+from tests.nullgpu.devices import preloaded
+
+writer.CHUNK, library = 4096, preloaded()  # null GPUs carry out small copies only
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+sizes = (0, 1, 700, 3, 5000)
+tensors = {f"model.{size}": torch.arange(size, dtype=torch.float32) for size in sizes}
+on_gpu = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
+for name, tensor in tensors.items():
+    for to, part in zip(on_gpu[name].split(500), tensor.split(500)):
+        to.copy_(part)
+on_gpu["model.3"] = tensors["model.3"]  # some are in host memory
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=device))])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+checkpointer = writer.Checkpointer(
+    pathlib.Path(sys.argv[1]), Checkpoint(asynchronous=False), group=dist.group.WORLD,
+    device=device, optimizer=optimizer,
+)
+library.nullgpu_mark(b"begin")
+checkpointer.save(1, on_gpu, state={}, local={"rng": torch.arange(5)})
+library.nullgpu_mark(b"end")
+(save,) = checkpointer.finish()
+assert save.error is None, save.error
+found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+reader.load(save.path, found, group=dist.group.WORLD)
+assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+assert reader.read_local(save.path, 0)["rng"].tolist() == [0, 1, 2, 3, 4]
+print("same values")
+"""
+
+
+def test_a_synchronous_save_goes_through_page_locked_memory(tmp_path, null_gpus):
+    """While a chunk is written, the GPU copies the next one."""
+    gpus = null_gpus(count=2)
+    words = [sys.executable, "-c", SYNCHRONOUS, tmp_path / "checkpoints"]
+    assert "same values" in run(words, **gpus.variables).check().output
+    (log,) = (log for log in gpus.logs() if log.of_kind("mark"))
+    texts = [" ".join([event.kind, *event.arguments[:1]]) for event in log.events]
+    saved = Counter(texts[texts.index("mark begin") : texts.index("mark end")])
+    assert saved["pin 4096"] == 2
+    assert saved["wait copy"] == 0, "a copy into pageable memory waits"
+    assert saved["wait event"] == 7, "one wait for each chunk: the header and 22,836 bytes"
+    assert log.contexts == {1}
 
 
 @pytest.mark.parametrize("failing", [False, True])
