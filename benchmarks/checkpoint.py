@@ -168,7 +168,8 @@ def worker(options: argparse.Namespace) -> None:
             out.flush()
             os.fsync(out.fileno())
 
-    save(asynchronous)  # warm-up: allocates the buffer and plans the save
+    asynchronous.prepare(tensors, local=rank_state(module, device))
+    save(asynchronous)  # warm-up: allocates the buffer on CPUs, and plans the save
     asynchronous.finish()
     save(synchronous)
     names = "step floor synchronous blocking stall cpu lasted floor_load verify load"

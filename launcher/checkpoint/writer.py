@@ -8,7 +8,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from launcher.checkpoint import files
 from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
+from launcher.checkpoint.staging import StagingBuffer
 from launcher.console import task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel, gather
 from launcher.models.safetensors_files import Tensors
@@ -47,11 +49,37 @@ def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
     return group
 
 
-def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """Bytes in host memory, aligned for direct I/O."""
-    whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-    skip = -whole.data_ptr() % ALIGNMENT
-    return whole[skip : skip + size]
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT
+
+
+def _chunks_from_gpu(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of the parts in chunks of CHUNK, each valid until the next one. Two page-locked
+    buffers take turns: one is filled by the GPU while the other is written. The last chunk is longer
+    than what is left, a multiple of ALIGNMENT."""
+    buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    left = deque(parts)
+
+    def fill(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Starts copies. Returns the chunk, and the event that ends them."""
+        used = 0
+        while left and used < CHUNK:
+            part = left.popleft()
+            taken = part[: CHUNK - used]
+            buffer[used : used + len(taken)].copy_(taken, non_blocking=True)
+            used += len(taken)
+            if len(taken) < len(part):
+                left.appendleft(part[len(taken) :])
+        event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        return buffer[: _aligned(used)], event
+
+    chunk, copied = fill(buffers[0])
+    while len(chunk):
+        copied.synchronize()
+        buffers.reverse()
+        following = fill(buffers[0])
+        yield chunk.numpy().data
+        chunk, copied = following
 
 
 @dataclass
@@ -85,9 +113,9 @@ class Checkpointer:
     """Saves into a folder, one checkpoint at a time.
 
     Asynchronous: a thread copies this rank's part (with n ranks about 1/n of the checkpoint) into a
-    buffer in host memory, pinned for a GPU, while the next forward and backward passes run. The
-    optimizer's step waits for that copy. Then the thread writes the buffer, which is reused.
-    Synchronous: writes the tensors in pieces of 16 MiB.
+    buffer in host memory while the next forward and backward passes run. The optimizer's step waits
+    for that copy. Then the thread writes the buffer, which is reused. `prepare` page-locks it.
+    Synchronous: writes the tensors in chunks of 16 MiB, from a GPU through two page-locked buffers.
     """
 
     def __init__(
@@ -111,13 +139,26 @@ class Checkpointer:
         self._group, self._device, self._settings = group, device, settings
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._before_write = before_write
-        self._buffer: torch.Tensor | None = None
+        self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and settings.asynchronous:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._current: Save | None = None
         self._ended: list[Save] = []
         optimizer.register_step_pre_hook(lambda *_: self._wait_staged())
+
+    def prepare(self, tensors: Tensors, *, local: Tensors) -> None:
+        """Allocates the buffer for asynchronous saves of these tensors from a GPU, and page-locks it
+        while training begins. Without this call it stays pageable. All ranks must call it."""
+        if self._stream is not None:
+            self._buffer = StagingBuffer(_aligned(plan(tensors, local, self._group).size))
+            self._buffer.start_page_lock(self._device)
+
+    def close(self) -> None:
+        """Frees the buffer. No save may be in progress."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
     def save(
         self,
@@ -246,15 +287,16 @@ class Checkpointer:
         if on_gpu:
             # A new thread starts on device 0; restoring its stream would create a context there
             torch.cuda.set_device(self._device)
-        size += -size % ALIGNMENT
-        if self._buffer is None or len(self._buffer) != size:
-            self._buffer = None  # freed before the new one is allocated
-            self._buffer = aligned_buffer(size, pinned=on_gpu)
+        if self._buffer is None or len(self._buffer.memory) < size:
+            self.close()  # before another one is allocated
+            self._buffer = StagingBuffer(_aligned(size))
+        self._buffer.wait()
         if self._stream is not None:
             self._stream.synchronize()  # offloaded optimizer state may be on its way to the host
         with torch.cuda.stream(self._stream) if on_gpu else nullcontext():
             for start, part in pieces:
-                self._buffer[start : start + len(part)].copy_(part, non_blocking=True)
+                for target, source in self._buffer.copies(start, part):
+                    target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         save.staged.set()
@@ -262,8 +304,13 @@ class Checkpointer:
     def _write(
         self, scratch: Path, layout: Layout, pieces: _Pieces, state: bytes
     ) -> dict[str, StoredFile]:
-        parts = [self._buffer] if self._buffer is not None else [part for _, part in pieces]
-        chunks = (chunk.cpu().numpy().data for part in parts for chunk in torch.split(part, CHUNK))
+        parts = [part for _, part in pieces]
+        if self._buffer is not None:
+            parts = [self._buffer.memory[: _aligned(layout.size)]]
+        if self._device.type == "cuda" and self._buffer is None:
+            chunks = _chunks_from_gpu(parts)
+        else:
+            chunks = (chunk.numpy().data for part in parts for chunk in torch.split(part, CHUNK))
         name = files.rank_file(self._rank)
         title = f"writing {scratch.name.partition('.')[0]}"
         with task(title, layout.size, background=True) as advance:

@@ -209,7 +209,7 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
 
 
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
-    """The machine with the memory that is available on this one, unless it was given.
+    """The machine with the memory of this one, as `auto` counts it, unless it was given.
 
     `option` is `verify` or `measure`, and `gpu` the argument of the command. Raises RecipeError
     unless this machine has the planned devices.
@@ -225,14 +225,14 @@ def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
         problem += "give gpus_per_node, or gpu=cpu"
     if problem:
         raise RecipeError(f"command line: {option}: {problem}")
-    available = host_memory.available()
-    if option == "verify" or available is None:
+    whole = host_memory.allowed()
+    if option == "verify" or whole is None:
         return machine
-    on_cpu = available // ranks if machine.device == "cpu" else None
+    on_cpu = whole // ranks if machine.device == "cpu" else None
     return dataclasses.replace(
         machine,
         memory=machine.memory or on_cpu,
-        host_memory=machine.host_memory or available,
+        host_memory=machine.host_memory or whole,
     )
 
 

@@ -6,7 +6,7 @@ hardware, and a checkpoint need only hold the number of samples before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,8 +223,10 @@ class TokenBatchSampler(_RankPart):
 
     lengths: Sequence[int]
     """Tokens of each sample."""
+    width: Callable[[int], int] = int
+    """Tokens of a row of a micro-batch whose longest sample has this length."""
     micro_batch_tokens: int
-    """At least the length of the longest sample."""
+    """At least the width of the longest sample."""
 
     def groups(self, step: int) -> list[list[int]]:
         """All ranks' micro-batches of a step; rank r has every ranks-th one from r on."""
@@ -235,8 +237,8 @@ class TokenBatchSampler(_RankPart):
         samples.sort(key=lambda sample: -int(lengths[sample % len(lengths)]))
         groups: list[list[int]] = []
         while samples:
-            longest = max(1, int(lengths[samples[0] % len(lengths)]))
-            rows = max(1, self.micro_batch_tokens // longest)
+            width = max(1, self.width(int(lengths[samples[0] % len(lengths)])))
+            rows = max(1, self.micro_batch_tokens // width)
             groups.append(samples[:rows])
             samples = samples[rows:]
         # If the groups do not divide by the ranks, split groups before a rank gets none
@@ -262,16 +264,22 @@ BatchSampler = RankBatchSampler | TokenBatchSampler
 
 
 def make_batch_sampler(
-    batch: schema.Batch, *, lengths: Sequence[int] | None, **part: Any
+    batch: schema.Batch,
+    *,
+    lengths: Sequence[int] | None,
+    width: Callable[[int], int] = int,
+    **part: Any,
 ) -> BatchSampler:
-    """The sampler of a rank. lengths are the tokens of each sample, for micro_batch_tokens; part
-    holds the other fields of `_RankPart`."""
+    """The sampler of a rank. `lengths` and `width` are those of `TokenBatchSampler`, for
+    micro_batch_tokens; part holds the other fields of `_RankPart`."""
     part["global_batch_size"] = batch.global_batch_size
     if batch.micro_batch_tokens is None:
         assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before
         return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **part)
     assert lengths is not None
-    return TokenBatchSampler(micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, **part)
+    return TokenBatchSampler(
+        micro_batch_tokens=batch.micro_batch_tokens, lengths=lengths, width=width, **part
+    )
 
 
 def mixture_weights(sources: Iterable[schema.Source]) -> tuple[float, ...] | None:

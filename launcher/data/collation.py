@@ -18,6 +18,8 @@ Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
+_SHORTEST = 256
+"""Smallest `max_length_q`, which is two blocks of attention for a document."""
 
 
 def make_sample(pieces: Iterable[Piece]) -> Sample:
@@ -35,6 +37,13 @@ NOTHING = np.zeros(0, dtype=np.int64)
 EMPTY = make_sample([(NOTHING, NOTHING)])
 
 
+def padded_width(longest: int, *, length: int, width_multiple: int) -> int:
+    """Tokens of a row that is padded to the longest one: a multiple of `width_multiple`, but at most
+    `length`, the most tokens that a row may have."""
+    longest = max(1, longest)
+    return max(longest, min(length, -(-longest // width_multiple) * width_multiple))
+
+
 def collate_sequences(
     rows: list[Sample],
     *,
@@ -42,13 +51,15 @@ def collate_sequences(
     packed: bool,
     masking: Masking,
     part: RowPart = WHOLE_ROW,
+    width_multiple: int = 1,
 ) -> Collated:
-    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row (packed: to
-    `length`). Attention is causal, so padding needs no mask.
+    """A micro-batch: tensors (rows, tokens), padded on the right to the longest row as in
+    `padded_width` (packed: to `length`). Attention is causal, so padding needs no mask.
 
     If a row holds several documents, `position_ids` shows transformers' masks where each starts.
     For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
-    the starts in the flattened rows, and `max_length_q`, `max_length_k`: transformers' names.
+    the starts in the flattened rows, and `max_length_q`, `max_length_k`, at least the tokens of the
+    longest document: transformers' names.
 
     `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
     They are found on the host: on the device, this would need a synchronization.
@@ -59,7 +70,9 @@ def collate_sequences(
     Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
     of the whole row, and so are the bounds of documents.
     """
-    width = length if packed else max(1, *(len(row["input_ids"]) for row in rows))
+    width = length
+    if not packed:
+        width = _width_of(rows, length=length, width_multiple=width_multiple)
     width = -(-width // part.parts) * part.parts
     tensors: dict[str, Any] = {
         "input_ids": padded([row["input_ids"] for row in rows], width, 0),
@@ -76,8 +89,7 @@ def collate_sequences(
         if masking == "varlen":
             bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
-            # An upper bound; a constant one saves compiled blocks from recompilation
-            tensors["max_length_q"] = tensors["max_length_k"] = width
+            tensors["max_length_q"] = tensors["max_length_k"] = _rounded_length(bounds, width)
     elif part.parts > 1:
         tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
     mine = part.of(width)
@@ -90,15 +102,38 @@ def collate_sequences(
     return collated(tensors, rows, mine)
 
 
-def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -> Collated:
-    """A micro-batch of `collate_sequences` from rows of `PreferenceDataset`, padded to `length` or
-    to the longest row. `loss_tokens` is the number of pairs, `documents` are those of the store.
+def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
+    """The tokens of the longest document, rounded up to a power of two from `_SHORTEST` on, but at
+    most the width of the rows. Attention starts blocks for as many tokens of every document. Compiled
+    blocks take a number that changes as a variable, after one more compilation."""
+    longest = int(np.diff(bounds).max())
+    return min(width, max(_SHORTEST, 1 << (longest - 1).bit_length()))
+
+
+def _width_of(rows: list[Sample], *, length: int, width_multiple: int) -> int:
+    longest = max(len(row["input_ids"]) for row in rows)
+    return padded_width(longest, length=length, width_multiple=width_multiple)
+
+
+def collate_pairs(
+    rows: list[Sample],
+    *,
+    length: int,
+    packed: bool,
+    masking: Masking,
+    width_multiple: int = 1,
+) -> Collated:
+    """A micro-batch of `collate_sequences` from rows of `PreferenceDataset`, padded as there. A row
+    holds several documents even if it is not packed.
+    `loss_tokens` is the number of pairs, `documents` are those of the store.
 
     `answers` (positions,) are the numbers of the answers whose tokens the targets are: for each
     pair the chosen and then the rejected one, and without a target the number after the last.
     `answer_tokens`, the numbers of targets, and `reference` are (pairs, 2), float32.
     """
-    width = length or max(1, *(len(row["answers"]) for row in rows))
+    width = length
+    if not packed:
+        width = _width_of(rows, length=length, width_multiple=width_multiple)
     made = collate_sequences(rows, length=width, packed=True, masking=masking)
     numbers, names, count = [], [NOTHING], 0
     sizes, reference = [NOTHING], [NOTHING]
@@ -123,12 +158,14 @@ def collate_pairs(rows: list[Sample], *, length: int | None, masking: Masking) -
     return made | {"loss_tokens": count // 2, "documents": np.concatenate(names)[::2] // 2}
 
 
-def collate_masked(rows: list[Sample], *, padding: int) -> Collated:
+def collate_masked(
+    rows: list[Sample], *, length: int, padding: int, width_multiple: int = 1
+) -> Collated:
     """A micro-batch of rows whose targets are those of the same tokens: `input_ids`, `targets` and
-    `attention_mask` (rows, tokens), padded on the right to the longest row, and
-    `target_positions` as of `collate_sequences`."""
+    `attention_mask` (rows, tokens), padded on the right to the longest row as in `padded_width`,
+    and `target_positions` as of `collate_sequences`."""
     ids = [row["input_ids"] for row in rows]
-    width = max(1, *(len(row) for row in ids))
+    width = _width_of(rows, length=length, width_multiple=width_multiple)
     tensors: dict[str, Any] = {
         "input_ids": padded(ids, width, padding),
         # A row without tokens attends to its padding: a softmax over nothing is not a number
@@ -149,12 +186,36 @@ def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArra
     return targets
 
 
-def collate_scored(rows: list[Sample], *, length: int | None, masking: Masking) -> Collated:
-    """A micro-batch of `collate_sequences` from rows of `RewardDataset`, padded to `length` or to
-    the longest row, without targets. `ends` (pairs, 2) are the positions in the flattened rows
+def collate_classified(
+    rows: list[Sample], *, length: int, padding: int, width_multiple: int = 1
+) -> Collated:
+    """A micro-batch of rows with a class each: `input_ids` and `attention_mask` (rows, tokens),
+    padded on the right to the longest row as in `padded_width`, and `targets` (rows,)."""
+    ids = [row["input_ids"] for row in rows]
+    width = _width_of(rows, length=length, width_multiple=width_multiple)
+    tensors = {
+        "input_ids": padded(ids, width, padding),
+        "attention_mask": padded([np.ones_like(row) for row in ids], width, 0),
+        "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
+    }
+    return collated(tensors, rows)
+
+
+def collate_scored(
+    rows: list[Sample],
+    *,
+    length: int,
+    packed: bool,
+    masking: Masking,
+    width_multiple: int = 1,
+) -> Collated:
+    """A micro-batch of `collate_sequences` from rows of `RewardDataset`, padded as those of
+    `collate_pairs`, without targets. `ends` (pairs, 2) are the positions in the flattened rows
     whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).
     `loss_tokens` is the number of pairs."""
-    width = length or max(1, *(len(row["input_ids"]) for row in rows))
+    width = length
+    if not packed:
+        width = _width_of(rows, length=length, width_multiple=width_multiple)
     made = collate_sequences(rows, length=width, packed=True, masking=masking)
     tensors = made["tensors"]
     tensors.pop("target_positions", None)

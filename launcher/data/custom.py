@@ -76,6 +76,10 @@ class CustomDataset:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def width(self, longest: int) -> int:
+        """The user's collate decides."""
+        return longest
+
     def __getitem__(self, index: int) -> tuple[int, object] | None:
         """The index with its sample. index: plus the samples of the epochs before."""
         if index == NO_SAMPLE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,11 +19,11 @@ from launcher.data.collation import (
     Collated,
     Piece,
     Sample,
+    collate_classified,
     collate_pairs,
     collate_sequences,
-    collated,
     make_sample,
-    padded,
+    padded_width,
 )
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences
@@ -42,6 +42,8 @@ class _Stored:
     sequences: Sequences
     length: int
     """Most tokens of a sequence (data.sequence_length)."""
+    width_multiple: int = field(default=1, kw_only=True)
+    """See `ModelInputs`."""
     unit: ClassVar[str] = "documents"
 
     def __len__(self) -> int:
@@ -62,6 +64,10 @@ class _Stored:
         """Tokens of each sample; None if not known in advance."""
         bounds = self.sequences.bounds[:-1]
         return np.add.reduceat(self.sequences.lengths, bounds)  # type: ignore[return-value]
+
+    def width(self, longest: int) -> int:
+        """Tokens of a row that is padded to the longest one of its micro-batch."""
+        return padded_width(longest, length=self.length, width_multiple=self.width_multiple)
 
     @property
     def tokens(self) -> int:
@@ -146,7 +152,12 @@ class SequenceDataset(_Stored):
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_sequences`."""
         return collate_sequences(
-            rows, length=self.length, packed=self.packed, masking=self.masking, part=self.part
+            rows,
+            length=self.length,
+            packed=self.packed,
+            masking=self.masking,
+            part=self.part,
+            width_multiple=self.width_multiple,
         )
 
     def describe(self) -> list[str]:
@@ -210,7 +221,11 @@ class PreferenceDataset(SequenceDataset):
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_pairs`."""
         return collate_pairs(
-            rows, length=self.length if self.packed else None, masking=self.masking
+            rows,
+            length=self.length,
+            packed=self.packed,
+            masking=self.masking,
+            width_multiple=self.width_multiple,
         )
 
 
@@ -239,16 +254,10 @@ class ClassificationDataset(_Stored):
         }
 
     def collate(self, rows: list[Sample]) -> Collated:
-        """Returns `input_ids` and `attention_mask` (rows, tokens), padded on the right, and
-        `targets` (rows,)."""
-        ids = [row["input_ids"] for row in rows]
-        width = max(1, *(len(row) for row in ids))
-        tensors = {
-            "input_ids": padded(ids, width, self.padding),
-            "attention_mask": padded([np.ones_like(row) for row in ids], width, 0),
-            "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
-        }
-        return collated(tensors, rows)
+        """See `collate_classified`."""
+        return collate_classified(
+            rows, length=self.length, padding=self.padding, width_multiple=self.width_multiple
+        )
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
@@ -274,6 +283,7 @@ class MixtureDataset:
         self._first = next(iter(parts.values()))
         self.packed = self._first.packed
         self.collate, self.loss = self._first.collate, self._first.loss
+        self.width = self._first.width
         self.metrics = self._first.metrics
 
     def __len__(self) -> int:

@@ -150,13 +150,13 @@ def to_device(value: _T, device: torch.device) -> _T:
 
 
 def expected_padding(dataset: TrainingData, sampler: BatchSampler) -> float | None:
-    """Share of padding in 64 micro-batches if rows are padded to the longest; None if the lengths
-    are not known."""
-    if (lengths := dataset.lengths) is None:
+    """Share of padding in 64 micro-batches if rows are padded as `dataset.width` says; None if the
+    lengths are not known."""
+    if isinstance(dataset, StreamingDataset) or (lengths := dataset.lengths) is None:
         return None
     held = padded = 0
     for indices in itertools.islice(sampler, 64):
         rows = [int(lengths[index % len(lengths)]) for index in indices if index != NO_SAMPLE]
         held += sum(rows)
-        padded += max(rows, default=0) * len(rows)
+        padded += dataset.width(max(rows, default=0)) * len(rows)
     return 1 - held / padded if padded else 0.0

@@ -97,7 +97,9 @@ class MaskedDataset(SequenceDataset):
 
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_masked`."""
-        return collate_masked(rows, padding=self.padding)
+        return collate_masked(
+            rows, length=self.length, padding=self.padding, width_multiple=self.width_multiple
+        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,11 @@ class RewardDataset(PreferenceDataset):
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_scored`."""
         return collate_scored(
-            rows, length=self.length if self.packed else None, masking=self.masking
+            rows,
+            length=self.length,
+            packed=self.packed,
+            masking=self.masking,
+            width_multiple=self.width_multiple,
         )
 
 

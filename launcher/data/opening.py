@@ -78,11 +78,18 @@ def pack_store(
         sequences = dataclasses.replace(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
         )
-        return ClassificationDataset(store, sequences, length, model.padding)
+        return ClassificationDataset(
+            store, sequences, length, model.padding, width_multiple=model.width_multiple
+        )
     if not sequences.targets:
         names = store.fingerprint.get("files", ())
         raise RecipeError(no_targets(first_names(names), data))
-    options = {"packed": data.packing, "masking": model.masking, "part": model.part}
+    options = {
+        "packed": data.packing,
+        "masking": model.masking,
+        "part": model.part,
+        "width_multiple": model.width_multiple,
+    }
     if model.task == "masked_lm":
         tokenizer = model.tokenizer or data.tokenizer
         return MaskedDataset(

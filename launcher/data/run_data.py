@@ -209,6 +209,7 @@ def open_run_data(
         batch,
         order=order,
         lengths=None if stored is None else stored.lengths,
+        width=int if stored is None else stored.width,
         steps=steps,
         rank=ranks.data_rank,
         ranks=ranks.data_size,

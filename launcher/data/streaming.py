@@ -356,6 +356,7 @@ class StreamingDataset(IterableDataset[Collated]):
                     packed=self.data.packing,
                     masking=self.model.masking,
                     part=self.model.part,
+                    width_multiple=self.model.width_multiple,
                 )
                 positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}

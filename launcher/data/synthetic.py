@@ -89,11 +89,15 @@ def synthetic_data(
             {"input_ids": row, "targets": np.where(where[: len(row)], row, IGNORED)}
             for row, where in zip(ids, predicted, strict=True)
         ]
-        collated = collate_masked(masked, padding=model.padding)
+        collated = collate_masked(
+            masked, length=length, padding=model.padding, width_multiple=length
+        )
     elif model.task == "reward":  # a pair in each row
         answers = ((half, last_target(half)) for half in np.array_split(ids[0], 2))
         scored = make_sample(answers) | {"margins": np.zeros(1, dtype=np.float32)}
-        collated = collate_scored([scored] * rows, length=length, masking=model.masking)
+        collated = collate_scored(
+            [scored] * rows, length=length, packed=True, masking=model.masking
+        )
         summed = summed_reward_loss
     elif data.kind == "preference":  # a pair in each row, whose tokens all have a loss
         halves = [np.array_split(row, 2) for row in ids]
@@ -105,7 +109,7 @@ def synthetic_data(
             }
             for number, both in enumerate(halves)
         ]
-        collated = collate_pairs(pairs, length=length, masking=model.masking)
+        collated = collate_pairs(pairs, length=length, packed=True, masking=model.masking)
         # The other losses take as much memory and time
         summed = partial(summed_preference_loss, settings=schema.Preference())
     else:

@@ -78,6 +78,9 @@ class ModelInputs:
     masking: Masking = "mask"
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
+    width_multiple: int = 1
+    """Rows that are padded to the longest one have a multiple of it as their width, or
+    data.sequence_length."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from launcher.checkpoint.files import ALIGNMENT, DirectFile
-from launcher.checkpoint.writer import aligned_buffer
+from launcher.checkpoint.staging import aligned_buffer, page_lock, page_unlock
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.shards import local_rows
@@ -242,11 +242,9 @@ def _copy(
 
 
 def _pin(tensor: torch.Tensor, *, owner: object) -> None:
-    """Page-locks a tensor until the owner is deleted. PyTorch's own pinned memory would have a
-    power of two as its size."""
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)))
-    weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr())
+    """Page-locks a tensor until the owner is deleted."""
+    torch.cuda.check_error(page_lock(tensor))
+    weakref.finalize(owner, page_unlock, tensor.data_ptr())
 
 
 class StateFile:

@@ -108,7 +108,7 @@ def measured_choice(
     """The fastest measured configuration in place of `auto`, as `choose` in run/auto.py returns it.
 
     Returns None if the recipe was not measured on such a machine, if `auto` does not cover the
-    measured settings in this recipe, or if by plan they do not fit the memory available now.
+    measured settings in this recipe, or if by plan they do not fit the machine's memory.
     """
     file = _file(recipe, machine)
     try:

@@ -181,6 +181,35 @@ class CudaMeter:
         return self._marks
 
 
+class Clock:
+    """When the phases of steps began. On CUDA this is the device's time: within a step the host runs
+    ahead of it, as in training, and waits for it only between steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        """Phases, with an event on CUDA and else with seconds."""
+
+    def mark(self, phase: str) -> None:
+        """A phase begins; `data` begins a step."""
+        if not self._on_gpu:
+            self._marks.append((phase, time.perf_counter()))
+            return
+        if phase == "data":
+            torch.cuda.synchronize()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append((phase, event))
+
+    def times(self) -> list[tuple[str, float]]:
+        """Names of phases, and seconds. On CUDA waits for the device."""
+        if not self._on_gpu:
+            return self._marks
+        torch.cuda.synchronize()
+        first = self._marks[0][1]
+        return [(phase, first.elapsed_time(event) / 1000) for phase, event in self._marks]
+
+
 def storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
     """Storages of the tensors among these values, by address; those of DTensors are local
     shards."""
@@ -207,16 +236,10 @@ def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) 
     finally:
         gc.collect()
         marks = meter.stop()
-    times: list[tuple[str, float]] = []
-
-    def clock(phase: str) -> None:
-        if device.type == "cuda" and phase in ("data", "forward"):
-            torch.cuda.synchronize()
-        times.append((phase, time.perf_counter()))
-
     if timed:
-        _train(recipe, ranks, clock, steps=WARM_UP + TIMED)
-        sizes["seconds"] = median_step(times, micro_batches_of(recipe, ranks=ranks.size))
+        clock = Clock(device)
+        _train(recipe, ranks, clock.mark, steps=WARM_UP + TIMED)
+        sizes["seconds"] = median_step(clock.times(), micro_batches_of(recipe, ranks=ranks.size))
     return evaluate(marks, sizes, device=device.type)
 
 

@@ -20,7 +20,7 @@ from launcher.distributed.spawn import end_with_parent
 from launcher.models.preference import needs_reference
 from launcher.planner.estimate import estimate_memory, forward_peak
 from launcher.planner.machine import Machine
-from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory, pinned
+from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory
 from launcher.planner.profile import ModelProfile, original_model, profile_model
 from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
@@ -198,7 +198,7 @@ def _host(
         processes=per_node * process,
         offload=per_node * step.host,
         workers=per_node * data.workers * loader,
-        staging=per_node * (pinned(staging + 1) if staged and on_gpu else staging),
+        staging=per_node * staging,
     )
 
 

@@ -52,13 +52,15 @@ includes them in the memory needed, so they must also be included in the memory 
 
 
 def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
-    """The machine that all ranks run on, with the smallest memory of all devices.
+    """The machine that all ranks run on, with the smallest memory of all devices. Host memory is all
+    that nodes and control groups allow, so that a choice does not depend on what other processes
+    hold at the moment.
 
     Every rank must call this.
     """
     device, on_node = ranks.device, environment.local_world_size
-    left = host_memory.available()
-    host = None if left is None else left // on_node + host_memory.resident()
+    whole = host_memory.allowed()
+    host = None if whole is None else whole // on_node
     name, total, memory = "cpu", 0, host
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -78,6 +80,35 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
         memory=_least(memories),
         host_memory=None if host is None else host * per_node,
     )
+
+
+def warn_of_host_memory(
+    recipe: Recipe,
+    prepared: PreparedModel,
+    machine: Machine,
+    *,
+    ranks: DataParallel,
+    environment: Environment,
+) -> None:
+    """Logs a warning if by estimate a node needs more host memory than is free now; every rank must
+    call this, with a recipe without `auto`."""
+    left, on_node = host_memory.available(), environment.local_world_size
+    own = None if left is None else left // on_node + host_memory.resident()
+    share = _least(gather(own, ranks.group))
+    if ranks.rank != 0 or share is None:
+        return
+    free, whole = share * machine.gpus_per_node, machine.host_memory or 0
+    needed = 0
+    for plan in _estimates(recipe, machine, _profiles(recipe, prepared, machine)):
+        needed = plan.host.total
+        if needed <= free:
+            return
+    if needed > whole:
+        a_node = f"and has {bytes_as_text(whole)}"
+    else:
+        a_node = f"and {bytes_as_text(free)} of its {bytes_as_text(whole)} are free"
+    if needed:
+        logger.warning(f"host memory: by estimate a node needs {bytes_as_text(needed)}, {a_node}")
 
 
 def _least(sizes: Sequence[int | None]) -> int | None:
@@ -151,18 +182,11 @@ def resolve_collectives(
         return recipe
     answer: tuple[Recipe, str] | None = None
     if ranks.rank == 0:
-        shapes = profile_of_shapes(prepared, recipe, device=machine.device)
-
-        def with_activations() -> ModelProfile:
-            model, blocks = copy.deepcopy((prepared.model, prepared.blocks))
-            copied = dataclasses.replace(prepared, model=model, blocks=blocks)
-            return with_saved(shapes, copied, recipe, dtypes={compute_dtype(recipe.strategy)})
-
         same = {"strategy." + key for key in COLLECTIVES}
         answer = choose_collectives(
             recipe,
             machine,
-            (shapes, with_activations),
+            _profiles(recipe, prepared, machine),
             earlier=earlier_strategy(recipe, run, resume, ranks=machine.ranks, except_for=same),
             failed=_failed_with_fewer(run.read_events(), machine=machine, recipe=recipe),
         )
@@ -173,6 +197,20 @@ def resolve_collectives(
     return chosen
 
 
+def _profiles(
+    recipe: Recipe, prepared: PreparedModel, machine: Machine
+) -> tuple[ModelProfile, Callable[[], ModelProfile]]:
+    """Those of `choose_collectives`."""
+    shapes = profile_of_shapes(prepared, recipe, device=machine.device)
+
+    def with_activations() -> ModelProfile:
+        model, blocks = copy.deepcopy((prepared.model, prepared.blocks))
+        copied = dataclasses.replace(prepared, model=model, blocks=blocks)
+        return with_saved(shapes, copied, recipe, dtypes={compute_dtype(recipe.strategy)})
+
+    return shapes, with_activations
+
+
 def choose_collectives(
     recipe: Recipe,
     machine: Machine,
@@ -181,7 +219,9 @@ def choose_collectives(
     earlier: Mapping[str, Any] | None = None,
     failed: bool = False,
 ) -> tuple[Recipe, str]:
-    """The fewest collectives that leave `ROOM` by estimate, in place of `auto` in `COLLECTIVES`.
+    """The fewest collectives that leave `ROOM` by estimate, in place of `auto` in `COLLECTIVES`. On
+    CPUs a node's host memory, with that for data and checkpoints, must suffice, too. On GPUs it
+    does not depend on the collectives.
 
     `profiles` are the model's profile without what blocks save and, called if it is needed, with
     it. `earlier` is the strategy of the checkpoint that is resumed from, if a resume can be exact.
@@ -194,14 +234,22 @@ def choose_collectives(
         _with_strategy(recipe, dict(zip(keys, values, strict=True)))
         for values in itertools.product((False, True), repeat=len(keys))
     )
-    known = machine.memory or 0
-    memory = bytes_as_text(known)
+    known, on_cpu = machine.memory or 0, machine.device == "cpu"
+    memory = f"{bytes_as_text(known)} of {'host memory a rank' if on_cpu else 'GPU memory'}"
     chosen, why = most, f"fewer collectives would leave less than {ROOM:.0%} of {memory} free"
     traced = cache(profiles[1])
+    host_needed: list[int] = []
+    """Of choices that leave enough of a device, and for which a node has too little."""
 
     def leaves(share: float, choice: Recipe) -> bool:
-        plans = _estimates(choice, machine, (profiles[0], traced))
-        return any(plan.fits and (plan.spare or 0) >= share * known for plan in plans)
+        short = 0
+        for plan in _estimates(choice, machine, (profiles[0], traced)):
+            if plan.spare is not None and plan.spare >= share * known:
+                if not on_cpu or plan.host_spare is None or plan.host_spare >= 0:
+                    return True
+                short = plan.host.total
+        host_needed.extend([short] * (short > 0))
+        return False
 
     # An earlier version recorded `auto`, which meant true
     kept = _with_strategy(recipe, {key: (earlier or {}).get(key) is not False for key in keys})
@@ -213,6 +261,9 @@ def choose_collectives(
         why = "the size of the memory is not known"
     elif choice := next((each for each in fewer if leaves(ROOM, each)), None):
         chosen, why = choice, f"by estimate {ROOM:.0%} of {memory} or more stay free"
+    elif host_needed:
+        of = f"{bytes_as_text(machine.host_memory or 0)} of host memory"
+        why = f"fewer collectives would need {bytes_as_text(min(host_needed))} of a node's {of}"
     return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
 
 
@@ -249,6 +300,8 @@ def _choose(
     choice = choose(recipe, machine, failed=failed)
     if choice is None:
         of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
+        if machine.host_memory is not None:
+            of += f" and {bytes_as_text(machine.host_memory)} of host memory a node"
         problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
         result = search_configurations(recipe, machine)
         suggestions = result.suggestions

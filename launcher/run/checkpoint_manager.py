@@ -75,6 +75,9 @@ class CheckpointManager:
             optimizer=training.optimizer,
             before_write=run.check,
         )
+        if self._settings.every_steps is not None:
+            local = rank_state(self._module, self._ranks.device)
+            self._checkpointer.prepare(self._tensors, local=local)
 
     def _frozen_weights(self) -> str | None:
         """Digest of the weights in model.path if some of them are frozen: a resume reads these
@@ -216,6 +219,10 @@ class CheckpointManager:
     def finish(self) -> None:
         """Like `report`, but first waits for the save in progress."""
         self._log(self._checkpointer.finish())
+
+    def close(self) -> None:
+        """Frees the host memory for asynchronous saves; after `finish`."""
+        self._checkpointer.close()
 
     def _log(self, saves: list[Save]) -> None:
         for save in saves:

@@ -14,7 +14,7 @@ from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.recipe.schema import Recipe
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
-from launcher.strategies.compilation import graph_breaks, graphs, why_eager
+from launcher.strategies.compilation import eager_functions, graph_breaks, graphs, why_eager
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,9 @@ class Compilation:
         self._phase = ExitStack()
         self._began: float | None = None
         self._during = ""
-        self._seconds, self._graph_breaks, self._graphs, self._announced = 0.0, 0, (0, 0), False
+        self._seconds, self._graphs, self._announced = 0.0, (0, 0), False
+        self._logged: set[str] = set()
+        """Reasons of graph breaks and of eager functions."""
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -86,15 +88,24 @@ class Compilation:
             self._began = None
 
     def report(self, step: int) -> None:
-        """Logs what was compiled since the last call. Most blocks are compiled in the first step. A
-        micro-batch of another kind, such as the first one with a packed row, is compiled later."""
-        if not self._main or not self._seconds:
+        """Logs what was compiled since the last call, and what was left eager. Most blocks are compiled
+        in the first step. A micro-batch of another kind, such as the first one with a packed row, is
+        compiled later."""
+        if not self._main:
+            return
+        for reason in eager_functions():
+            if reason not in self._logged:
+                self._logged.add(reason)
+                level = logging.WARNING if "recompile limit" in reason else logging.INFO
+                logger.log(level, f"compile: a function is not compiled. {reason}")
+        if not self._seconds:
             return
         seconds, self._seconds = self._seconds, 0.0
         before, self._graphs = self._graphs, graphs()
         new, cached = (now - earlier for now, earlier in zip(self._graphs, before, strict=True))
         found = f" ({cached} of them from the cache)" if cached else ""
         logger.info(f"compile: {new} graphs{found} in {seconds:.1f} s, until step {step}")
-        for reason in graph_breaks()[self._graph_breaks :]:
-            self._graph_breaks += 1
-            logger.info(f"compile: the graph of a block is split. {reason}")
+        for reason in graph_breaks():
+            if reason not in self._logged:
+                self._logged.add(reason)
+                logger.info(f"compile: the graph of a block is split. {reason}")

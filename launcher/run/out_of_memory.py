@@ -257,12 +257,12 @@ def explain(
     # In preparation, what the rank holds is not known yet
     planned = _planned(plan, phase) if rows or phase == "start" else {}
     lines = _table(rows, planned)
-    memory, free = machine.memory, machine.host_memory
+    memory, whole = machine.memory, machine.host_memory
     if memory is not None and plan.needed > memory:
         needed, there = bytes_as_text(plan.needed), bytes_as_text(memory)
         lines.append(f"the plan is {needed} a rank, and there are {there}: the recipe does not fit")
     elif not rows:
-        of = "" if free is None else f", and {bytes_as_text(free)} were free at the start"
+        of = "" if whole is None else f", and a node has {bytes_as_text(whole)}"
         host = bytes_as_text(plan.host.total)
         lines.append(f"the plan of a node is {host} of host memory{of}")
     limit = plan.needed - round(CLEARLY_LESS * plan.tensors)

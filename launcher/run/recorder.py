@@ -266,7 +266,7 @@ class StepRecorder:
         norm, *skipped = pending.flags.tolist()
         for skip in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
-            self.skipped += int(skip)
+            self.skipped += bool(skip)
         interval = pending.interval
         interval.read()
         if self._cuda:

@@ -18,12 +18,19 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingErro
 from launcher.models.config_keys import check_config_keys
 from launcher.models.hugging_face_files import remove_leftovers
 from launcher.recipe.load import LoadedRecipe
+from launcher.recipe.validate import open_keys
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
-from launcher.run.auto import detect_machine, resolve_auto, resolve_collectives
+from launcher.run.auto import (
+    detect_machine,
+    open_collectives,
+    resolve_auto,
+    resolve_collectives,
+    warn_of_host_memory,
+)
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
 from launcher.run.garbage import GarbageCollection
@@ -167,7 +174,12 @@ class TrainingRun:
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
         prepared = prepare_model(recipe, device=ranks.device)
+        decided = open_keys(loaded.recipe) or open_collectives(recipe, ranks=machine.ranks)
         recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)
+        if decided:
+            warn_of_host_memory(
+                recipe, prepared, machine, ranks=ranks, environment=rank.environment
+            )
         if recipe.data.date is None and recipe.data.builder is None:
             recipe = replace(recipe, data=replace(recipe.data, date=first_day))
         self._recipe = recipe
@@ -371,6 +383,7 @@ class TrainingRun:
             return
         with self._progress.slow("checkpoint"):
             checkpoints.finish()
+        checkpoints.close()
         exports = finished and self._recipe.checkpoint.export is not None
         if checkpoints.saved_step != self._progress.step and not exports:
             what = "the last step was trained" if finished else "the run was asked to stop"

@@ -7,8 +7,20 @@ import os
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
+
+RECOMPILE_LIMIT = 64
+"""Variants of a function that are compiled; further ones run eager. All blocks share a function, so
+kinds of layers x training or evaluation x packed rows or not x fixed or variable sizes may occur.
+torch's own limit is 8."""
+
+
+def allow_variants() -> None:
+    """Sets the limit for this process, if it is not higher."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
 
 
 def why_eager(device: torch.device | str, *, here: bool = False) -> str | None:
@@ -35,9 +47,19 @@ def missing_for_triton(device: torch.device) -> str | None:
 
 def graph_breaks() -> list[str]:
     """The reasons of all graph breaks that dynamo has recorded so far, each once."""
+    return _reasons("graph_break")
+
+
+def eager_functions() -> list[str]:
+    """Why dynamo has left functions eager so far, each reason once; that `RECOMPILE_LIMIT` was
+    exceeded is one."""
+    return _reasons("unimplemented")
+
+
+def _reasons(category: str) -> list[str]:
     from torch._dynamo.utils import counters
 
-    texts = [[line.strip() for line in reason.splitlines()] for reason in counters["graph_break"]]
+    texts = [[line.strip() for line in reason.splitlines()] for reason in counters[category]]
     return list(dict.fromkeys(". ".join(lines[:2]) for lines in texts))
 
 

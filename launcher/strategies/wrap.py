@@ -12,6 +12,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
+from launcher.strategies.compilation import allow_variants
 from launcher.strategies.ddp import Ddp
 from launcher.strategies.fsdp import DividedLayers, Experts, Fsdp, FsdpPolicy
 from launcher.strategies.one_rank import OneRank
@@ -52,6 +53,7 @@ def wrap(
     if checkpointing is not None:
         blocks = checkpoint_blocks(model, blocks, checkpointing, parts.kept)
     if compile:
+        allow_variants()
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
         for block in blocks.values():
             block.compile()

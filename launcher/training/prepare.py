@@ -58,6 +58,16 @@ from launcher.strategies.wrap import Parts, wrap
 logger = logging.getLogger(__name__)
 
 
+GPU_WIDTH_MULTIPLE = 128
+"""cuDNN's attention makes a plan for each new width of rows, which takes up to a second. Rows of up
+to 4,096 tokens then have 32 widths at most."""
+
+
+def width_multiple(device: torch.device) -> int:
+    """That of `ModelInputs`. On CPUs each token of padding costs time, and a new width costs none."""
+    return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
+
+
 def row_part(ranks: DataParallel) -> RowPart:
     """The part of each row that this rank computes."""
     return RowPart(ranks.context_rank, ranks.context_size)

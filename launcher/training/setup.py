@@ -36,7 +36,13 @@ from launcher.strategies.base import WrappedModel
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
-from launcher.training.prepare import PreparedModel, prepare_model, prepare_teacher, row_part
+from launcher.training.prepare import (
+    PreparedModel,
+    prepare_model,
+    prepare_teacher,
+    row_part,
+    width_multiple,
+)
 from launcher.training.reference import ReferenceFile, with_references
 from launcher.training.teacher import TeacherFile, with_teacher
 
@@ -138,6 +144,7 @@ def assemble(
             padding=padding_id(model),
             masking=prepared.masking,
             part=row_part(ranks),
+            width_multiple=width_multiple(ranks.device),
         ),
         ranks=ranks,
         build=build_data,

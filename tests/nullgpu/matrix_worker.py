@@ -133,7 +133,7 @@ def run_case(case, folder, ranks):
     recipe = load_recipe(
         [f"recipe={folder}/recipe.yaml", *case.overrides()], ranks=case.ranks
     ).recipe
-    seen = {"computed": [], "gradients": [], "peaks": []}
+    seen = {"computed": [], "gradients": [], "peaks": [], "widths": []}
 
     def record_gradients(phase):
         if phase == "optimizer":
@@ -151,6 +151,7 @@ def run_case(case, folder, ranks):
 
     def note_dtype(layer, inputs, output):
         seen["computed"] = [str(output.dtype).removeprefix("torch.")]
+        seen["widths"].append(output.shape[1])
 
     next(
         m for name, m in module.named_modules() if clean_name(name).endswith("q_proj")

@@ -218,12 +218,14 @@ cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
 cudaError_t cudaFreeHost(void *pointer) { return cudaFree(pointer); }
 
 cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+  touch_context(current);
   log_event("pin %zu", size);
   add_block(pointer, size, HOST);
   return cudaSuccess;
 }
 
 cudaError_t cudaHostUnregister(void *pointer) {
+  touch_context(current);
   Block block = remove_block(pointer);
   log_event("unpin %zu", block.size);
   return cudaSuccess;

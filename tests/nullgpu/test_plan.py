@@ -4,6 +4,7 @@ With LAUNCHER_MEMORY_TABLE=FILE, the long test writes the Markdown table of benc
 """
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from launcher.planner.measurement import measure_recipes
 from launcher.planner.recipes import micro_batches_of
 from launcher.planner.trace import trace_step
 from launcher.recipe.load import load_recipe
+from tests.distributed.launching import run
 
 OVER, UNDER = 0.05, 0.02
 """Fractions of the measured peak by which the plan may be above or below it."""
@@ -180,6 +182,32 @@ def test_plan_matches_the_caching_allocator(null_gpus, folder, monkeypatch):
     (_, _, ddp), *_ = results
     # DDP frees its first buckets before it allocates the rebuilt ones
     assert ddp.step_peaks[1] == ddp.step_peaks[2]
+
+
+CLOCK = """
+import torch
+from launcher.planner.measurement import Clock
+from tests.nullgpu.devices import preloaded
+
+clock, library, waits = Clock(torch.device("cuda", 0)), preloaded(), []
+torch.zeros(1, device="cuda")
+micro_batches = ["forward", "backward"] * 3
+for phase in ["data", *micro_batches, "optimizer"] * 2 + ["data"]:
+    before = library.nullgpu_waits()
+    clock.mark(phase)
+    waits.append((phase, library.nullgpu_waits() - before))
+assert all(count == (phase == "data") for phase, count in waits), waits
+times = clock.times()
+assert [phase for phase, _ in times] == [phase for phase, _ in waits]
+seconds = [when for _, when in times]
+assert seconds[0] == 0 and seconds == sorted(seconds), seconds
+print("timed")
+"""
+
+
+def test_the_host_waits_between_timed_steps_only(null_gpus):
+    output = run([sys.executable, "-c", CLOCK], **null_gpus(count=1).variables).check().output
+    assert "timed" in output
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import sys
+from collections import Counter
 
 import pytest
 import yaml
@@ -25,6 +26,130 @@ evaluation: {every_steps: 2, max_batches: 2}
 checkpoint: {every_steps: 2}
 schedule: {kind: constant, warmup_steps: 0}
 """
+
+STAGING = """
+import logging, pathlib, sys
+import torch
+import torch.distributed as dist
+from launcher.checkpoint import staging
+from launcher.checkpoint.writer import Checkpointer
+from launcher.recipe.schema import Checkpoint
+from tests.nullgpu.devices import preloaded
+
+logging.basicConfig(format="LOG %(levelname)s %(message)s")
+failing, library = len(sys.argv) > 2, preloaded()
+staging.PIECE = 2**20
+cudart = torch.cuda.cudart()
+register, calls = cudart.cudaHostRegister, []
+
+def refused(*memory):
+    calls.append(memory)
+    return 2 if len(calls) == 2 else register(*memory)
+
+if failing:
+    cudart.cudaHostRegister = refused
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+weight = torch.nn.Parameter(torch.zeros(700_000, device=device))
+optimizer = torch.optim.SGD([weight])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+checkpointer = Checkpointer(
+    pathlib.Path(sys.argv[1]), Checkpoint(), group=dist.group.WORLD, device=device,
+    optimizer=optimizer,
+)
+tensors = {"model.weight": weight.detach()}
+local = {"rng": torch.zeros(10)}
+checkpointer.prepare(tensors, local=local)
+checkpointer._buffer.wait()
+library.nullgpu_mark(b"prepared")
+for step in (1, 2):
+    checkpointer.save(step, tensors, state={}, local=local)
+    optimizer.step()
+(_, second) = checkpointer.finish()
+assert second.error is None, second.error
+print("SIZE", (second.path / "rank_00000.safetensors").stat().st_size)
+library.nullgpu_mark(b"saved")
+checkpointer.close()
+library.nullgpu_mark(b"end")
+"""
+
+
+SYNCHRONOUS = """
+import pathlib, sys
+import torch
+import torch.distributed as dist
+from launcher.checkpoint import reader, writer
+from launcher.recipe.schema import Checkpoint
+from tests.nullgpu.devices import preloaded
+
+writer.CHUNK, library = 4096, preloaded()  # null GPUs carry out small copies only
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+sizes = (0, 1, 700, 3, 5000)
+tensors = {f"model.{size}": torch.arange(size, dtype=torch.float32) for size in sizes}
+on_gpu = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors.items()}
+for name, tensor in tensors.items():
+    for to, part in zip(on_gpu[name].split(500), tensor.split(500)):
+        to.copy_(part)
+on_gpu["model.3"] = tensors["model.3"]  # some are in host memory
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=device))])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+checkpointer = writer.Checkpointer(
+    pathlib.Path(sys.argv[1]), Checkpoint(asynchronous=False), group=dist.group.WORLD,
+    device=device, optimizer=optimizer,
+)
+library.nullgpu_mark(b"begin")
+checkpointer.save(1, on_gpu, state={}, local={"rng": torch.arange(5)})
+library.nullgpu_mark(b"end")
+(save,) = checkpointer.finish()
+assert save.error is None, save.error
+found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+reader.load(save.path, found, group=dist.group.WORLD)
+assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+assert reader.read_local(save.path, 0)["rng"].tolist() == [0, 1, 2, 3, 4]
+print("same values")
+"""
+
+
+def test_a_synchronous_save_goes_through_page_locked_memory(tmp_path, null_gpus):
+    """While a chunk is written, the GPU copies the next one."""
+    gpus = null_gpus(count=2)
+    words = [sys.executable, "-c", SYNCHRONOUS, tmp_path / "checkpoints"]
+    assert "same values" in run(words, **gpus.variables).check().output
+    (log,) = (log for log in gpus.logs() if log.of_kind("mark"))
+    texts = [" ".join([event.kind, *event.arguments[:1]]) for event in log.events]
+    saved = Counter(texts[texts.index("mark begin") : texts.index("mark end")])
+    assert saved["pin 4096"] == 2
+    assert saved["wait copy"] == 0, "a copy into pageable memory waits"
+    assert saved["wait event"] == 7, "one wait for each chunk: the header and 22,836 bytes"
+    assert log.contexts == {1}
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_memory_for_checkpoints_is_page_locked_in_pieces(tmp_path, null_gpus, failing):
+    """Its size is exact, and it is released at the end. No other device gets a context."""
+    gpus = null_gpus(count=2)
+    words = [sys.executable, "-c", STAGING, tmp_path / "checkpoints", *["failing"] * failing]
+    output = run(words, **gpus.variables).check().output
+    size = int(output.partition("SIZE ")[2].split()[0])
+    assert 700_000 * 4 < size < 700_000 * 4 + 2**16
+    (log,) = (log for log in gpus.logs() if log.of_kind("mark"))
+    pinned = [int(event.arguments[0]) for event in log.of_kind("pin")]
+    unpinned = [int(event.arguments[0]) for event in log.of_kind("unpin")]
+    pieces = [2**20, 2**20, -(-size // 4096) * 4096 - 2 * 2**20]
+    assert pinned == pieces[: 1 if failing else 3]
+    assert sorted(unpinned) == sorted(pinned)
+    marks = [event.arguments for event in log.of_kind("mark")]
+    held = {
+        name: f"pinned={0 if name == 'end' else sum(pinned)}"
+        for name in ("prepared", "saved", "end")
+    }
+    assert {name: rest[1] for name, *rest in marks} == held
+    assert {event.arguments[0] for event in log.of_kind("context")} == {"1"}
+    lines = [line for line in output.splitlines() if line.startswith("LOG ")]
+    assert len(lines) == failing, lines
+    if failing:
+        assert "could not be page-locked (CUDA error 2 after 1.0 MiB)" in lines[0]
 
 
 @pytest.fixture

@@ -194,6 +194,8 @@ def test_capability_90_uses_cudnn_attention(tmp_path):
     packed, *padded = (set(results.of(case)["attention"]) for case in HOPPER)
     assert any("varlen" in node for node in packed)
     assert padded == [{"ScaledDotProductCudnnAttentionBackward0"}] * 2
+    widths = {width for case in HOPPER for width in results.of(case)["widths"]}
+    assert widths == {128, 256}, "cuDNN plans attention for each width"
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.checkpoint import files, reader, state, writer
+from launcher.checkpoint import files, reader, staging, state, writer
 from launcher.checkpoint.files import (
     DamagedCheckpointError,
     NoneLeftError,
@@ -343,6 +343,43 @@ def test_failed_save_does_not_lose_the_best_checkpoint(tmp_path, group, monkeypa
         assert (outcome.error is None) == (step != 2)
         assert checkpointer.best_step == 1
     assert steps(tmp_path) == [1, 3]
+
+
+def test_copies_into_the_staging_buffer_stay_within_pieces(monkeypatch):
+    monkeypatch.setattr(staging, "PIECE", 100)
+    buffer = staging.StagingBuffer(350)
+    assert buffer.memory.nbytes == 350
+    assert buffer.memory.data_ptr() % files.ALIGNMENT == 0
+    source = torch.arange(350).to(torch.uint8)
+    for start, end in ((0, 30), (30, 100), (100, 101), (101, 340), (340, 350), (350, 350)):
+        for target, part in buffer.copies(start, source[start:end]):
+            first = target.data_ptr() - buffer.memory.data_ptr()
+            assert first // 100 == (first + len(target) - 1) // 100
+            target.copy_(part)
+    assert torch.equal(buffer.memory, source)
+
+
+def test_a_smaller_save_keeps_the_staging_buffer(tmp_path, group):
+    module, optimizer = module_and_optimizer()
+    checkpointer = writer.Checkpointer(
+        tmp_path,
+        schema.Checkpoint(keep_last=3),
+        group=group,
+        device=torch.device("cpu"),
+        optimizer=optimizer,
+    )
+    tensors = state.model_and_optimizer(module, optimizer)
+    for step, rows in ((1, 9000), (2, 20), (3, 20_000)):
+        local = {"more": torch.full((rows,), step)}
+        before = checkpointer._buffer
+        checkpointer.save(step, tensors, state={}, local=local)
+        (outcome,) = checkpointer.finish()
+        assert outcome.error is None
+        assert verify(outcome.path) is None
+        assert torch.equal(reader.read_local(outcome.path, 0)["more"], local["more"])
+        assert (checkpointer._buffer is before) is (step == 2)
+    checkpointer.close()
+    assert checkpointer._buffer is None
 
 
 @pytest.fixture

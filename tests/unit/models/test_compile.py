@@ -4,12 +4,16 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from launcher.data import collation
+from launcher.data.collation import collate_sequences, make_sample
 from launcher.distributed.environment import set_compile_cache
+from launcher.models import attention
 from launcher.models.attention import VARLEN
 from launcher.models.build import find_blocks
 from launcher.reliability.progress import Progress
@@ -17,7 +21,8 @@ from launcher.run import compilation as run_compilation
 from launcher.strategies import compilation
 from launcher.strategies.compilation import graph_breaks, why_eager
 from launcher.strategies.wrap import _mark_documents
-from tests.unit.models.test_packed_attention import build, isolate
+from tests import varlen_on_cpu
+from tests.unit.models.test_packed_attention import MODELS, build, isolate
 from tests.unit.planner.example_plans import RECIPE
 
 
@@ -84,6 +89,101 @@ def test_number_of_documents_does_not_cause_recompilation():
     (reason,) = graph_breaks()
     assert "attention of one document after the other" in reason
     assert len(graphs) == 1, "a different number of documents must not recompile the blocks"
+
+
+def sample(*documents):
+    """A packed row of documents with these numbers of tokens."""
+    return make_sample([(np.arange(size) % 64, np.arange(size) % 64) for size in documents])
+
+
+def packed_rows(*rows, length):
+    options = {"length": length, "packed": True, "masking": "varlen"}
+    return collate_sequences([sample(*row) for row in rows], **options)["tensors"]
+
+
+def test_length_of_the_longest_document_is_rounded_up():
+    def longest(length, *rows):
+        tensors = packed_rows(*rows, length=length)
+        assert tensors["max_length_q"] == tensors["max_length_k"]
+        return tensors["max_length_q"]
+
+    assert longest(4096, [3000, 1096]) == 4096
+    assert longest(4096, [2048, 2048], [100] * 40) == 2048
+    assert longest(4096, [257] * 15, [150] * 27) == 512
+    assert longest(4096, [64] * 64) == 256
+    assert longest(4096, [64] * 8) == 4096, "padding is a document, too"
+    assert longest(3000, [2500, 400]) == 3000, "at most the row"
+    assert longest(64, [32, 32]) == 64
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"), [("llama", 1), pytest.param("gemma3_text", 2, marks=pytest.mark.long)]
+)
+def test_length_of_the_longest_document_causes_one_recompilation(model_type, kinds, monkeypatch):
+    """In training, by the operator of GPUs; Gemma has two kinds of layers."""
+    varlen_on_cpu.register()
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
+    monkeypatch.setattr(collation, "_SHORTEST", 4)
+    settings = MODELS[model_type]
+    if kinds == 2:
+        settings = settings | {"layer_types": ["sliding_attention", "full_attention"]}
+    assert isolate(model_type, "sdpa", **settings) == ("varlen", VARLEN)
+    model = build(model_type, VARLEN, **settings)
+    model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
+    for block in find_blocks(model).values():
+        block.compile(backend="aot_eager", fullgraph=True)
+    packings = [(16, 16), (4,) * 8, (8,) * 4, (16, 8, 8), (2,) * 16, (30, 2), (5, 3) * 4]
+
+    def train():
+        """Graphs after each step."""
+        torch._dynamo.reset()
+        counters.clear()
+        graphs, lengths = [], set()
+        for packing in packings:
+            tensors = packed_rows(packing, length=32)
+            del tensors["targets"]
+            model(**tensors, use_cache=False).logits.sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+            lengths.add(tensors["max_length_q"])
+        return graphs, len(lengths)
+
+    assert train() == ([kinds, *[2 * kinds] * (len(packings) - 1)], 4)
+    monkeypatch.setattr(collation, "_rounded_length", lambda bounds, width: width)
+    assert train() == ([kinds] * len(packings), 1)
+
+
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_variants_are_compiled_up_to_a_limit_that_is_named(caplog):
+    """Nine variants: more than torch's own limit."""
+    caplog.set_level("INFO")
+    watch = run_compilation.Compilation(Progress(), rank=0)
+
+    class Block(nn.Module):
+        def forward(self, x, kind):
+            return x + len(kind)
+
+    def run(variants):
+        torch._dynamo.reset()
+        counters.clear()
+        block = Block()
+        block.compile(backend="eager")
+        with watch.observed():
+            for kind in range(variants):
+                block(torch.ones(2), str(kind))
+                watch.report(1)
+        return counters["stats"]["unique_graphs"]
+
+    assert run(9) == 8
+    (line,) = [r for r in caplog.records if r.levelname == "WARNING" and "launcher" in r.name]
+    assert "compile: a function is not compiled. Dynamo recompile limit exceeded" in line.message
+    assert "recompile_limit" in line.message
+    caplog.clear()
+    compilation.allow_variants()
+    assert run(9) == 9
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    with torch._dynamo.config.patch(recompile_limit=100):
+        compilation.allow_variants()
+        assert torch._dynamo.config.recompile_limit == 100, "a higher limit stays"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from launcher.planner import profile
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
 from launcher.planner.memory import CUBLAS_WORKSPACES
-from launcher.planner.plan import make_plan
+from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import trace_step
 
@@ -73,6 +73,20 @@ def test_states_take_16_bytes_per_parameter(llama, load, step):
         assert states == 16 * PARAMETERS // ranks
     ddp = step(DDP).phases["optimizer"].components
     assert ddp.total == 16 * PARAMETERS + llama.buffers + CUBLAS_WORKSPACES
+
+
+def test_memory_for_checkpoints_is_their_exact_size(llama, load):
+    machine = known_machine(
+        "h100", nodes=1, gpus_per_node=8, memory=None, host_memory=None, overrides=None
+    )
+    saves = "checkpoint.every_steps=10"
+    plan = estimated_plan(llama, load(saves), machine)
+    assert plan.host.staging == plan.checkpoint_bytes == 12 * PARAMETERS
+    for without in (
+        load(saves, "checkpoint.asynchronous=false"),
+        load("checkpoint.every_steps=null"),
+    ):
+        assert estimated_plan(llama, without, machine).host.staging == 0
 
 
 @pytest.mark.parametrize(

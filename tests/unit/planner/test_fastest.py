@@ -178,7 +178,7 @@ def test_only_the_local_machine_can_be_measured(monkeypatch):
         command._this_machine(machine(), "measure", "h100")
     with pytest.raises(RecipeError, match="trains on this node only"):
         command._this_machine(dataclasses.replace(machine(), nodes=2), "measure", None)
-    monkeypatch.setattr(command.host_memory, "available", lambda: 8 * GIB)
+    monkeypatch.setattr(command.host_memory, "allowed", lambda: 8 * GIB)
     assert command._this_machine(machine(), "measure", None).host_memory == 8 * GIB
     cpus = known_machine("cpu", nodes=1, gpus_per_node=4)
     found = command._this_machine(cpus, "measure", "cpu")

@@ -3,11 +3,15 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from launcher.console import bytes_as_text
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.work import with_most_saved
@@ -77,6 +81,9 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
         "  16 GPUs instead of 8: gpus_per_node=8 nodes=2",
         "  LoRA: lora={rank: 16}",
     ]
+    here = machine(memory=8 * GIB, host_memory=64 * GIB)
+    with pytest.raises(RecipeError, match=r"8\.0 GiB each and 64\.0 GiB of host memory a node"):
+        detect._choose(AUTO_RECIPE, here, None)
     other = example_search()
     monkeypatch.setattr(detect, "search_configurations", lambda *_, **__: other)
     with pytest.raises(RecipeError) as caught:
@@ -194,6 +201,80 @@ def test_collectives_stay_if_the_memory_is_not_known_or_too_small():
     profiles = blocks_of_unknown_size, lambda: blocks_of_unknown_size
     chosen, _ = detect.choose_collectives(loaded(), gpus(80 * GIB), profiles)
     assert chosen == with_collectives(loaded(), True, True)
+
+
+def test_the_reason_names_the_memory_that_decides():
+    """On GPUs the collectives take no host memory. On CPUs a checkpoint takes some beside a rank's."""
+    recipe = loaded("model.config.hidden_size=1024", "checkpoint.every_steps=5")
+    here = dataclasses.replace(gpus(80 * GIB), host_memory=GIB)
+    full = profile_model(recipe, device="cuda")
+    profiles = dataclasses.replace(full, saved={}), lambda: full
+    chosen, why = detect.choose_collectives(recipe, here, profiles)
+    assert chosen == with_collectives(recipe, False, False)
+    assert why.endswith("by estimate 15% of 80.0 GiB of GPU memory or more stay free")
+    small = dataclasses.replace(here, memory=GIB)
+    _, why = detect.choose_collectives(recipe, small, profiles)
+    assert why.endswith("fewer collectives would leave less than 15% of 1.0 GiB of GPU memory free")
+
+    full = profile_model(recipe, device="cpu")
+    profiles = dataclasses.replace(full, saved={}), lambda: full
+    cpus = dataclasses.replace(here, name="CPU", device="cpu", memory=8 * GIB)
+    chosen, why = detect.choose_collectives(recipe, cpus, profiles)
+    assert chosen == with_collectives(recipe, True, True)
+    needed = min(
+        estimated_plan(full, with_collectives(recipe, *values), cpus).host.total
+        for values in ((False, False), (False, True), (True, False))
+    )
+    assert why.endswith(
+        f"fewer collectives would need {bytes_as_text(needed)} of a node's 1.0 GiB of host memory"
+    )
+    cpus = dataclasses.replace(cpus, memory=2**28, host_memory=16 * GIB)
+    _, why = detect.choose_collectives(recipe, cpus, profiles)
+    assert why.endswith("less than 15% of 256.0 MiB of host memory a rank free")
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """Two ranks on a node of 64 GiB, of which 50 are free."""
+    monkeypatch.setattr(detect, "gather", lambda value, group: [value, value])
+    monkeypatch.setattr(detect.host_memory, "allowed", lambda: 64 * GIB)
+    monkeypatch.setattr(detect.host_memory, "available", lambda: 50 * GIB)
+    monkeypatch.setattr(detect.host_memory, "resident", lambda: GIB)
+    ranks = SimpleNamespace(device=torch.device("cpu"), size=2, rank=0, group=None)
+    return ranks, SimpleNamespace(local_world_size=2)
+
+
+def test_the_machine_does_not_depend_on_free_host_memory(node, monkeypatch):
+    before = detect.detect_machine(*node)
+    assert (before.memory, before.host_memory) == (32 * GIB, 64 * GIB)
+    monkeypatch.setattr(detect.host_memory, "available", lambda: GIB)
+    assert detect.detect_machine(*node) == before
+    monkeypatch.setattr(detect.host_memory, "allowed", lambda: None)
+    assert detect.detect_machine(*node).host_memory is None
+
+
+@pytest.mark.parametrize(
+    ("needed", "line"),
+    [
+        (52, None),
+        (53, "by estimate a node needs 53.0 GiB, and 52.0 GiB of its 64.0 GiB are free"),
+        (65, "by estimate a node needs 65.0 GiB, and has 64.0 GiB"),
+        (None, None),
+    ],
+)
+def test_little_free_host_memory_is_a_warning(node, monkeypatch, caplog, needed, line):
+    def estimates(*arguments):
+        for size in () if needed is None else (100, needed):
+            host = HostMemory(processes=size * GIB, offload=0, workers=0, staging=0)
+            yield dataclasses.replace(example_plan(), host=host)
+
+    monkeypatch.setattr(detect, "_profiles", lambda *arguments: None)
+    monkeypatch.setattr(detect, "_estimates", estimates)
+    ranks, environment = node
+    detect.warn_of_host_memory(
+        RECIPE, None, detect.detect_machine(*node), ranks=ranks, environment=environment
+    )
+    assert caplog.messages == ([] if line is None else [f"host memory: {line}"])
 
 
 def test_only_auto_that_matters_is_replaced():

@@ -13,7 +13,9 @@ def test_a_run_whose_final_weights_are_nowhere_has_failed():
     """A full disk at the last step, and no export: exit status 0 would say that all is well."""
 
     def finish(finished, *, saved, export):
-        checkpoints = types.SimpleNamespace(saved_step=saved, trouble="disk", finish=lambda: None)
+        checkpoints = types.SimpleNamespace(
+            saved_step=saved, trouble="disk", finish=lambda: None, close=lambda: None
+        )
         run = types.SimpleNamespace(
             _checkpoints=checkpoints,
             _progress=Progress(),
