@@ -57,10 +57,11 @@ DEQUANTIZE = 20.5
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
-STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 45, "int8": 45} | _OTHERS
+STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 24, "int8": 30} | _OTHERS
 """Bytes that the optimizer moves for a parameter, AdamW by the dtype of its state: the inputs and
-outputs of all operators. In low precision 20 and 16, and 28 in the time of the noise (estimated:
-some 9 ms for 10^9 parameters on an H100, by its rate of integer multiplications)."""
+outputs of all operators. In low precision 20 and 16, and 4 and 14 in the time of instructions that
+traffic does not hide (estimated: 155 and 316 for a parameter at most, 10 ms for 10^9 parameters on
+an H100 with int8)."""
 AVERAGE_BYTES = 12
 """Bytes that optimizer.ema moves for a parameter: two are read, one is written, in float32."""
 NORM_BYTES = 4

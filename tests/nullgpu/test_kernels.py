@@ -196,7 +196,7 @@ def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):
     result = run(words, timeout=200, **null_gpus(count=1).variables, **variables).check()
     counts = printed(result.output, "COUNTS")
     print(counts)
-    assert counts["kernel"] <= 4 + 2
+    assert counts["kernel"] <= 4 + 16, "one for each matrix, and some for scalars"
     assert counts["operators"] > 100 * counts["kernel"]
     assert counts["kernel bytes"] <= 4096
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from launcher.distributed import triton_support
 from launcher.distributed.environment import set_compile_cache
 from launcher.models.attention import VARLEN
 from launcher.models.build import find_blocks
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
-from launcher.strategies import compilation
 from launcher.strategies.compilation import graph_breaks, why_eager
 from launcher.strategies.wrap import _mark_documents
 from tests.unit.models.test_packed_attention import build, isolate
@@ -90,12 +90,12 @@ def test_number_of_documents_does_not_cause_recompilation():
 def able(monkeypatch, tmp_path):
     """A machine that has what Triton needs. Returns monkeypatch."""
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(triton_support.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(
-        compilation.importlib.util, "find_spec", lambda name: name == "triton" or None
+        triton_support.importlib.util, "find_spec", lambda name: name == "triton" or None
     )
     monkeypatch.setattr(
-        compilation.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None
+        triton_support.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.delenv("CC", raising=False)
@@ -108,11 +108,11 @@ def test_auto_is_off_where_nothing_can_be_compiled(able, tmp_path):
     assert why_eager("cuda", here=True) is None
     (tmp_path / "Python.h").unlink()
     assert "python3-dev" in why_eager("cuda", here=True)
-    able.setattr(compilation.shutil, "which", lambda name: None)
+    able.setattr(triton_support.shutil, "which", lambda name: None)
     assert "no C compiler" in why_eager("cuda", here=True)
     able.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert "7.0" in why_eager("cuda", here=True)
-    able.setattr(compilation.importlib.util, "find_spec", lambda name: None)
+    able.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
     assert why_eager("cuda", here=True) == "Triton is not installed"
 
 
