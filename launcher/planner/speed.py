@@ -52,8 +52,9 @@ ATTENTION_BACKWARD = 2.5
 """Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
-DEQUANTIZE = 20.5
-"""Bytes that the operators of `nf4.dequantize` move for a number, without writing the result."""
+DEQUANTIZE = {"cuda": 33 / 64, "cpu": 20.5}
+"""Bytes that `nf4.dequantize` moves for a number, without writing the result: a kernel on GPUs,
+torch's operators on CPUs."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
@@ -139,7 +140,8 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
         products, attention = layer.products / rate, layer.attention / (ATTENTION * rate)
         moved, launches = fused * layer.moved / rates.memory_bandwidth, faster * layer.launches
-        weights = (fused * DEQUANTIZE + work.size) * layer.quantized / rates.memory_bandwidth
+        weights = DEQUANTIZE[work.profile.device] + work.size
+        weights *= layer.quantized / rates.memory_bandwidth
         forward = max(weights + products + attention + moved, LAUNCH * launches)
         backward = (1 + layer.trained) * products + ATTENTION_BACKWARD * attention
         backward += weights + BACKWARD_MOVED * moved

@@ -92,7 +92,7 @@ class Pass:
     quantized: int = 0
     """Elements of weights in NF4."""
     dequantized: int = 0
-    """The largest of them in the compute dtype, with the working space of dequantization."""
+    """The largest of them in the compute dtype, on CPUs with the working space of dequantization."""
 
 
 class Work:
@@ -199,7 +199,7 @@ class Work:
             attention=2.0 * tokens * self.recipe.data.sequence_length * heads * head_size,
             trained=_share_trained(weights),
             quantized=sum(weights.quantized),
-            dequantized=size * largest + 6 * min(largest, AT_ONCE),
+            dequantized=size * largest + (0 if self.on_gpu else 6 * min(largest, AT_ONCE)),
         )
 
     def _root(self) -> Pass:
