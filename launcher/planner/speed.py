@@ -161,7 +161,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     return (
         sum(block[0] for block in blocks) + root[0] + loss,
         sum(block[1] for block in blocks) + root[1] + loss,
-        again + (root[0] if work.chunked else 0.0),
+        again + (root[0] if work.chunked and not work.kept_logits else 0.0),
     )
 
 

@@ -153,6 +153,9 @@ class Work:
         if profile.chunked_loss and profile.vocabulary:
             self.logits_width = chunk_width(self.tokens, profile.vocabulary)
         self.chunked = self.logits_width < profile.vocabulary
+        # Bytes of logits that are kept until the backward pass
+        keeps = self.chunked and recipe.model.keep_logits is True
+        self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
         self.root = self._root()

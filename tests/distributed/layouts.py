@@ -104,6 +104,8 @@ VARIANTS = {
     "tensor 2, kept": [TP + "2", _KEPT],
     "tensor 2, offload": [TP + "2", _PINNED],
     "tensor 2, state offloaded": [TP + "2", _STATE],
+    "tensor 2, kept logits": [TP + "2", "model.keep_logits=true"],
+    "tensor 2, dpo, kept logits": [TP + "2", *PAIRS, "model.keep_logits=true"],
     "tensor 2, whole logits": [TP + "2", "model.chunked_loss=false"],
     "tensor 4, sgd": [TP + "4", *SGD],
     "tensor 2, lora": [TP + "2", LORA],

@@ -69,6 +69,15 @@ def test_search_offers_compiled_blocks_on_gpus(load):
         assert variants(written, where, **settings) == [written]
 
 
+def test_search_offers_to_compute_kept_logits_again(load):
+    settings = {"strategies": False, "micro_batches": False, "logits": True}
+    written = load("model.keep_logits=true")
+    _, again = variants(written, machine(), **settings)
+    assert overrides_between(written, again) == ("model.keep_logits=false",)
+    assert variants(load(), machine(), **settings) == [load()]
+    assert next(smallest(written, machine())).model.keep_logits is False
+
+
 # Rates
 
 # fmt: off
