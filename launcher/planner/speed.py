@@ -304,4 +304,8 @@ def _orthogonalization(work: Work, machine: Machine) -> float:
     moved = 2 * 4 * sum(math.prod(shape) for shape in shapes if len(shape) == 2) / shards
     calls = 2 * -(-len(shapes) // shards)
     exchanges = _collective(moved, shards, machine, calls)
-    return products / shards / _float32_flops(work.recipe.run.float32_matmul, machine) + exchanges
+    precision = work.recipe.run.float32_matmul
+    rate = machine.rates.half_flops  # in bfloat16
+    if machine.device == "cpu" or precision == "highest":
+        rate = _float32_flops(precision, machine)
+    return products / shards / rate + exchanges
