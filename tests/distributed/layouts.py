@@ -146,7 +146,13 @@ def _variants(kind):
     return [variant for variant in VARIANTS if variant.startswith(kind)]
 
 
-_ON_BYTES = ["tensor 4, dpo", "tensor 2, orpo", "tensor 2, dpo, whole logits", "tensor 2, classes"]
+_ON_BYTES = [
+    "tensor 4, dpo",
+    "tensor 2, orpo",
+    "tensor 2, dpo, kept logits",
+    "tensor 2, dpo, whole logits",
+    "tensor 2, classes",
+]
 _TENSOR = [(ONE_KEY_HEAD, v) for v in _variants("tensor") if v not in _ON_BYTES]
 _CONTEXT = [("llama", v) for v in _variants("context")]
 _EXPERTS = [("qwen3_moe", v) for v in _variants("experts") if v != "experts 2, not packed"]
