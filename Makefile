@@ -108,8 +108,6 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 	grep -v '^torch==' constraints.txt >$(CUDA_VENV)/constraints.txt
 	$(call pip_install,$(CUDA_VENV)) --constraint $(CUDA_VENV)/constraints.txt \
 		'torch===$(CUDA_TORCH)' --editable '.[dev]'
-	$(call pip_install,$(CUDA_VENV)) --constraint $(CUDA_VENV)/constraints.txt --no-deps \
-		--target $(CUDA_VENV)/bitsandbytes bitsandbytes  # for one test; others run without it
 	touch $(CUDA_INSTALLED)
 
 test-cuda: install-cuda

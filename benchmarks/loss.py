@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,9 +30,16 @@ def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> t
     return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
 
 
-def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def chunked(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    keep_logits: bool = False,
+) -> torch.Tensor:
     width = chunk_width(len(targets), len(weight))
-    return linear_cross_entropy(hidden, weight, None, targets, Chunking(Transform(), width))
+    chunking = Chunking(Transform(), width, keep_logits=keep_logits)
+    return linear_cross_entropy(hidden, weight, None, targets, chunking)
 
 
 def torch_chunked(
@@ -63,7 +71,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sides: dict[str, Loss] = {"full logits": full, "launcher": chunked}
+    sides: dict[str, Loss] = {
+        "full logits": full,
+        "launcher": chunked,
+        "launcher, kept logits": partial(chunked, keep_logits=True),
+    }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         sides["F.linear_cross_entropy"] = torch_chunked
     lines = [

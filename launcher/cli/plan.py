@@ -163,10 +163,13 @@ def _report(
         word = f"model.compile={str(recipe.model.compile).lower()}"
         overrides, notes = [*overrides, word], [*notes, note]
     with progress("choosing what is auto"):
-        chosen = _choose(recipe, machine)
-    if chosen is not None:
-        recipe, added, note = chosen
-        overrides, notes = [*overrides, *added], [*notes, note]
+        choices = [_choose]
+        if not measure_fastest:  # which compares configurations that compute logits again
+            choices.append(_choose_logits)
+        for choose in choices:
+            if (chosen := choose(recipe, machine)) is not None:
+                recipe, added, note = chosen
+                overrides, notes = [*overrides, *added], [*notes, note]
     result = verified = trials = None
     if with_search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
@@ -206,6 +209,21 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
     unknown = machine.memory is None and machine.host_memory is None
     why = "no memory is known to choose for" if unknown else "nothing fits"
     return chosen, overrides, f"auto is shown as {' '.join(overrides)}: {why}"
+
+
+def _choose_logits(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
+    """The same for `model.keep_logits`."""
+    from launcher.planner import candidates, profile
+    from launcher.run import auto as detect
+
+    if recipe.model.keep_logits != "auto" or machine.memory is None:
+        return None
+    full = profile.profile_model(recipe, device=machine.device)
+    shapes = dataclasses.replace(full, saved={})
+    if (choice := detect.choose_logits(recipe, machine, (shapes, lambda: full))) is None:
+        return None
+    chosen, why = choice
+    return chosen, candidates.overrides_between(recipe, chosen), f"auto stands for {why}"
 
 
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:

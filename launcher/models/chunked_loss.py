@@ -2,12 +2,16 @@
 
 Logits are usually the largest activation: 4,096 tokens and a vocabulary of 128,256 are 2 GiB in
 float32, and their softmax and gradient as much again. Here the forward pass keeps only the log of
-the sum of exponentials per token, and the backward pass computes each chunk's logits once more.
+the sum of exponentials per token, and the backward pass computes each chunk's logits once more. With
+`keep_logits`, the logits stay in the dtype of the matrix product (1 GiB in bfloat16) instead, and
+the backward pass replaces each chunk by its gradient: three products instead of four, and the same
+bits.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +38,12 @@ WIDTH_MULTIPLE = 64
 
 
 def chunk_width(tokens: int, vocabulary: int) -> int:
-    """Vocabulary entries of a chunk; the last chunk may have fewer."""
+    """Vocabulary entries of a chunk. All chunks have as many if up to twice the necessary number of
+    chunks allows it; otherwise the last one has fewer."""
     chunks = max(1, -(-tokens * vocabulary // CHUNK_ELEMENTS))
+    for more in range(chunks, 2 * chunks + 1):
+        if vocabulary % (more * WIDTH_MULTIPLE) == 0:
+            return vocabulary // more
     width = -(-vocabulary // chunks)
     return min(vocabulary, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
 
@@ -79,6 +87,8 @@ class Chunking:
     """Ranks that divide the vocabulary; None: this rank has all of it."""
     first: int = 0
     """The first vocabulary entry of this rank."""
+    keep_logits: bool = False
+    """Keep all logits, in the dtype of the inputs, for the backward pass."""
 
     def function(self, eager: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled or not."""
@@ -111,6 +121,8 @@ def linear_cross_entropy(
     vocabulary, `weight` and `bias` are this rank's rows, and all ranks get the same result.
     """
     function: Any = _LinearCrossEntropy
+    if not torch.is_grad_enabled():  # nothing would free the logits before the last chunk's
+        chunking = dataclasses.replace(chunking, keep_logits=False)
     losses: torch.Tensor = function.apply(inputs, weight, bias, targets, chunking)
     return losses
 
@@ -126,13 +138,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunking: Chunking,
     ) -> torch.Tensor:
         statistics, transform = chunking.function(_statistics), chunking.transform
-        largest, sums = [], []
+        largest, sums, keeps = [], [], chunking.keep_logits
+        kept: dict[int, torch.Tensor] = {}
+
+        def logits_of_chunk(chunk: slice) -> torch.Tensor:
+            logits = _logits_of_chunk(inputs, weight, bias, chunk, chunking)
+            if keeps:
+                kept[chunk.start] = logits
+            return logits
+
         at_target = torch.zeros(len(targets), 1, device=targets.device)
         with torch.autocast(targets.device.type, enabled=False):
             for chunk in chunks_of(weight, chunking.width):
                 column = (targets - (chunking.first + chunk.start))[:, None]
                 highest, total, at_target = statistics(
-                    logits_of(inputs, weight, bias, chunk), column, at_target, transform
+                    logits_of_chunk(chunk), column, at_target, transform, overwrite=not keeps
                 )
                 largest.append(highest)
                 sums.append(total)
@@ -143,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             log_sum = torch.cat(parts, 1).logsumexp(1, keepdim=True)
             dist.all_reduce(at_target, group=chunking.group)
         losses = (log_sum - at_target).masked_fill((targets == IGNORED)[:, None], 0)
-        ctx.chunking = chunking
+        ctx.chunking, ctx.kept = chunking, kept
         ctx.save_for_backward(inputs, weight, bias, targets, log_sum)
         return losses.sum() if chunking.reduction == "sum" else losses[:, 0]
 
@@ -153,19 +173,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradient_of_logits, transform = ctx.chunking.function(_gradient), ctx.chunking.transform
         per_token = (gradient * (targets != IGNORED))[:, None]
 
+        def logits_of_chunk(chunk: slice) -> torch.Tensor:
+            if chunk.start in ctx.kept:  # not in a second backward pass
+                kept: torch.Tensor = ctx.kept.pop(chunk.start)
+                return kept
+            return _logits_of_chunk(inputs, weight, bias, chunk, ctx.chunking)
+
         def of_chunk(chunk: slice) -> torch.Tensor:
             column = (targets - (ctx.chunking.first + chunk.start))[:, None]
             # No name for the logits here, so that they can be freed before the gradient is made
             d_logits: torch.Tensor = gradient_of_logits(
-                logits_of(inputs, weight, bias, chunk), log_sum, column, per_token, transform
+                logits_of_chunk(chunk), log_sum, column, per_token, transform
             )
             return d_logits
 
         d_inputs, *others = linear_gradients(ctx, inputs, weight, bias, of_chunk)
+        ctx.kept.clear()  # a trace leaves chunks out
         if d_inputs is not None and ctx.chunking.group is not None:
             dist.all_reduce(d_inputs, group=ctx.chunking.group)
         d_inputs = None if d_inputs is None else d_inputs.to(inputs.dtype)
         return d_inputs, *others, None, None
+
+
+def _logits_of_chunk(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunk: slice,
+    chunking: Chunking,
+) -> torch.Tensor:
+    """`logits_of`. If the last chunk is narrower, the width is marked as dynamic: the functions below
+    would be compiled for the first width, and again for the last one."""
+    logits = logits_of(inputs, weight, bias, chunk)
+    if chunking.compile and len(weight) % chunking.width:
+        torch._dynamo.maybe_mark_dynamic(logits, 1)
+    return logits
 
 
 # The functions that are compiled take the logits of a chunk in the dtype of the matrix product, and
@@ -173,17 +215,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _statistics(
-    logits: torch.Tensor, column: torch.Tensor, at_target: torch.Tensor, transform: Transform
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    at_target: torch.Tensor,
+    transform: Transform,
+    *,
+    overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The largest logit of each token, the sum of the exponentials of the differences to it, and
-    the logit of the target where it is in this chunk: all (tokens, 1), float32."""
+    the logit of the target where it is in this chunk: all (tokens, 1), float32. Eager, it may
+    overwrite the logits with `overwrite`."""
+    overwrite = overwrite or transform != Transform()  # whose result is another tensor
     values = transform(logits)
     del logits
     width = values.shape[1]
     inside = (column >= 0) & (column < width)
     own = values.gather(1, column.clamp(0, width - 1)).float()
     largest = values.amax(1, keepdim=True).float()
-    exponentials = _exp_of_difference(values, largest)
+    exponentials = _exp_of_difference(values, largest, overwrite=overwrite)
     return largest, exponentials.sum(1, keepdim=True), torch.where(inside, own, at_target)
 
 
@@ -202,7 +251,7 @@ def _gradient(
         gradient = ((values.float() - log_sum).exp() - at_target.float()) * per_token
         return transform.backward(gradient, values).to(dtype)
     kept = None if transform.softcap is None else values.clone()
-    probabilities = _exp_of_difference(values, log_sum)
+    probabilities = _exp_of_difference(values, log_sum, overwrite=True)
     del values
     inside = ((column >= 0) & (column < width)).float()
     gradient = probabilities.scatter_add_(1, column.clamp(0, width - 1), -inside)
@@ -211,12 +260,16 @@ def _gradient(
     return transform.backward(gradient.mul_(per_token), kept).to(dtype)
 
 
-def _exp_of_difference(values: torch.Tensor, subtracted: torch.Tensor) -> torch.Tensor:
-    """exp(values - subtracted) in float32. Eager, it overwrites float32 values."""
+def _exp_of_difference(
+    values: torch.Tensor, subtracted: torch.Tensor, *, overwrite: bool
+) -> torch.Tensor:
+    """exp(values - subtracted) in float32. Eager, it overwrites float32 values with `overwrite`."""
     if torch.compiler.is_compiling():
         return (values.float() - subtracted).exp()
-    if values.dtype == torch.float32 or _copies_to_cast(values):
-        return values.float().sub_(subtracted).exp_()
+    if values.dtype != torch.float32 and _copies_to_cast(values):
+        values, overwrite = values.float(), True
+    if values.dtype == torch.float32 and overwrite:
+        return values.sub_(subtracted).exp_()
     return (values - subtracted).exp_()
 
 
@@ -246,6 +299,9 @@ class ChunkedHead:
         self._reduction: Literal["sum", "none"] = "sum"
         self._group: dist.ProcessGroup | None = None
         self._first = 0
+        self.keep_logits = False
+        """Whether the forward pass keeps the logits for the backward pass. The loss of a
+        `head_function` does not."""
         model.forward, self._head.forward = self._forward, self._forward_head
 
     def divide(
@@ -296,7 +352,13 @@ class ChunkedHead:
         vocabulary = len(local_part(_base(self._head).weight))
         width, whole = chunk_width(len(targets), vocabulary), self._group is None
         chunking = Chunking(
-            self._transform, width, self._compile, self._reduction, self._group, self._first
+            self._transform,
+            width,
+            self._compile,
+            self._reduction,
+            self._group,
+            self._first,
+            self.keep_logits,
         )
         if self._function is not None:
             loss = self._function(*_linear(self._head, hidden), targets, chunking)

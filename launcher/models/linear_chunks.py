@@ -27,7 +27,9 @@ def linear_gradients(
             d_logits = of_chunk(chunk)
             if d_inputs is not None:
                 d_inputs += d_logits @ weight[chunk].to(inputs.dtype)
-            if d_weight is not None:
+            if d_weight is not None and d_weight.dtype == d_logits.dtype:
+                torch.mm(d_logits.T, inputs, out=d_weight[chunk])
+            elif d_weight is not None:
                 d_weight[chunk] = d_logits.T @ inputs
             if d_bias is not None:
                 d_bias[chunk] = d_logits.sum(0)

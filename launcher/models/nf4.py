@@ -10,7 +10,6 @@ scale each.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -22,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.errors import RecipeError, first_line
+from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
+from launcher.errors import RecipeError
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ LEVELS = torch.tensor(
 )
 """The values of the codes, as in bitsandbytes."""
 AT_ONCE = 2**24
-"""Numbers that are converted at a time, which bounds the working space."""
-KERNEL_DEVICES = ("cuda",)
-"""Kinds of devices for which bitsandbytes is used. Its operator for CPUs does not fill a tensor."""
+"""Numbers that torch's operators convert at a time, which bounds their working space."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -111,6 +109,11 @@ def _scales(packed: torch.Tensor, codes: int) -> torch.Tensor:
 
 
 @cache
+def _levels(device: torch.device) -> torch.Tensor:
+    return LEVELS.to(device)
+
+
+@cache
 def _pairs(device: torch.device) -> torch.Tensor:
     """The two values of each byte of codes, (256, 2)."""
     byte = torch.arange(256)
@@ -128,44 +131,41 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows = packed.reshape(-1, packed.shape[-1])
     codes, blocks = shape[-1] // 2, shape[-1] // BLOCK
     out = torch.empty(len(rows), shape[-1], dtype=dtype, device=packed.device)
-    step = max(1, AT_ONCE // shape[-1])
-    pairs, kernel = _pairs(packed.device), has_kernel(packed.device.type)
+    if has_kernel(packed.device):
+        _launch(rows, out)
+        return out.view(shape)
+    step, pairs = max(1, AT_ONCE // shape[-1]), _pairs(packed.device)
     for part, made in zip(torch.split(rows, step), torch.split(out, step), strict=True):
-        scales = _scales(part, codes)
-        if kernel:
-            _bitsandbytes(part[:, :codes], scales, made)
-        else:
-            # Not by indexing, which converts 32-bit indices to 64 bits on GPUs
-            values = pairs.index_select(0, part[:, :codes].int().flatten()).view(-1, blocks, BLOCK)
-            made.copy_(values.mul_(scales).view(-1, shape[-1]))
+        # Not by indexing, which converts 32-bit indices to 64 bits on GPUs
+        values = pairs.index_select(0, part[:, :codes].int().flatten()).view(-1, blocks, BLOCK)
+        made.copy_(values.mul_(_scales(part, codes)).view(-1, shape[-1]))
     return out.view(shape)
 
 
 @cache
-def has_kernel(device_type: str) -> bool:
-    """Whether bitsandbytes can dequantize on this kind of device: it is installed, and has a library
-    for this version of CUDA. Its values are the same bits."""
-    if device_type not in KERNEL_DEVICES or importlib.util.find_spec("bitsandbytes") is None:
+def has_kernel(device: torch.device) -> bool:
+    """Whether `nf4_kernel` dequantizes on this device."""
+    if not runs_own_kernels(device):
         return False
-    try:
-        import bitsandbytes  # it defines the operator
-
-        found = bool(bitsandbytes.cextension.lib.compiled_with_cuda)
-        why = "it has no library for this version of CUDA"
-    except Exception as error:
-        found, why = False, first_line(error)
-    if not found and torch.cuda.is_available():
-        what = f"nf4: bitsandbytes cannot be used: {why}"
-        logger.warning(f"{what}; PyTorch's operators dequantize, more slowly")
-    return found
+    if (missing := missing_for_triton(device)) is not None:
+        logger.warning(
+            f"lora.quantize: {missing}; PyTorch's operators dequantize, which move 20 bytes for each "
+            "number that a kernel reads in half a byte"
+        )
+    return missing is None
 
 
-def _bitsandbytes(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes the rows `out`, (rows, features), of codes and scales with the kernel of bitsandbytes,
-    which multiplies in float32, as `dequantize` does."""
-    operator = torch.ops.bitsandbytes.dequantize_4bit.out
-    flat = codes.contiguous(), scales.flatten()
-    operator(*flat, BLOCK, "nf4", list(out.shape), out.dtype, out=out)
+def _launch(rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Dequantizes rows (rows, bytes) to `out` (rows, features)."""
+    from launcher.models import nf4_kernel as kernel
+
+    (count, features), levels = out.shape, _levels(out.device)
+    if count:
+        kernel.dequantize[(count, -(-features // kernel.NUMBERS))](
+            *(rows.contiguous(), levels, out, features, rows.shape[1]),
+            numbers=kernel.NUMBERS,
+            enable_fp_fusion=False,
+        )
 
 
 def round_trip(weight: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import pad
 
+from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
 from launcher.models import philox
 from launcher.models.philox import derived_seed
 from launcher.models.shards import local_rows, sharded_zeros
-from launcher.strategies.compilation import missing_for_triton
 
 logger = logging.getLogger(__name__)
 BLOCK = 256
@@ -89,12 +89,26 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         """Updates the parameters of a group."""
         named = zip(group["param_names"], group["params"], strict=True)
         trained = [(name, parameter) for name, parameter in named if parameter.grad is not None]
-        if trained:
-            steps = [self.state[parameter]["step"] for _, parameter in trained]
-            # A single tensor instead of the list would be read on the host
-            torch._foreach_add_(steps, [1 - self.found_inf.to(steps[0].device)] * len(steps))
-        for name, parameter in trained:
-            self._update(name, parameter, group)
+        if not trained:
+            return
+        steps = [self.state[parameter]["step"] for _, parameter in trained]
+        # A single tensor instead of the list would be read on the host
+        torch._foreach_add_(steps, [1 - self.found_inf.to(steps[0].device)] * len(steps))
+        corrections = None
+        if any(self._uses_kernel(parameter) for _, parameter in trained):
+            corrections = _bias_corrections(steps, group)
+        for index, (name, parameter) in enumerate(trained):
+            if corrections is not None and self._uses_kernel(parameter):
+                self._launch(name, parameter, corrections[index], group)
+            else:
+                self._update(name, parameter, group)
+
+    def _uses_kernel(self, parameter: torch.Tensor) -> bool:
+        local, moment = local_rows(parameter)[0], self.state[parameter]["exp_avg"]
+        return local.numel() > 0 and moment.dtype != torch.float32 and has_kernel(local)
+
+    def _seeds(self, name: str) -> dict[str, int]:
+        return {key: derived_seed(self._seed, f"{name}.{key}") for key in _INT8}
 
     def _update(self, name: str, parameter: torch.Tensor, group: Group) -> None:
         state = self.state[parameter]
@@ -102,11 +116,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         if not local.numel():
             return
         weights, gradient = _matrix(parameter), _matrix(parameter.grad)  # type: ignore[arg-type]
-        seeds = {key: derived_seed(self._seed, f"{name}.{key}") for key in _INT8}
-        if state["exp_avg"].dtype != torch.float32 and has_kernel(weights):
-            position = first_row * weights.shape[1]
-            self._launch(weights, gradient, state, position, list(seeds.values()), group)
-            return
+        seeds = self._seeds(name)
         for part in parts_of(weights, weights.device):
             moments = {key: _load(state, key, part) for key in _INT8}
             ratio, is_ratio = moments["exp_avg"], _matrix(state["exp_avg"]).dtype == torch.int8
@@ -142,41 +152,54 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     _store(state, key, part, moment, noise.view(moment.shape))
 
     def _launch(
-        self,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        position: int,
-        seeds: list[int],
-        group: Group,
+        self, name: str, parameter: torch.Tensor, corrections: torch.Tensor, group: Group
     ) -> None:
-        """Updates a matrix whose first number is at this position of the whole tensor."""
+        """Updates a parameter with the kernel. `corrections`: of `_bias_corrections`, (4,)."""
         from launcher.optimizers import low_precision_kernel as kernel
 
+        state, first_row = self.state[parameter], local_rows(parameter)[1]
+        weights, gradient = _matrix(parameter), _matrix(parameter.grad)  # type: ignore[arg-type]
         rows, width = weights.shape
+        beta1, beta2 = group["betas"]
         programs = -(-rows * -(-width // BLOCK) // kernel.BLOCKS)
         names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
         moments = [_matrix(state[key]) if key in state else None for key in names]
         kernel.update[(programs,)](
-            *(weights, gradient.contiguous(), *moments, state["step"]),
+            *(weights, gradient.contiguous(), *moments, state["step"], corrections),
             *(self.found_inf.to(weights.device), self.grad_scale),
-            *(rows, width, position, *seeds),
-            *(group["lr"], *group["betas"], group["eps"], group["weight_decay"]),
+            *(rows, width, first_row * width, *self._seeds(name).values()),
+            decay=1 - group["lr"] * group["weight_decay"],
+            share_m=1 - beta1,
+            beta2=beta2,
+            share_v=1 - beta2,
+            eps=group["eps"],
             int8=state["exp_avg"].dtype == torch.int8,
             blocks_at_once=kernel.BLOCKS,
+            aligned=width % 16 == 0,
             enable_fp_fusion=False,
         )
 
 
+def _bias_corrections(steps: list[torch.Tensor], group: Group) -> torch.Tensor:
+    """For each step of a parameter, the learning rate over the correction of the first moment's
+    bias, and the root of the second one's: (parameters, 4), float32, of which two are used so that
+    rows are aligned. Computed in float64 once a step, not in each thread of the kernel."""
+    beta1, beta2 = group["betas"]
+    step = torch.stack(steps).double()
+    step_size = group["lr"] / (1 - beta1**step)
+    root = (1 - beta2**step).sqrt_()
+    return torch.stack((step_size, root, root, root), 1).float()
+
+
 def has_kernel(weights: torch.Tensor) -> bool:
     """Whether `low_precision_kernel` updates this tensor."""
-    return weights.is_cuda and weights.is_contiguous() and _triton_compiles(weights.device)
+    return weights.is_contiguous() and _triton_compiles(weights.device)
 
 
 @functools.cache
 def _triton_compiles(device: torch.device) -> bool:
     """Whether Triton supports this GPU, and finds what it needs to compile."""
-    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+    if not runs_own_kernels(device):
         return False
     if (missing := missing_for_triton(device)) is not None:
         logger.warning(

@@ -21,28 +21,28 @@ BLOCKS = 4
 
 
 @triton.jit
-def _double(number):  # type: ignore[no-untyped-def]
-    return tl.full((), number, tl.float64)
-
-
-@triton.jit
-def _power(base, exponent):  # type: ignore[no-untyped-def]
-    """base^exponent, for an integer exponent."""
-    result = tl.full((), 1.0, tl.float64)
-    for _ in range(31):
-        result = tl.where(exponent % 2 == 1, result * base, result)
-        base = base * base
-        exponent = exponent // 2
-    return result
-
-
-@triton.jit
-def _noise(seed, position, step):  # type: ignore[no-untyped-def]
-    """The numbers of `philox.random_bytes`: each counter of Philox gives 16 of them."""
-    counter = position >> 4
+def _words(seed, counter, step):  # type: ignore[no-untyped-def]
+    """Four words of Philox for each counter."""
     low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     zero = low * 0
-    w0, w1, w2, w3 = tl.philox(seed, low, high, zero + step.to(tl.uint32), zero)
+    return tl.philox(seed, low, high, zero + step.to(tl.uint32), zero)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _noise(  # type: ignore[no-untyped-def]
+    seed, start, step, count: tl.constexpr, aligned: tl.constexpr
+):
+    """The numbers of `philox.random_bytes` for `count` blocks of positions from `start` on: each
+    counter of Philox gives 16 of them. `aligned`: each start is a multiple of 16, so that no counter
+    is computed twice."""
+    if aligned:
+        counter = (start >> 4)[:, None] + tl.arange(0, 16)[None, :]
+        w0, w1, w2, w3 = _words(seed, counter, step)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(count, 16, 4)
+        shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
+        return ((words[:, :, :, None] >> shifts) & 255).to(tl.int32).reshape(count, _BLOCK)
+    position = start[:, None] + tl.arange(0, _BLOCK)[None, :]
+    w0, w1, w2, w3 = _words(seed, position >> 4, step)
     word = (position >> 2) & 3
     chosen = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
     return ((chosen >> ((position & 3) * 8).to(tl.uint32)) & 255).to(tl.int32)
@@ -77,7 +77,7 @@ def _store(  # type: ignore[no-untyped-def]
         kept = tl.div_rn(tl.abs(moment), tl.maximum(scale, _TINY)[:, None])
         if levels == 255:
             kept = tl.sqrt_rn(tl.sqrt_rn(kept))
-        kept = kept * (levels * 1.0) + (noise.to(tl.float32) + 0.5) / 256
+        kept = kept * (levels * 1.0) + (noise.to(tl.float32) + 0.5) * 0.00390625
         sign = tl.where(moment > 0, 1.0, tl.where(moment < 0, -1.0, 0.0))
         kept = tl.minimum(tl.floor(kept), levels * 1.0) * sign
         if levels == 255:
@@ -94,6 +94,7 @@ def update(  # type: ignore[no-untyped-def]
     v_codes,
     v_scales,
     step_at,
+    corrections,
     found_inf,
     grad_scale,
     rows,
@@ -101,18 +102,22 @@ def update(  # type: ignore[no-untyped-def]
     first: tl.int64,
     seed_m: tl.int64,
     seed_v: tl.int64,
-    lr: tl.float64,
-    beta1: tl.float64,
-    beta2: tl.float64,
-    eps: tl.float64,
-    weight_decay: tl.float64,
+    decay,
+    share_m,
+    beta2,
+    share_v,
+    eps,
     int8: tl.constexpr,
     blocks_at_once: tl.constexpr,
+    aligned: tl.constexpr,
 ):
     """Updates a matrix (rows, width) and its moments m and v.
 
     first is the position of its first number in the whole tensor. step_at, found_inf and
-    grad_scale (or None) point to scalars.
+    grad_scale (or None) point to scalars, corrections to two of them: the learning rate over the
+    correction of m's bias, and the root of that of v's. decay is the factor of the weights, share_m
+    and share_v those of a gradient and its square in the moments. aligned: width and first are
+    multiples of 16.
     """
     if tl.load(found_inf) > 0:
         return
@@ -130,21 +135,19 @@ def update(  # type: ignore[no-untyped-def]
     v = _load(v_codes, v_scales, tile, 255 * int8)
     if int8:
         m = m * tl.sqrt_rn(v)
-    # Numbers, not tensors, if Python interprets the kernel
-    rate, one_beta, other_beta = _double(lr), _double(beta1), _double(beta2)
     step = tl.load(step_at).to(tl.int64)
-    step_size = (rate / (1 - _power(one_beta, step))).to(tl.float32)
-    correction = tl.sqrt(1 - _power(other_beta, step)).to(tl.float32)
-    decay = (1 - rate * _double(weight_decay)).to(tl.float32)
+    step_size, correction = tl.load(corrections), tl.load(corrections + 1)
     weight = tl.load(weights + offsets, inside, 0) * decay
-    share = (1 - one_beta).to(tl.float32) + tl.zeros_like(g)
+    share = share_m + tl.zeros_like(g)
     small = share < 0.5  # torch's lerp starts at the nearer end
     m = tl.fma(tl.where(small, share, share - 1), g - m, tl.where(small, m, g))
-    v = tl.fma((1 - other_beta).to(tl.float32) * g, g, v * other_beta.to(tl.float32))
-    divisor = tl.div_rn(tl.sqrt_rn(v), correction) + _double(eps).to(tl.float32)
+    v = tl.fma(share_v * g, g, v * beta2)
+    divisor = tl.div_rn(tl.sqrt_rn(v), correction) + eps
     tl.store(weights + offsets, weight + tl.div_rn(-step_size * m, divisor), inside)
     if int8:
         m = tl.div_rn(m, tl.maximum(tl.sqrt_rn(v), _TINY))
-    position = first + offsets
-    _store(m_codes, m_scales, tile, m, _noise(seed_m, position, step), 127 * int8)
-    _store(v_codes, v_scales, tile, v, _noise(seed_v, position, step), 255 * int8)
+    start = first + row * width + (block % in_row) * _BLOCK
+    noise = _noise(seed_m, start, step, blocks_at_once, aligned)
+    _store(m_codes, m_scales, tile, m, noise, 127 * int8)
+    noise = _noise(seed_v, start, step, blocks_at_once, aligned)
+    _store(v_codes, v_scales, tile, v, noise, 255 * int8)

@@ -92,17 +92,28 @@ def _exchange(matrices: Sequence[DTensor]) -> Iterator[tuple[torch.Tensor, torch
     yield from zip(matrices, torch.split(mine.to(rows[0].device), rows_to), strict=False)
 
 
-def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Approximates the nearest orthogonal matrix of each matrix, in the precision of float32 matrix
-    products. The matrices (rows, columns), perhaps with a leading dimension, are overwritten."""
+def product_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of the iterations' matrix products: bfloat16 on GPUs, as Jordan's, which computes at
+    twice the rate of TF32. float32 on CPUs, and with run.float32_matmul: highest, so that results
+    agree over ranks and strategies to the precision of float32."""
+    exact = device.type != "cuda" or torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if exact else torch.bfloat16
+
+
+def newton_schulz(matrices: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Approximates the nearest orthogonal matrix of each matrix, with products in `dtype`, by default
+    `product_dtype`. The matrices (rows, columns), perhaps with a leading dimension, are float32, and
+    overwritten."""
     whole = matrices if matrices.ndim == 3 else matrices.unsqueeze(0)
     whole /= torch.linalg.vector_norm(whole, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     tall, (a, b, c) = whole.shape[1] > whole.shape[2], COEFFICIENTS
-    x = whole.mT if tall else whole
+    x = (whole.mT if tall else whole).to(dtype or product_dtype(whole.device))
     spare = torch.empty_like(x)
     for _ in range(STEPS):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         torch.baddbmm(x, gram, x, beta=a, out=spare)
         x, spare = spare, x
-    return (x.mT if tall else x).view_as(matrices)
+    found = (x.mT if tall else x).view_as(matrices)
+    # The result of bfloat16 takes the place of the matrices, so that it needs no more memory
+    return found if found.dtype == matrices.dtype else matrices.copy_(found)

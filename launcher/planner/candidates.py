@@ -88,11 +88,13 @@ def variants(
     syncs: bool = False,
     precisions: bool = True,
     compiles: bool = False,
+    logits: bool = False,
 ) -> list[Recipe]:
     """All combinations of settings that have an effect, each once.
 
     The flags select what may vary. `reshards` is resharding after the forward pass, and `syncs` the
-    reduction in each micro-batch, for use without `strategies`, which varies them too.
+    reduction in each micro-batch, for use without `strategies`, which varies them too. `logits`:
+    those that are kept may be computed again.
     """
     recipes: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
@@ -124,7 +126,16 @@ def variants(
     if compiles and machine.device == "cuda" and not eager:
         compiled = dataclasses.replace(written.model, compile=True)
         found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
+    if logits and written.model.keep_logits is True:
+        found += [_without_logits(recipe) for recipe in found]
     return found
+
+
+def _without_logits(recipe: Recipe) -> Recipe:
+    """The recipe without logits that are kept."""
+    if recipe.model.keep_logits is not True:
+        return recipe
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=False))
 
 
 def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
@@ -272,7 +283,7 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
     for offload, to_host in choices if machine.device == "cuda" else [(None, False)]:
         strategy = Strategy(kind="fsdp", mixed_precision=mixed, cpu_offload=offload)
         yield dataclasses.replace(
-            written,
+            _without_logits(written),
             batch=batch,
             strategy=_in_groups(strategy, written),
             activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),

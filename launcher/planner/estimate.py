@@ -31,7 +31,8 @@ def estimate_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> Ste
     """Memory of one optimizer step on rank 0 of `ranks`, in its last micro-batch, of a recipe that
     the profile covers."""
     step = _Step(Work(profile, recipe, ranks=ranks))
-    logits = 0 if step.work.chunked else 4 * step.work.tokens * profile.vocabulary
+    logits = 4 * step.work.tokens * profile.vocabulary
+    logits = step.work.kept_logits if step.work.chunked else logits
     after = {"gathered": step.between, "activations": round(step.activations), "logits": logits}
     return StepMemory(
         timeline=tuple(step.moments()),
@@ -155,6 +156,9 @@ class _Step:
         self.loss, self.loss_backward = computed + 4 * elements, 12 * elements
         if work.chunked:
             self.loss = self.loss_backward = computed
+        if work.kept_logits:  # with float32 values of a chunk, which may be the logits in backward
+            self.loss = work.kept_logits + 4 * elements
+            self.loss_backward = self.loss if work.size < 4 else work.kept_logits
 
     def _at(self, phase: Phase, /, **parts: float) -> Moment:
         """A moment of the last micro-batch: these components, and what is held between steps."""

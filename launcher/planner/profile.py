@@ -223,7 +223,8 @@ _PREPARED: dict[str, PreparedModel] = {}
 def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     """What `prepare_model` returns, which is cached, and must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
-    depends = (recipe.model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
+    model = dataclasses.replace(recipe.model, keep_logits="auto")  # not a part of it
+    depends = (model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
     key = repr((depends, recipe.distillation, strategy.kind, strategy.mixed_precision, device))
     if recipe.model.builder is not None:  # a user's model, which may not support copies
         return prepare_model(recipe, device=torch.device(device))
@@ -262,9 +263,8 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     """
     mixed = recipe.strategy.mixed_precision
     divided = recipe.strategy.tensor_parallel_size
-    key = repr(
-        (with_random_weights(recipe).model, recipe.lora, recipe.data, mixed, device, divided)
-    )
+    model = dataclasses.replace(with_random_weights(recipe).model, keep_logits="auto")
+    key = repr((model, recipe.lora, recipe.data, mixed, device, divided))
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]

@@ -67,7 +67,8 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
     recipe = concrete(recipe, machine)
     search = _Search(recipe, machine)
     estimated = search.estimate(recipe)
-    evaluated = [search.estimate(variant) for variant in variants(recipe, machine, compiles=True)]
+    every = variants(recipe, machine, compiles=True, logits=True)
+    evaluated = [search.estimate(variant) for variant in every]
     evaluated_count = len(evaluated)
     search.trace_ahead([estimated, *search.likely(evaluated)[: traced + 1]])
     written = search.trace(estimated)

@@ -53,15 +53,17 @@ ATTENTION_BACKWARD = 2.5
 """Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
-DEQUANTIZE = 20.5
-"""Bytes that the operators of `nf4.dequantize` move for a number, without writing the result."""
+DEQUANTIZE = {"cuda": 33 / 64, "cpu": 20.5}
+"""Bytes that `nf4.dequantize` moves for a number, without writing the result: a kernel on GPUs,
+torch's operators on CPUs."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
 _OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
-STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 45, "int8": 45} | _OTHERS
+STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 24, "int8": 30} | _OTHERS
 """Bytes that the optimizer moves for a parameter, AdamW by the dtype of its state: the inputs and
-outputs of all operators. In low precision 20 and 16, and 28 in the time of the noise (estimated:
-some 9 ms for 10^9 parameters on an H100, by its rate of integer multiplications)."""
+outputs of all operators. In low precision 20 and 16, and 4 and 14 in the time of instructions that
+traffic does not hide (estimated: 155 and 316 for a parameter at most, 10 ms for 10^9 parameters on
+an H100 with int8)."""
 AVERAGE_BYTES = 12
 """Bytes that optimizer.ema moves for a parameter: two are read, one is written, in float32."""
 NORM_BYTES = 4
@@ -139,7 +141,8 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
         products, attention = layer.products / rate, layer.attention / (ATTENTION * rate)
         moved, launches = fused * layer.moved / rates.memory_bandwidth, faster * layer.launches
-        weights = (fused * DEQUANTIZE + work.size) * layer.quantized / rates.memory_bandwidth
+        weights = DEQUANTIZE[work.profile.device] + work.size
+        weights *= layer.quantized / rates.memory_bandwidth
         forward = max(weights + products + attention + moved, LAUNCH * launches)
         backward = (1 + layer.trained) * products + ATTENTION_BACKWARD * attention
         backward += weights + BACKWARD_MOVED * moved
@@ -159,7 +162,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     return (
         sum(block[0] for block in blocks) + root[0] + loss,
         sum(block[1] for block in blocks) + root[1] + loss,
-        again + (root[0] if work.chunked else 0.0),
+        again + (root[0] if work.chunked and not work.kept_logits else 0.0),
     )
 
 
@@ -312,4 +315,8 @@ def _orthogonalization(work: Work, machine: Machine) -> float:
     moved = 2 * 4 * sum(math.prod(shape) for shape in shapes if len(shape) == 2) / shards
     calls = 2 * -(-len(shapes) // shards)
     exchanges = _collective(moved, shards, machine, calls)
-    return products / shards / _float32_flops(work.recipe.run.float32_matmul, machine) + exchanges
+    precision = work.recipe.run.float32_matmul
+    rate = machine.rates.half_flops  # in bfloat16
+    if machine.device == "cpu" or precision == "highest":
+        rate = _float32_flops(precision, machine)
+    return products / shards / rate + exchanges

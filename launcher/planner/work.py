@@ -92,7 +92,7 @@ class Pass:
     quantized: int = 0
     """Elements of weights in NF4."""
     dequantized: int = 0
-    """The largest of them in the compute dtype, with the working space of dequantization."""
+    """The largest of them in the compute dtype, on CPUs with the working space of dequantization."""
 
 
 class Work:
@@ -159,6 +159,9 @@ class Work:
         if profile.chunked_loss and profile.vocabulary:
             self.logits_width = chunk_width(self.tokens, profile.vocabulary)
         self.chunked = self.logits_width < profile.vocabulary
+        # Bytes of logits that are kept until the backward pass
+        keeps = self.chunked and recipe.model.keep_logits is True
+        self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
         self.root = self._root()
@@ -205,7 +208,7 @@ class Work:
             attention=2.0 * tokens * self.recipe.data.sequence_length * heads * head_size,
             trained=_share_trained(weights),
             quantized=sum(weights.quantized),
-            dequantized=size * largest + 6 * min(largest, AT_ONCE),
+            dequantized=size * largest + (0 if self.on_gpu else 6 * min(largest, AT_ONCE)),
         )
 
     def _root(self) -> Pass:

@@ -121,6 +121,11 @@ class Model(Section):
     chunked_loss: StrictBool = True
     """Compute the loss for a chunk of the vocabulary at a time, without full logits; only if the
     logits are the output of a linear layer."""
+    keep_logits: StrictBool | Literal["auto"] = "auto"
+    """With the loss in chunks: true keeps the logits of a micro-batch, in the dtype of its products,
+    until the backward pass, which otherwise computes them again: 2 bytes x tokens x vocabulary in
+    bfloat16, for a quarter of the head's products. The bits are the same. auto: true if by estimate
+    15 % of the memory stay free. A loss of distillation computes them again."""
     new_tokens: TextList | None = None
     """Tokens that the tokenizer and the model gain, such as `<tool_call>`; special ones are written
     `<|...|>`. Their rows of the embeddings start as the mean of the others; with lora, they are the

@@ -28,7 +28,7 @@ from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
 from launcher.planner.recipes import micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
-from launcher.planner.work import with_most_saved
+from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
@@ -176,24 +176,37 @@ def resolve_collectives(
     ranks: DataParallel,
     run: RunFolder,
 ) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES`; every rank must call
-    this. `resume` is `Decision.source`. Writes the recipe to RUN_DIR/recipe.yaml."""
-    if not open_collectives(recipe, ranks=machine.ranks):
+    """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES` and `model.keep_logits`;
+    every rank must call this. `resume` is `Decision.source`. Writes the recipe to
+    RUN_DIR/recipe.yaml."""
+    collectives = open_collectives(recipe, ranks=machine.ranks)
+    if not collectives and recipe.model.keep_logits != "auto":
         return recipe
-    answer: tuple[Recipe, str] | None = None
+    answer: tuple[Recipe, list[str]] | None = None
     if ranks.rank == 0:
         same = {"strategy." + key for key in COLLECTIVES}
-        answer = choose_collectives(
-            recipe,
-            machine,
-            _profiles(recipe, prepared, machine),
-            earlier=earlier_strategy(recipe, run, resume, ranks=machine.ranks, except_for=same),
-            failed=_failed_with_fewer(run.read_events(), machine=machine, recipe=recipe),
-        )
-        run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(answer[0]))
-    chosen, why = cast("tuple[Recipe, str]", from_rank_0(answer, ranks.group))
-    logger.info(f"auto: {why}")
+        profiles, events = _profiles(recipe, prepared, machine), run.read_events()
+        chosen, reasons = recipe, []
+        if collectives:
+            chosen, why = choose_collectives(
+                recipe,
+                machine,
+                profiles,
+                earlier=earlier_strategy(recipe, run, resume, ranks=machine.ranks, except_for=same),
+                failed=_failed_with_fewer(events, machine=machine, recipe=recipe),
+            )
+            reasons.append(why)
+        failed = _failed_with_logits(events, machine=machine, recipe=recipe)
+        if (logits := choose_logits(chosen, machine, profiles, failed=failed)) is not None:
+            chosen, why = logits
+            reasons.append(why)
+        if reasons:
+            run.check()
+            replace_text(run.path / "recipe.yaml", to_yaml(chosen))
+        answer = chosen, reasons
+    chosen, reasons = cast("tuple[Recipe, list[str]]", from_rank_0(answer, ranks.group))
+    for why in reasons:
+        logger.info(f"auto: {why}")
     return chosen
 
 
@@ -203,6 +216,7 @@ def _profiles(
     """Those of `choose_collectives`."""
     shapes = profile_of_shapes(prepared, recipe, device=machine.device)
 
+    @cache
     def with_activations() -> ModelProfile:
         model, blocks = copy.deepcopy((prepared.model, prepared.blocks))
         copied = dataclasses.replace(prepared, model=model, blocks=blocks)
@@ -235,8 +249,10 @@ def choose_collectives(
         for values in itertools.product((False, True), repeat=len(keys))
     )
     known, on_cpu = machine.memory or 0, machine.device == "cpu"
-    memory = f"{bytes_as_text(known)} of {'host memory a rank' if on_cpu else 'GPU memory'}"
-    chosen, why = most, f"fewer collectives would leave less than {ROOM:.0%} of {memory} free"
+    memory = _memory_text(machine)
+    # One rank has none; weights that are not freed are then copies of all of them
+    what = "fewer collectives" if machine.ranks > 1 else "copies of all weights"
+    chosen, why = most, f"{what} would leave less than {ROOM:.0%} of {memory} free"
     traced = cache(profiles[1])
     host_needed: list[int] = []
     """Of choices that leave enough of a device, and for which a node has too little."""
@@ -254,7 +270,7 @@ def choose_collectives(
     # An earlier version recorded `auto`, which meant true
     kept = _with_strategy(recipe, {key: (earlier or {}).get(key) is not False for key in keys})
     if failed:
-        why = "with fewer collectives an earlier start ran out of memory"
+        why = f"with {what} an earlier start ran out of memory"
     elif earlier is not None and (not known or kept == most or leaves(0, kept)):
         chosen, why = kept, "as in the checkpoint, so that the resume is exact"
     elif not known:
@@ -263,7 +279,48 @@ def choose_collectives(
         chosen, why = choice, f"by estimate {ROOM:.0%} of {memory} or more stay free"
     elif host_needed:
         of = f"{bytes_as_text(machine.host_memory or 0)} of host memory"
-        why = f"fewer collectives would need {bytes_as_text(min(host_needed))} of a node's {of}"
+        why = f"{what} would need {bytes_as_text(min(host_needed))} of a node's {of}"
+    return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
+
+
+def _memory_text(machine: Machine) -> str:
+    """`79.6 GiB of GPU memory`: the memory of a rank's device."""
+    kind = "host memory a rank" if machine.device == "cpu" else "GPU memory"
+    return f"{bytes_as_text(machine.memory or 0)} of {kind}"
+
+
+def choose_logits(
+    recipe: Recipe,
+    machine: Machine,
+    profiles: tuple[ModelProfile, Callable[[], ModelProfile]],
+    *,
+    failed: bool = False,
+) -> tuple[Recipe, str] | None:
+    """`model.keep_logits` in place of `auto`: true if that leaves `ROOM` by estimate. None if it is
+    not `auto`, if no logits would be computed again, or if the size of the memory is not known.
+
+    A resume need not keep the choice, which changes no bits. `profiles` are as in
+    `choose_collectives`. `failed`: with kept logits an earlier start ran out of memory. Returns the
+    recipe, and the override that produces it with the reason.
+    """
+    chunked = Work(profiles[0], recipe, ranks=machine.ranks).chunked
+    if recipe.model.keep_logits != "auto" or recipe.distillation is not None or not chunked:
+        return None
+    if not (known := machine.memory or 0):
+        return None
+    kept, again = (
+        dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=keeps))
+        for keeps in (True, False)
+    )
+    memory = _memory_text(machine)
+    chosen, why = again, f"kept logits would leave less than {ROOM:.0%} of {memory} free"
+    if failed:
+        why = "with kept logits an earlier start ran out of memory"
+    elif any(
+        plan.spare is not None and plan.spare >= ROOM * known
+        for plan in _estimates(kept, machine, profiles)
+    ):
+        chosen, why = kept, f"by estimate {ROOM:.0%} of {memory} or more stay free"
     return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
 
 
@@ -334,8 +391,8 @@ def choose(
     if best.plan.has_room is False:
         after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
     why = (
-        f"{strategy_text(best.recipe, machine.ranks)}; {batch_text(best.recipe, machine.ranks)}. The fastest that "
-        f"fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
+        f"{strategy_text(best.recipe, machine.ranks)}; {batch_text(best.recipe, machine.ranks)}. "
+        f"The fastest that fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
         f"{speed_text(best.tokens_per_second, best.tokens_per_second_range)}{after}"
     )
     return best.recipe, best.overrides, why
@@ -351,6 +408,7 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
         "lora": recipe.lora is not None,
         "checkpointing": None if checkpointing is None else checkpointing.mode,
         "cpu_offload": offload is not None and (offload.what == "all" or offload.what),
+        "keep_logits": recipe.model.keep_logits,
     } | {key: getattr(recipe.strategy, key) for key in COLLECTIVES}
 
 
@@ -362,7 +420,7 @@ def failed_micro_batches(events: list[Json], *, machine: Machine, recipe: Recipe
         return []
     same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
     same |= {"event": "failed", "reason": "out_of_memory"}
-    for key in ("micro_batch_size", *COLLECTIVES):
+    for key in ("micro_batch_size", "keep_logits", *COLLECTIVES):
         del same[key]
     if recipe.strategy.kind == "auto":
         del same["checkpointing"], same["cpu_offload"]
@@ -377,10 +435,25 @@ def failed_micro_batches(events: list[Json], *, machine: Machine, recipe: Recipe
 def _failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe) -> bool:
     """Whether an earlier start of a run, on as many of the same devices and with the same settings
     but fewer collectives, ran out of memory."""
+    return any(
+        False in map(event.get, COLLECTIVES)
+        for event in _similar_failures(events, machine=machine, recipe=recipe)
+    )
+
+
+def _failed_with_logits(events: list[Json], *, machine: Machine, recipe: Recipe) -> bool:
+    """The same of kept logits."""
+    return any(
+        event.get("keep_logits") is True
+        for event in _similar_failures(events, machine=machine, recipe=recipe)
+    )
+
+
+def _similar_failures(events: list[Json], *, machine: Machine, recipe: Recipe) -> Iterator[Json]:
+    """Earlier starts of a run, on as many of the same devices and with the same settings, that ran
+    out of memory. Their collectives and kept logits may differ."""
     same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
     same |= {"event": "failed", "reason": "out_of_memory"}
-    for key in COLLECTIVES:
+    for key in ("keep_logits", *COLLECTIVES):
         del same[key]
-    return any(
-        same.items() <= event.items() and False in map(event.get, COLLECTIVES) for event in events
-    )
+    return (event for event in events if same.items() <= event.items())

@@ -150,8 +150,8 @@ def _quantized(blocks: Iterable[torch.nn.Module]) -> str:
             f"; {len(others)} others of the blocks with {elements} are not quantized, such as "
             f"{clean_name(others[0][0])} {list(others[0][1].shape)}"
         )
-    if any(has_kernel(compute_device(p).type) for p in packed):
-        text += "; dequantized by bitsandbytes"
+    if any(has_kernel(compute_device(p)) for p in packed):
+        text += "; dequantized by a Triton kernel"
     return text
 
 

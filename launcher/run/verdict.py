@@ -121,7 +121,12 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
         "recomputation": {
             "activation_checkpointing.mode=selective": mode == "full",
             "activation_checkpointing=null": mode is not None and memory,
-            "model.chunked_loss=false": mode is None and memory,
+            "model.keep_logits=true": (
+                mode is None
+                and memory
+                and recipe.model.keep_logits is False
+                and recipe.distillation is None
+            ),
         },
         "optimizer": {
             "strategy.cpu_offload=null": offload,
@@ -150,6 +155,7 @@ def _less_memory(recipe: Recipe, *, several: bool) -> dict[str, bool]:
     return {
         "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True": not grows,
         "strategy.reshard_after_backward=true": not strategy.reshard_after_backward,
+        "model.keep_logits=false": recipe.model.keep_logits is True,
         "strategy.reshard_after_forward=true": strategy.reshard_after_forward is False,
         f"batch.micro_batch_size={micro // 2}": micro > 1 and micro % 2 == 0,
         f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.sequence_length,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from launcher.distributed.triton_support import missing_for_triton
 
 RECOMPILE_LIMIT = 64
 """Variants of a function that are compiled; further ones run eager. All blocks share a function, so
@@ -30,19 +27,6 @@ def why_eager(device: torch.device | str, *, here: bool = False) -> str | None:
     if device.type != "cuda":
         return "the ranks compute on CPUs, where it takes minutes and needs g++"
     return missing_for_triton(device) if here else None
-
-
-def missing_for_triton(device: torch.device) -> str | None:
-    """What Triton lacks on this machine, where it compiles a small C module for Python; None if it
-    can compile kernels for this GPU."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
-        return "Triton needs a GPU of compute capability 7.0 or more"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "there is no C compiler (gcc, clang, or the variable CC)"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    return None if header.is_file() else f"{header} is missing (package python3-dev)"
 
 
 def graph_breaks() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -38,12 +37,14 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
 
-    # Weights in NF4 have adapters, for which peft imports bitsandbytes if it is installed
-    kernel = device == "cuda" and "bitsandbytes" in sys.modules and nf4.has_kernel(device)
+    # A plan for GPUs on another machine assumes the kernel
+    kernel = device == "cuda"
+    if kernel and torch.cuda.is_available():
+        kernel = nf4.has_kernel(torch.device("cuda", torch.cuda.current_device()))
     with Replacements() as replaced, torch.compiler.set_stance("force_eager"):
         if kernel:
-            replaced.set(nf4, "has_kernel", lambda device_type: True)
-            replaced.set(nf4, "_bitsandbytes", _bitsandbytes)
+            replaced.set(nf4, "has_kernel", lambda device: True)
+            replaced.set(nf4, "_launch", lambda rows, out: None)  # it takes no memory
         replaced.set(moe, "_can_use_grouped_mm", grouped)
         replaced.set(experts, "exchange_counts", uniform_counts)
         if "position_ids" not in data.tensors:
@@ -55,13 +56,6 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
             replaced.set(attention, "has_varlen_kernel", lambda tensor: True)
             replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)
         yield
-
-
-def _bitsandbytes(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Allocates what `nf4._bitsandbytes` does."""
-    codes.contiguous()
-    scales.flatten()
-    out.zero_()
 
 
 def uniform_counts(

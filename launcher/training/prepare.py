@@ -111,6 +111,11 @@ class PreparedModel:
         share rows or divide its experts or layers."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
+        if computes_loss(self.model):
+            forward: Any = self.model.forward
+            chunked: ChunkedHead = forward.__self__
+            # auto, where nothing has replaced it, is off
+            chunked.keep_logits = recipe.model.keep_logits is True
         if ranks.context_group is not None:
             length, divided = recipe.data.sequence_length, ranks.tensor_size
             group = ranks.context_group

@@ -235,7 +235,7 @@ def _count_flops(
     recipe: Recipe,
     device: torch.device,
 ) -> Flops:
-    """Checkpointed blocks are recomputed, and with a chunked loss the logits, too."""
+    """Checkpointed blocks are recomputed, and with a chunked loss the logits that are not kept."""
     model, recomputed = prepared.model, 0.0
     checkpointing, tokens = recipe.activation_checkpointing, recipe.data.sequence_length
     flops = flops_per_token(model, sequence_length=tokens)
@@ -244,7 +244,8 @@ def _count_flops(
         recomputed = recomputed_flops(model, blocks, tokens=tokens)
     elif checkpointing.budget is None:  # half of the matrix products
         recomputed = recomputed_flops(model, blocks, tokens=0) / 2
-    if prepared.chunked_loss and (checkpointing is None or checkpointing.budget is None):
+    logits = prepared.chunked_loss and recipe.model.keep_logits is not True
+    if logits and (checkpointing is None or checkpointing.budget is None):
         recomputed += 2.0 * embeddings(model)[1].weight.numel()
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Flops(flops, recomputed / (flops + recomputed) if recomputed else 0.0, peak)

@@ -278,6 +278,7 @@ def compare_strategies(worker):
         "budget": ["activation_checkpointing={mode: selective, budget: 0.4}"],
         "every second block": ["activation_checkpointing={mode: full, every_n_blocks: 2}"],
         "activations offloaded": ["activation_checkpointing={mode: full, offload_to_cpu: true}"],
+        "kept logits": ["model.keep_logits=true"],
         "loader processes": ["data.workers=2"],
     }.items():
         train(name, [*fsdp, *overrides], ranks=2, accumulation=4)

@@ -104,6 +104,8 @@ VARIANTS = {
     "tensor 2, kept": [TP + "2", _KEPT],
     "tensor 2, offload": [TP + "2", _PINNED],
     "tensor 2, state offloaded": [TP + "2", _STATE],
+    "tensor 2, kept logits": [TP + "2", "model.keep_logits=true"],
+    "tensor 2, dpo, kept logits": [TP + "2", *PAIRS, "model.keep_logits=true"],
     "tensor 2, whole logits": [TP + "2", "model.chunked_loss=false"],
     "tensor 4, sgd": [TP + "4", *SGD],
     "tensor 2, lora": [TP + "2", LORA],
@@ -144,7 +146,13 @@ def _variants(kind):
     return [variant for variant in VARIANTS if variant.startswith(kind)]
 
 
-_ON_BYTES = ["tensor 4, dpo", "tensor 2, orpo", "tensor 2, dpo, whole logits", "tensor 2, classes"]
+_ON_BYTES = [
+    "tensor 4, dpo",
+    "tensor 2, orpo",
+    "tensor 2, dpo, kept logits",
+    "tensor 2, dpo, whole logits",
+    "tensor 2, classes",
+]
 _TENSOR = [(ONE_KEY_HEAD, v) for v in _variants("tensor") if v not in _ON_BYTES]
 _CONTEXT = [("llama", v) for v in _variants("context")]
 _EXPERTS = [("qwen3_moe", v) for v in _variants("experts") if v != "experts 2, not packed"]

@@ -1,7 +1,9 @@
 """The loss without full logits: values, gradients, and supported models."""
 
+import collections
 import copy
 import functools
+import weakref
 
 import pytest
 import torch
@@ -165,10 +167,101 @@ def test_loss_without_targets_is_zero():
 
 @pytest.mark.parametrize(
     ("tokens", "vocabulary", "width"),
-    [(4096, 128256, 16064), (128, 32000, 32000), (1, 100, 100), (2**20, 32000, 64)],
+    [
+        (4096, 128256, 10688),  # 12 equal chunks instead of 8
+        (4096, 151936, 15232),  # no 10 to 20 chunks are equal
+        (128, 32000, 32000),
+        (1, 100, 100),
+        (2**20, 32000, 64),
+    ],
 )
 def test_chunk_width(tokens, vocabulary, width):
     assert chunk_width(tokens, vocabulary) == width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transform", [Transform(), Transform(0.25), Transform(1.5, 4.0)], ids=str)
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["", "operators of GPUs"])
+def test_kept_logits_give_the_same_bits(transform, dtype, on_gpu, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "_copies_to_cast", lambda tensor: not on_gpu)
+    shapes = (32, 8), (300, 8), (300,)
+    inputs, weight, bias = leaves = [random_leaf(*shape, dtype=dtype) for shape in shapes]
+    targets = torch.randint(300, (32,), generator=torch.Generator().manual_seed(1))
+    targets[::5] = IGNORED
+    for reduction in ("sum", "none"):
+        found = []
+        for keep in (False, True):
+            chunking = Chunking(transform, 64, reduction=reduction, keep_logits=keep)
+            loss = linear_cross_entropy(inputs, weight, bias, targets, chunking)
+            gradient = torch.ones_like(loss) * 0.3
+            first = torch.autograd.grad(loss, leaves, gradient, retain_graph=True)
+            again = torch.autograd.grad(loss, leaves, gradient)  # the logits are gone
+            found.append([loss, *first, *again])
+        assert all(map(torch.equal, *found)), reduction
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_kept_logits_are_computed_once():
+    inputs, weight = random_leaf(32, 8), random_leaf(320, 8)
+    targets = torch.randint(320, (32,))
+    for keep in (False, True):
+        chunking = Chunking(Transform(), 64, keep_logits=keep)
+        with Calls() as calls:
+            linear_cross_entropy(inputs, weight, None, targets, chunking).backward()
+        products = calls.counts["mm.default"] + calls.counts["mm.out"]
+        assert products == 5 * (3 if keep else 4)
+        # The product writes into the weight's gradient
+        assert calls.counts["mm.out"] == 5
+
+
+def test_passes_without_gradients_keep_no_logits(monkeypatch):
+    inputs, weight = random_leaf(32, 8), random_leaf(320, 8)
+    made, plain = [], chunked_loss.logits_of
+
+    def recorded(*arguments):
+        assert sum(ref() is not None for ref in made) <= 1
+        logits = plain(*arguments)
+        made.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(chunked_loss, "logits_of", recorded)
+    chunking = Chunking(Transform(), 64, keep_logits=True)
+    with torch.no_grad():
+        linear_cross_entropy(inputs, weight, None, torch.randint(320, (32,)), chunking)
+    assert len(made) == 5
+
+
+@pytest.mark.parametrize("vocabulary", [320, 300], ids=["equal chunks", "a narrower last chunk"])
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
+def test_the_loss_is_compiled_once(vocabulary, keep, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(
+        chunked_loss, "_compiled", functools.cache(lambda f: torch.compile(f, backend=backend))
+    )
+    inputs, weight = random_leaf(32, 8), random_leaf(vocabulary, 8)
+    chunking = Chunking(Transform(), 64, True, keep_logits=keep)
+    targets = torch.randint(vocabulary, (32,))
+    for _ in range(2):
+        linear_cross_entropy(inputs, weight, None, targets, chunking).backward()
+    assert len(graphs) == 2, "one for the forward pass, one for the backward pass"
+    torch._dynamo.reset()
 
 
 def build(lora=None, **config):

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from launcher.data import collation
 from launcher.data.collation import collate_sequences, make_sample
+from launcher.distributed import triton_support
 from launcher.distributed.environment import set_compile_cache
 from launcher.models import attention
 from launcher.models.attention import VARLEN
@@ -190,12 +191,12 @@ def test_variants_are_compiled_up_to_a_limit_that_is_named(caplog):
 def able(monkeypatch, tmp_path):
     """A machine that has what Triton needs. Returns monkeypatch."""
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(triton_support.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(
-        compilation.importlib.util, "find_spec", lambda name: name == "triton" or None
+        triton_support.importlib.util, "find_spec", lambda name: name == "triton" or None
     )
     monkeypatch.setattr(
-        compilation.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None
+        triton_support.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.delenv("CC", raising=False)
@@ -208,11 +209,11 @@ def test_auto_is_off_where_nothing_can_be_compiled(able, tmp_path):
     assert why_eager("cuda", here=True) is None
     (tmp_path / "Python.h").unlink()
     assert "python3-dev" in why_eager("cuda", here=True)
-    able.setattr(compilation.shutil, "which", lambda name: None)
+    able.setattr(triton_support.shutil, "which", lambda name: None)
     assert "no C compiler" in why_eager("cuda", here=True)
     able.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert "7.0" in why_eager("cuda", here=True)
-    able.setattr(compilation.importlib.util, "find_spec", lambda name: None)
+    able.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
     assert why_eager("cuda", here=True) == "Triton is not installed"
 
 

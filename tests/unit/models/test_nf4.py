@@ -1,7 +1,6 @@
 """Weights in NF4: rounding error, shards, layers, gradients, and exports."""
 
 import json
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -103,10 +102,8 @@ def test_parts_of_rows_have_the_bits_of_whole_rows():
     assert not torch.equal(nf4.round_trip(weight[:, :512]), values[:, :512])  # another scale
 
 
-def test_traces_call_the_operators_that_the_kernel_needs(monkeypatch):
+def test_traces_call_the_operators_that_the_kernel_needs():
     """A budget of activation checkpointing counts the calls of each operator in a trace on CPUs."""
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if peft had imported it
-    monkeypatch.setattr(nf4, "has_kernel", lambda device_type: device_type == "cuda")
     data = SimpleNamespace(tensors={"position_ids": None})
     weight = packed(torch.randn(8, 128))
     called = {}
@@ -118,10 +115,10 @@ def test_traces_call_the_operators_that_the_kernel_needs(monkeypatch):
         ):
             made = nf4.dequantize(weight, torch.bfloat16)
         assert made.shape == (8, 128)
-    index, clone = torch.ops.aten.index_select.default, torch.ops.aten.clone.default
-    assert called["cpu"].counts[index] == called["cuda"].counts[clone] - 1 == 1
-    assert called["cuda"].counts[index] == 0
-    assert not nf4.has_kernel("cpu")
+    index = torch.ops.aten.index_select.default
+    assert called["cpu"].counts[index] == 1
+    assert not {index, torch.ops.aten.copy_.default} & called["cuda"].counts.keys()
+    assert not nf4.has_kernel(torch.device("cpu"))
 
 
 class Operators(TorchDispatchMode):

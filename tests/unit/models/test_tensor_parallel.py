@@ -116,7 +116,8 @@ def test_each_rank_has_its_part_and_its_key_head():
     assert own == ["k_norm.weight", "k_proj.weight", "q_norm.weight", "v_proj.weight"]
 
 
-def test_a_divided_vocabulary_gives_the_same_loss_as_a_whole_one(monkeypatch):
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept logits"])
+def test_a_divided_vocabulary_gives_the_same_loss_as_a_whole_one(monkeypatch, keep):
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 8), torch.randn(19, 8)
     targets = torch.randint(19, (10,))
@@ -144,7 +145,8 @@ def test_a_divided_vocabulary_gives_the_same_loss_as_a_whole_one(monkeypatch):
 
     def losses():
         chunkings = [
-            Chunking(Transform(softcap=3.0), 5, first=first, **options) for _, first in parts
+            Chunking(Transform(softcap=3.0), 5, first=first, keep_logits=keep, **options)
+            for _, first in parts
         ]
         pairs = zip(parts, chunkings, strict=True)
         return [linear_cross_entropy(hidden, part, None, targets, c) for (part, _), c in pairs]

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from launcher.errors import RecipeError
 from launcher.optimizers.average import averages_in_place
-from launcher.optimizers.muon import newton_schulz
+from launcher.optimizers.muon import newton_schulz, product_dtype
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
 
@@ -180,6 +180,49 @@ def test_muon_makes_matrices_nearly_orthogonal(shape):
     assert 0.6 < values.min() < values.max() < 1.3
     for one, other in zip(separate, found, strict=False):
         torch.testing.assert_close(one, other)
+
+
+def published_iterations(matrix, dtype):
+    """Newton-Schulz as Jordan published it: the wide matrix is normalized and iterated in one dtype."""
+    x = matrix.to(dtype)
+    x = x.mT if x.shape[0] > x.shape[1] else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.mT if matrix.shape[0] > matrix.shape[1] else x).float()
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96), (128, 512), (3, 96, 64)])
+def test_muon_iterates_as_published(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    stack = matrices if matrices.ndim == 3 else matrices[None]
+    results = {}
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        given = matrices.clone()
+        found = results[dtype] = newton_schulz(given, dtype)
+        assert found.dtype == torch.float32
+        assert found.shape == matrices.shape
+        assert found.is_contiguous()
+        for one, matrix in zip(found.view_as(stack), stack, strict=True):
+            wanted = published_iterations(matrix, dtype)
+            assert (one - wanted).norm() < tolerance * wanted.norm()
+            assert 0.6 < torch.linalg.svdvals(one).min() < torch.linalg.svdvals(one).max() < 1.3
+    # Sums are rounded once, so that the errors are half of those of the published operators
+    exact = results[torch.float32].view_as(stack)
+    published = torch.stack([published_iterations(matrix, torch.bfloat16) for matrix in stack])
+    error = (results[torch.bfloat16].view_as(stack) - exact).norm()
+    assert 0 < error < 0.7 * (published - exact).norm()
+    assert error < 2e-2 * exact.norm()
+    assert torch.equal(newton_schulz(matrices.clone()), results[torch.float32]), "on CPUs"
+
+
+def test_muon_multiplies_in_bfloat16_on_gpus(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for precision, of_gpu in (("high", torch.bfloat16), ("highest", torch.float32)):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
+        assert product_dtype(gpu) == of_gpu
+        assert product_dtype(cpu) == torch.float32
 
 
 def test_ratio_of_learning_rates_holds_when_that_of_adafactor_has_fallen():

@@ -117,6 +117,18 @@ def test_chunked_logits_take_6_bytes_per_element(step):
     assert found.after_forward.logits == 0
 
 
+@pytest.mark.parametrize(("precision", "size"), [("{}", 2), ("null", 4)])
+def test_kept_logits_count_until_the_backward_pass(step, precision, size):
+    mixed = "batch.micro_batch_size=2", f"strategy.mixed_precision={precision}"
+    found, again = (step(*mixed, f"model.keep_logits={keep}") for keep in ("true", "false"))
+    every, chunk = (2 * 4096 * n for n in (128256, chunk_width(2 * 4096, 128256)))
+    (loss,) = (m.components for m in found.timeline if m.phase == "forward" and not m.where)
+    assert loss.logits == size * every + 4 * chunk
+    assert found.after_forward.logits == size * every
+    assert found.peak.components.logits == size * every + (4 * chunk if size == 2 else 0)
+    assert step(*mixed, "model.keep_logits=auto") == again, "auto that nothing replaces is off"
+
+
 def test_full_logits_take_10_bytes_forward_12_backward(load):
     recipe = load("batch.micro_batch_size=2", "model.chunked_loss=false")
     step = estimate_memory(profile_model(recipe, device="cuda"), recipe, ranks=8)

@@ -93,6 +93,15 @@ def test_reduction_in_bfloat16_is_shown_and_never_chosen(load, estimated_plans):
     assert all("reduce_dtype" not in " ".join(one.overrides) for one in fast.configurations)
 
 
+def test_search_offers_to_compute_kept_logits_again(load):
+    settings = {"strategies": False, "micro_batches": False, "logits": True}
+    written = load("model.keep_logits=true")
+    _, again = variants(written, machine(), **settings)
+    assert overrides_between(written, again) == ("model.keep_logits=false",)
+    assert variants(load(), machine(), **settings) == [load()]
+    assert next(smallest(written, machine())).model.keep_logits is False
+
+
 # Rates
 
 # fmt: off

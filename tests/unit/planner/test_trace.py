@@ -164,10 +164,34 @@ def value_reading_model():
     return ReadsValue()
 
 
-def test_chunks_of_the_loss_that_are_left_out_change_nothing(monkeypatch):
+def keeping_logits(written, keep):
+    return dataclasses.replace(written, model=dataclasses.replace(written.model, keep_logits=keep))
+
+
+def test_kept_logits_are_traced(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**15)
+    settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
+    for precision, size in ((None, 4), (MixedPrecision(), 2)):
+        changed = recipe(layers=1, mixed_precision=precision)
+        again = trace_step(keeping_logits(changed, False), **settings)
+        kept = trace_step(keeping_logits(changed, True), **settings)
+        every = 2 * LENGTH * VOCABULARY * size
+        assert again.after_forward.logits == 0
+        assert kept.after_forward.logits == every
+        estimate = estimate_memory(
+            profile_model(changed, device="cuda"), keeping_logits(changed, True), ranks=2
+        )
+        for phase in ("forward", "backward"):
+            most = max(m.components.logits for m in kept.timeline if m.phase == phase)
+            of_estimate = max(m.components.logits for m in estimate.timeline if m.phase == phase)
+            assert every <= most <= of_estimate <= most + 2**15 * 4
+
+
+@pytest.mark.parametrize("keep_logits", [False, True], ids=["", "kept"])
+def test_chunks_of_the_loss_that_are_left_out_change_nothing(monkeypatch, keep_logits):
     monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**12)
     settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
-    changed, plain, calls = recipe(layers=1), Replacements.set, []
+    changed, plain, calls = keeping_logits(recipe(layers=1), keep_logits), Replacements.set, []
     fewer = trace_step(changed, **settings)
 
     def keep(replaced, owner, name, value):

@@ -284,7 +284,7 @@ def test_only_auto_that_matters_is_replaced():
     assert detect.open_collectives(loaded("strategy.kind=auto"), ranks=2) == [], "the search does"
     assert choice(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
     assert choice(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
-    given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true")
+    given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true", "model.keep_logits=false")
     assert detect.resolve_collectives(given, None, gpus(GIB), resume="never", ranks=None, run=None) is given  # fmt: skip
 
 
@@ -319,6 +319,63 @@ def test_collectives_that_ran_out_of_memory_are_not_chosen_again():
     values, why = choice(recipe, 80 * GIB, earlier=earlier, failed=True)
     assert values == (True, True)
     assert "ran out of memory" in why
+
+
+# Whether the logits are kept for the backward pass
+
+
+LARGE = (
+    "model.config.vocab_size=128256",
+    "model.config.max_position_embeddings=4096",
+    "data.sequence_length=4096",
+)
+
+
+def logits(recipe, memory, **more):
+    full = profile_model(recipe, device="cuda")
+    profiles = dataclasses.replace(full, saved={}), lambda: full
+    return detect.choose_logits(recipe, gpus(memory), profiles, **more)
+
+
+def test_logits_are_kept_where_that_leaves_room():
+    recipe = loaded(*LARGE)
+    full = profile_model(recipe, device="cuda")
+    kept = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=True))
+    size = math.ceil(estimated_plan(full, kept, gpus(80 * GIB)).needed / 0.85)
+    chosen, why = logits(recipe, size + 2**20)
+    assert chosen == kept
+    assert why.startswith("model.keep_logits=true: by estimate 15% of ")
+    chosen, why = logits(recipe, size - 2**20)
+    assert chosen.model.keep_logits is False
+    assert "less than 15%" in why
+    chosen, why = logits(recipe, 80 * GIB, failed=True)
+    assert chosen.model.keep_logits is False
+    assert "ran out of memory" in why
+
+
+def test_logits_are_left_alone_where_nothing_is_to_be_chosen():
+    assert logits(loaded(), 80 * GIB) is None, "they are one chunk, which is kept anyway"
+    assert logits(loaded(*LARGE), None) is None, "the size of the memory is not known"
+    for given in ("model.keep_logits=false", "model.keep_logits=true", "model.chunked_loss=false"):
+        assert logits(loaded(*LARGE, given), 80 * GIB) is None
+
+
+def test_kept_logits_that_ran_out_of_memory_are_not_chosen_again():
+    recipe, here = loaded(*LARGE), gpus(80 * GIB)
+    noted = {"event": "failed", "reason": "out_of_memory", "ranks": 2}
+    kept = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=True))
+    noted |= detect.recorded_settings(kept, here)
+
+    def failed(**changes):
+        return detect._failed_with_logits([noted | changes], machine=here, recipe=recipe)
+
+    assert failed()
+    assert failed(**dict.fromkeys(detect.COLLECTIVES, True)), "collectives may differ"
+    assert not failed(keep_logits=False)
+    assert not failed(micro_batch_size=4)
+    # Micro-batches that ran out of memory with kept logits may fit without them
+    sized = loaded(*LARGE, "batch.micro_batch_size=auto")
+    assert detect.failed_micro_batches([noted], machine=here, recipe=sized) == [2]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
