@@ -34,6 +34,7 @@ _SECTIONS = {
 _HARMLESS = (
     "model.attention",
     "model.compile",
+    "model.keep_logits",
     "model.trust_remote_code",
     "data.workers",
     "data.prefetch_factor",

@@ -46,6 +46,7 @@ def test_allowed_changes_are_listed():
         *("run.max_steps=5000", "strategy.kind=ddp", "batch.micro_batch_size=2"),
         *("logging.tensorboard=true", "logging.every_steps=5", "optimizer.learning_rate=1e-5"),
         *("schedule.kind=linear", "data.workers=0", "data.cache=elsewhere", "model.compile=true"),
+        "model.keep_logits=true",
         *("data.validation=null", "activation_checkpointing={mode: selective}"),
     ]
     shown = changes(*overrides)
