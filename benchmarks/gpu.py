@@ -118,7 +118,7 @@ def commands(part: str, *, gpu: str, gpus: int, quick: bool, logs: Path) -> list
             words = [*torchrun, f"--nproc-per-node={gpus}", *words]
         if (plans := logs.parent / "plans.json").exists():
             words += ["--plans", plans]
-        return Command(group, [*words, *(["--tiny"] if quick else [])], tables)
+        return Command(group, [*words, *(["--tiny", "--eager"] if quick else [])], tables)
 
     if part == "kernels":
         return [Command(part, [HERE / "gpu_kernels.py", *(["--tiny"] if quick else [])], tables)]

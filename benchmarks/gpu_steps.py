@@ -39,7 +39,7 @@ prepare_cuda(deterministic=False)  # before torch is imported, as a training run
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from gpu_plans import PLANS, planned  # noqa: E402
-from gpu_rows import GROUPS, Row, rows_of  # noqa: E402
+from gpu_rows import COMPILED, GROUPS, Row, rows_of  # noqa: E402
 
 from launcher.distributed import process_group  # noqa: E402
 from launcher.distributed.hardware import find_gpu, peak_flops  # noqa: E402
@@ -246,7 +246,7 @@ def measure(options: argparse.Namespace, ranks: DataParallel) -> list[str]:
     show(f"| {COLUMNS} |\n|---|{'---|' * COLUMNS.count('|')}")
     every = None if options.tiny else known or "none"
     for row in rows_of(options.group, gpu=every, ranks=ranks.size):
-        if options.rows and row.name not in options.rows:
+        if options.eager and COMPILED in row.overrides:
             continue
         if time.monotonic() - started > options.seconds:
             show(f"not started: {row.name}")
@@ -275,7 +275,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--group", choices=GROUPS, default="steps")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="some of the group's rows")
+    parser.add_argument("--eager", action="store_true", help="skips the compiled rows")
     parser.add_argument("--tiny", action="store_true", help="small models: does everything run?")
     parser.add_argument("--seconds", type=float, default=3600, help="no row starts later")
     parser.add_argument("--plans", type=Path, default=PLANS, help="file of gpu_plans.py")

@@ -196,7 +196,7 @@ def test_rows_are_trained_in_one_process(script, capsys, monkeypatch):
         return train(row, ranks, **options)
 
     monkeypatch.setattr(steps, "train", failing)
-    words = ["--group", "steps", "--tiny", "--rows", "fsdp, eager", "ddp, eager"]
+    words = ["--group", "steps", "--tiny", "--eager"]
     monkeypatch.setattr(sys, "argv", ["gpu_steps.py", *words])
     assert steps.main() == 1
     printed = capsys.readouterr().out
