@@ -34,7 +34,7 @@ GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py 
 	pydantic pydantic_core annotated-types typing-inspection typer nvidia-ml-py \
 	plotly narwhals pytest pluggy iniconfig pytest-xdist execnet \
 	$(GPU_TORCHAO)
-# For float8. 0.17 is the release for torch 2.11; another one with another torch
+# For float8. 0.17 is the oldest release that the launcher supports, as is torch 2.11 there
 GPU_TORCHAO ?= torchao==0.17.0
 GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 # Two processes, on two GPUs or on the CPU; one process if there is one GPU

@@ -140,12 +140,12 @@ def commands(part: str, *, gpu: str, gpus: int, quick: bool, logs: Path) -> list
         words = [HERE / "compare.py", *ranks, "--rounds", 1, "--cold", "--no-losses"]
         words += ["--steps", 4, "--skip", 1] if quick else ["--steps", 12, "--skip", 4]
         words += ["--device-size", size]
-        modes = ["fsdp-bf16-packed"] if quick else ["fsdp-bf16-packed", "fsdp-bf16", "ddp-bf16"]
+        modes = ["fsdp-bf16-packed"] if quick else ["fsdp-bf16-packed", "fsdp-bf16"]
         return [Command(part, [*words, "--modes", *modes], tables)]
     if part == "checkpoint":
         # Large batches for the full run: short steps could not hide an asynchronous save
         short = ["--megabytes", 50, "--repeats", 2]
-        full = ["--megabytes", 2000, "--repeats", 3, "--rows", 16384]
+        full = ["--megabytes", 2000, "--repeats", 2, "--rows", 16384]
         words = [HERE / "checkpoint.py", *ranks, *(short if quick else full)]
         return [Command(part, [*words, "--strategy", "fsdp"], milliseconds)]
     if part == "plans":  # of this machine, at this commit
