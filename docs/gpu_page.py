@@ -3,8 +3,8 @@
     python -m docs.gpu_page                                  # from benchmarks/plans.json
     python -m docs.gpu_page build/gpu/gpu.json ...           # also takes the figures of a GPU
 
-`make gpu-plans` makes the predictions anew. Figures of a GPU are kept in docs/gpu_measured.json: for
-each GPU and part of `make test-gpu` those of the last run.
+`make gpu-plans` makes the predictions anew. Figures of a GPU are kept in
+benchmarks/gpu_measured.json: for each GPU and part of `make test-gpu` those of the last run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,22 @@ from launcher.planner.machine import Rates, known_machine
 from launcher.planner.speed import STEP_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED, PAGE = ROOT / "docs/gpu_measured.json", ROOT / "docs/gpu.md"
+MEASURED, PAGE = ROOT / "benchmarks/gpu_measured.json", ROOT / "docs/gpu.md"
 GPUS = ("H100", "H200")
 """GPUs of the tables, one of each."""
 HEAD = """\
 # Figures of GPUs
 
-Every figure that a GPU has measured, beside the prediction that was made without one. `make gpu-plans` makes the
-predictions with the memory plan and the speed model, and `python -m docs.gpu_page build/gpu/gpu.json` adds the figures
-of `make gpu-first` or `make test-gpu` and writes this page. `benchmarks/README.md` says how they are measured.
+Every figure that a GPU has measured, beside the prediction that was made without one.
+`make gpu-plans` makes the predictions with the memory plan and the speed model, and
+`python -m docs.gpu_page build/gpu/gpu.json` adds the figures of `make gpu-first` or `make test-gpu`
+and writes this page. `benchmarks/README.md` says how they are measured.
 """
 TITLES = {
     "steps": (
         "A step of Llama-3.2-1B",
-        "Two micro-batches of 2 x 4,096 tokens, bfloat16, AdamW in float32. The plan traces eager blocks; compiled ones "
-        "need less memory.",
+        "Two micro-batches of 2 x 4,096 tokens, bfloat16, AdamW in float32. The plan traces eager "
+        "blocks; compiled ones need less memory.",
     ),
     "widths": (
         "Layers of Llama-3.1-8B",
@@ -47,8 +49,9 @@ TITLES = {
     ),
     "memory": (
         "Memory",
-        "Llama-3.2-1B, eager, one micro-batch of 2 x 4,096 tokens; *held back*: two, with one reduction. The plan should "
-        "be at most 2 % below and 5 % above the peak. The times are of two steps after the first.",
+        "Llama-3.2-1B, eager, one micro-batch of 2 x 4,096 tokens; *held back*: two, with one "
+        "reduction. The plan should be at most 2 % below and 5 % above the peak. The times are of "
+        "two steps after the first.",
     ),
 }
 PARTS = {
@@ -173,52 +176,84 @@ def group_table(group: str, plans: dict[str, Any], measured: dict[str, Any]) -> 
     return table(f"{head} | parts of the plan, ms", rows)
 
 
-def expected(rates: Rates) -> list[tuple[str, str, str, str, str]]:
-    """Part, row, column, prediction and reason of other figures."""
-    moved = {name: 1e12 * STEP_BYTES[name] / rates.memory_bandwidth for name in ("float32", "int8")}
+@dataclass(frozen=True)
+class Expected:
+    """A figure other than those of steps, and why it is expected."""
+
+    part: str
+    row: str
+    """Its name in the figures of the part."""
+    column: str
+    value: str
+    why: str
+
+
+def expectations(rates: Rates) -> list[Expected]:
+    """Rates and costs that the predictions assume, or that follow from what the code does."""
+    adamw = {name: 1e12 * STEP_BYTES[name] / rates.memory_bandwidth for name in ("float32", "int8")}
     return [
-        (
-            *("kernels", "products, TFLOP/s", "figure", f"{rates.half_flops / 1e12:.0f}"),
+        Expected(
+            "kernels",
+            "products, TFLOP/s",
+            "figure",
+            f"{rates.half_flops / 1e12:.0f}",
             "0.70 of the data sheet; a single product is faster than many in a row",
         ),
-        (
-            *("kernels", "copies, TB/s read and written", "figure"),
+        Expected(
+            "kernels",
+            "copies, TB/s read and written",
+            "figure",
             f"{rates.memory_bandwidth / 1e12:.2f}",
             "0.88 of the data sheet",
         ),
-        (
-            *("kernels", "to the host, GB/s", "figure", f"{rates.host_bandwidth / 1e9:.0f}"),
+        Expected(
+            "kernels",
+            "to the host, GB/s",
+            "figure",
+            f"{rates.host_bandwidth / 1e9:.0f}",
             "0.75 of PCIe 5 x16, from page-locked memory",
         ),
-        (
-            *("kernels", "AdamW in float32, fused", "ms for 10^9 numbers"),
-            f"{moved['float32']:.1f}",
+        Expected(
+            "kernels",
+            "AdamW in float32, fused",
+            "ms for 10^9 numbers",
+            f"{adamw['float32']:.1f}",
             "28 bytes a number",
         ),
-        (
-            *("kernels", "AdamW in int8", "ms for 10^9 numbers", f"{moved['int8']:.1f}"),
+        Expected(
+            "kernels",
+            "AdamW in int8",
+            "ms for 10^9 numbers",
+            f"{adamw['int8']:.1f}",
             "16 bytes a number, and the time of the noise",
         ),
-        (
-            *("checkpoint", "first_stall", "ms", "seconds"),
+        Expected(
+            "checkpoint",
+            "first_stall",
+            "ms",
+            "seconds",
             "the first save page-locks its buffer, which may hold up launches",
         ),
-        (
-            *("checkpoint", "second_stall", "ms", "milliseconds"),
+        Expected(
+            "checkpoint",
+            "second_stall",
+            "ms",
+            "milliseconds",
             "one copy on the device's copy engine",
         ),
     ]
 
 
 def others(measured: dict[str, Any]) -> list[str]:
-    """Rates and costs, by plan and measured."""
+    """The table of rates and costs."""
     rows = []
     for gpu in GPUS:
         rates = known_machine(gpu.lower(), nodes=1, gpus_per_node=1).rates
-        for part, row, column, predicted, why in expected(rates):
-            found = figure(measured, gpu, part, row, column)
-            unit = f", {column}" if column != "figure" else ""
-            rows.append([gpu, f"{row.replace('_', ' ')}{unit}", predicted, found, why])
+        for one in expectations(rates):
+            found = figure(measured, gpu, one.part, one.row, one.column)
+            unit = f", {one.column}" if one.column != "figure" else ""
+            name = one.row.replace("_stall", " save, stall of training")
+            rows.append([gpu, f"{name}{unit}", one.value, found, one.why])
     return table("GPU | figure | predicted | measured | reason", rows)
 
 
@@ -248,17 +283,17 @@ def page() -> str:
     made, plans = predicted["made"], predicted["machines"]
     lines = [HEAD, "## Machines", *runs(measured), "## Goals", ""]
     lines += [
-        "*Tokens* are sequences of a micro-batch x length x micro-batches of a step, on each GPU. All rows are "
-        "compiled, in bfloat16, with full rows; tokens/s are those of all GPUs. A share in brackets is how far the "
-        "prediction is below the goal. Automodel's and prime-rl's figures and their settings are in "
-        "[Speed](speed.md#predicted-and-published-speeds).",
+        "*Tokens* are sequences of a micro-batch x length x micro-batches of a step, on each GPU. "
+        "All rows are compiled, in bfloat16, with full rows; tokens/s are those of all GPUs. A share "
+        "in brackets is how far the prediction is below the goal. Automodel's and prime-rl's figures "
+        "and their settings are in [Speed](speed.md#predicted-and-published-speeds).",
         *goals(plans, measured),
     ]
     for group, (title, text) in TITLES.items():
         lines += [f"## {title}", "", text, *group_table(group, plans, measured)]
     lines += [
-        "On one GPU *copies* are those of FSDP between weights, gradients and their buffers, or the casts of DDP; "
-        "*again* is recomputation.",
+        "On one GPU *copies* are those of FSDP between weights, gradients and their buffers, or the "
+        "casts of DDP; *again* is recomputation.",
         "",
         "## Rates and costs",
         *others(measured),

@@ -134,6 +134,19 @@ def test_repository_has_the_plans_of_all_rows():
         assert plan["needed"] <= known_machine(row.goal.gpu, nodes=1, gpus_per_node=1).memory
 
 
+@pytest.mark.long
+def test_plans_are_current(tmp_path, monkeypatch):
+    """If this fails, `make gpu-plans` makes them again."""
+    output = tmp_path / "plans.json"
+    words = ["--gpus", "h100", "--groups", "steps", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["gpu_plans.py", *words])
+    assert gpu_plans.main() == 0
+    for name, plan in gpu_plans.planned(output, "H100", 1).items():
+        stated = gpu_plans.planned(gpu_plans.PLANS, "H100", 1)[name]
+        assert plan["peak"] == pytest.approx(stated["peak"], rel=0.01)
+        assert plan["seconds"] == pytest.approx(stated["seconds"], rel=0.02)
+
+
 def test_page_of_figures_is_that_of_the_plans():
     """If this fails, `python -m docs.gpu_page` writes docs/gpu.md again."""
     assert gpu_page.PAGE.read_text() == gpu_page.page()
