@@ -5,9 +5,11 @@
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
-# make test-gpu    GPU tests and benchmarks, on a machine with GPUs (see benchmarks/README.md)
+# make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
+# make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
+# make gpu-plans   predicts what they measure, and writes docs/gpu.md and the table of docs/speed.md
+# make gpu-wheels  downloads packages for both on a machine without network
 # make docs        builds the documentation site in build/site; DOCS_REPO_URL=... links the repository
-# make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,18 +22,20 @@ CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Installs into the environment of its argument; uv if there is one, which is faster than pip
 pip_install = $(if $(shell command -v uv),uv pip install --python $(1)/bin/python,\
 	$(1)/bin/python -m pip install --disable-pip-version-check)
-# `make test-gpu`: all parts, PART="doctor tests", or CALL=1, 2 or 3, each less than 600 s;
-# QUICK=1: small models and few steps
+# `make gpu-first`: both calls, or CALL=1 or 2; PRINT=1 prints their commands.
+# `make test-gpu`: all parts, or PART="doctor tests". QUICK=1: small models and few steps
 GPU_RESULTS ?= build/gpu
-GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(PART),--parts $(PART)) $(if $(CALL),--call $(CALL)) \
-	$(if $(QUICK),--quick) \
+GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(QUICK),--quick) \
 	$(if $(WHEELS),--wheels $(WHEELS)) $(if $(COMMIT),--commit $(COMMIT))
 # `make gpu-wheels`: requirements of the launcher and its tests that a Python with torch,
 # transformers, peft, pandas and pyarrow may lack; for this version of Python
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
 	pydantic pydantic_core annotated-types typing-inspection typer nvidia-ml-py \
-	plotly narwhals pytest pluggy iniconfig pytest-xdist execnet
+	plotly narwhals pytest pluggy iniconfig pytest-xdist execnet \
+	$(GPU_TORCHAO)
+# For float8. 0.17 is the oldest release that the launcher supports, as is torch 2.11 there
+GPU_TORCHAO ?= torchao==0.17.0
 GPU_PLATFORMS = $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64)
 # Two processes, on two GPUs or on the CPU; one process if there is one GPU
 RANKS ?= $(if $(filter 1,$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)),1,2)
@@ -47,7 +51,7 @@ pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1)
 # that compiles its modules takes three times the CPU time (14.5 instead of 5.0 s)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda test-gpu gpu-wheels docs
+.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -115,14 +119,33 @@ test-cuda: install-cuda
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`
+gpu_python = $$($(cuda_torch) && echo $(PYTHON) || echo $(CUDA_VENV)/bin/python)
+
+gpu-first:
+ifdef PRINT
+	@$(BIN)/python benchmarks/gpu.py --print $(GPU_OPTIONS)
+else
+	@$(cuda_torch) || $(MAKE) install-cuda
+	@status=0; for call in $(or $(CALL),1 2); do \
+		$(gpu_python) benchmarks/gpu.py --call $$call $(GPU_OPTIONS) || status=$$?; done; exit $$status
+endif
+
 test-gpu:
 	@$(cuda_torch) || $(MAKE) install-cuda
-	@$$($(cuda_torch) && echo $(PYTHON) || echo $(CUDA_VENV)/bin/python) benchmarks/gpu.py $(GPU_OPTIONS)
+	@$(gpu_python) benchmarks/gpu.py $(if $(PART),--parts $(PART)) $(GPU_OPTIONS)
 
-gpu-wheels:
+gpu-plans: install
+	$(BIN)/python benchmarks/gpu_plans.py
+	$(BIN)/python -m docs.gpu_page
+	$(BIN)/python -m tests.unit.planner.published_speeds --write
+
+gpu-wheels: install
+	@mkdir -p build
+	grep -v '^torchao==' constraints.txt >build/gpu-constraints.txt
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \
 		--dest $(or $(WHEELS),build/wheels) --python-version $(GPU_PYTHON) $(GPU_PLATFORMS) \
-		--constraint constraints.txt $(GPU_PACKAGES)
+		--constraint build/gpu-constraints.txt $(GPU_PACKAGES)
+	@$(BIN)/python benchmarks/gpu.py --print $(GPU_OPTIONS)
 
 test-long: lint types
 	$(BIN)/python -m pytest -m 'not gpu'

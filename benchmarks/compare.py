@@ -209,6 +209,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-losses", action="store_true", help="skip the runs that compare the losses"
     )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="with --no-losses: skip the runs before the first round, which warm the file cache",
+    )
     parser.add_argument("--output", type=Path, help="file for the table")
     parser.add_argument("--json", type=Path, help="file for the metrics of every step")
     parser.add_argument(
@@ -219,6 +224,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.steps <= arguments.skip:
         parser.error(f"--steps {arguments.steps} leaves nothing after --skip {arguments.skip}")
+    if arguments.cold and not arguments.no_losses:
+        parser.error(
+            "--cold: give --no-losses too; losses are compared in runs before the first round"
+        )
     return arguments
 
 
@@ -230,6 +239,7 @@ def compare(
     sides: list[str],
     rounds: int,
     weights: Path | None,
+    cold: bool = False,
 ) -> None:
     """Runs a mode on all sides, and adds the runs to `result`.
 
@@ -237,7 +247,7 @@ def compare(
     """
     sides = [side for side in sides if bench.can_run(side, name)]
     # The first run of a side warms the file cache, so its times are not compared
-    for side in sides:
+    for side in [] if cold else sides:
         if side != "launcher":  # initial_weights was its first run
             first = bench.run(side, name, weights)
             if weights is not None and not MODES[name].packed:  # packed: other documents per row
@@ -268,8 +278,10 @@ def main() -> int:
     with working_folder(arguments.keep) as folder:
         bench = Bench(folder, size, arguments.ranks, arguments.steps, arguments.limit)
         bench.prepare()
+        weights = None
         try:
-            weights = bench.initial_weights(MODES[names[0]])
+            if not arguments.cold:
+                weights = bench.initial_weights(MODES[names[0]])
         except RunFailedError as error:
             print(error, file=sys.stderr)
             return 1
@@ -283,6 +295,7 @@ def main() -> int:
                     sides=sides,
                     rounds=arguments.rounds,
                     weights=None if arguments.no_losses else weights,
+                    cold=arguments.cold,
                 )
             except RunFailedError as error:
                 print(error, file=sys.stderr)

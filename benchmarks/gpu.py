@@ -1,14 +1,15 @@
 """Runs all tests and benchmarks that need a GPU, in parts, and writes the results to one folder.
 
-    make test-gpu                            # all parts, one after another
-    make test-gpu CALL=1                     # the first of three calls of less than 600 s each
-    make test-gpu PART=tests                 # one part
-    python benchmarks/gpu.py --parts doctor plan --results build/gpu
+    make gpu-first                           # the two calls of the first fifteen minutes on one GPU
+    make gpu-first CALL=1                    # one of them
+    make gpu-first PRINT=1                   # their commands, for a machine that takes a string
+    make test-gpu                            # all parts, the most informative first
+    make test-gpu PART="kernels steps"       # some of them
 
 README.md lists the parts. For each part, gpu.json contains its status, duration, measurements,
-machine, versions and commit. gpu.md shows the same as tables, logs/ contains the output of each
-command, and gpu-logs.tar.gz the same. All are written after each command, so a part that exceeds
-its limit keeps its measurements. A later call adds to them.
+machine, versions and commit. gpu.md shows the same as tables, and logs/ contains the output of each
+command. They are written after each command, so a part that exceeds its limit keeps its
+measurements; logs/ has each row as soon as it is measured. A later call adds to them.
 
 Exit status: 0 if all parts passed, 1 if a part failed or exceeded its limit, 2 if nothing can run.
 """
@@ -26,7 +27,6 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -37,30 +37,41 @@ from typing import Any, NoReturn
 from bench import HERE, ROOT, describe_machine, exit_status
 from gpu_logs import Rows, diagnosis, milliseconds, outcomes, tables
 
-GRACE = 20
+GRACE = 10
 """Seconds that an interrupted command gets to write its measurements."""
 LOGGERS = {"wandb", "tensorboard"}
 """Requirements that may be missing, because no part imports them."""
 TESTS = "tests/gpu/test_gpu.py"
 SOME_TESTS = {
+    "values": "(varlen and mistral) or (deterministic and fsdp)",
+    "out_of_memory": "out_of_memory",
+    "resume": "(resumed and fsdp and true and not offload) or (killed and fsdp)",
     "contexts": "cuda_context",
-    "memory": "out_of_memory",
-    "resume": "resumed or killed",
     "plan": "allocator",
 }
-"""Tests that other parts run than `tests`, as expressions of pytest. The first two need the GPU
-alone."""
-CALLS = {
-    "1": {"doctor": 60, "contexts": 50, "memory": 80, "tests": 200, "resume": 160},
-    "2": {"widths": 340, "plan": 210},
-    "3": {"compare": 230, "optimizer": 40, "checkpoint": 90, "overhead": 120, "extras": 70},
-}
-"""Parts of each call, the most informative first, with their seconds. Time that a part does not use
-is left to those after it."""
-LOGS = "gpu-logs.tar.gz"
-START = 30
+"""Tests that other parts run than `tests`, as expressions of pytest."""
+START = 15
 """Seconds of a call before its first part: wheels are installed."""
-PARTS = tuple(itertools.chain.from_iterable(CALLS.values()))
+CALLS = {
+    "1": (270, {"kernels": 85, "steps": 95, "values": 65}),
+    "2": (400, {"widths": 125, "memory": 70, "compare": 65, "checkpoint": 45, "resume": 70}),
+}
+"""Seconds of the two calls of the first fifteen minutes on a GPU, and of their parts: the most
+informative first. Time that a part does not use is left to those after it. Starting a machine takes
+some two minutes more."""
+GROUPS = ("steps", "widths", "memory", "goals")
+"""Groups of gpu_rows.py, each a part."""
+OTHERS = ("goals", "doctor", "contexts", "tests", "plan")
+PARTS = ("plans", *itertools.chain.from_iterable(parts for _, parts in CALLS.values()), *OTHERS)
+"""All parts in their order; the calls find the plans in the repository."""
+LONGEST_COMMAND = 2000
+"""Characters of a command that a machine takes."""
+MOST_FILES = 8
+"""Files that a machine returns."""
+LARGEST_TREE = 64 * 2**20
+"""Bytes of sources and wheels that travel to a machine."""
+CACHE, PACKAGES = ROOT / "build/gpu-cache", ROOT / "build/gpu-packages"
+"""Compiled kernels and installed wheels: the second call finds those of the first."""
 DESCRIBE = """
 import json, torch, transformers
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -87,72 +98,70 @@ class Command:
     """Extracts the measurements from the output."""
 
 
-def commands(part: str, *, gpus: int, quick: bool, logs: Path) -> list[Command]:
+def commands(part: str, *, gpu: str, gpus: int, quick: bool, logs: Path) -> list[Command]:
     """The commands of a part. quick: a smoke test of small models, few steps and some tests."""
     size = "small" if quick else "1b"
     ranks: list[object] = ["--ranks", gpus]
-    few_steps: list[object] = ["--steps", 4, "--skip", 1]
     words: list[object]
-
     marks = "gpu and not long" if quick else "gpu"
 
-    def pytest(expression: str, *, processes: int = 1) -> list[Command]:
+    def pytest(name: str, expression: str, *, processes: int = 1) -> Command:
         options = f"-m pytest {TESTS} -vv --durations=0 --tb=short"
         if processes > 1 and importlib.util.find_spec("xdist") is not None:
             options += f" --numprocesses {processes}"
-        words: list[object] = [*options.split(), "-m", marks, "-k", expression]
-        return [Command(part, words, outcomes)]
+        return Command(name, [*options.split(), "-m", marks, "-k", expression], outcomes)
 
+    def steps(group: str) -> Command:
+        words: list[object] = [HERE / "gpu_steps.py", "--group", group]
+        if gpus > 1:
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            words = [*torchrun, f"--nproc-per-node={gpus}", *words]
+        if (plans := logs.parent / "plans.json").exists():
+            words += ["--plans", plans]
+        return Command(group, [*words, *(["--tiny", "--eager"] if quick else [])], tables)
+
+    if part == "kernels":
+        return [Command(part, [HERE / "gpu_kernels.py", *(["--tiny"] if quick else [])], tables)]
+    if part in GROUPS:
+        return [steps(part)]
+    if part == "values":
+        return [
+            pytest("values", SOME_TESTS["values"], processes=3),
+            pytest("out_of_memory", SOME_TESTS["out_of_memory"]),  # needs the GPU alone
+        ]
+    if part == "resume":
+        return [pytest(part, SOME_TESTS[part], processes=3)]
+    if part == "contexts":  # nothing else may use the GPU
+        return [pytest(part, SOME_TESTS[part])]
+    if part == "tests":
+        others = " or ".join(f"({expression})" for expression in SOME_TESTS.values())
+        return [pytest(part, f"not ({others})", processes=4)]
+    if part == "compare":
+        words = [HERE / "compare.py", *ranks, "--rounds", 1, "--cold", "--no-losses"]
+        words += ["--steps", 4, "--skip", 1] if quick else ["--steps", 12, "--skip", 4]
+        words += ["--device-size", size]
+        modes = ["fsdp-bf16-packed"] if quick else ["fsdp-bf16-packed", "fsdp-bf16"]
+        return [Command(part, [*words, "--modes", *modes], tables)]
+    if part == "checkpoint":
+        # Large batches for the full run: short steps could not hide an asynchronous save
+        short = ["--megabytes", 50, "--repeats", 2]
+        full = ["--megabytes", 2000, "--repeats", 2, "--rows", 16384]
+        words = [HERE / "checkpoint.py", *ranks, *(short if quick else full)]
+        return [Command(part, [*words, "--strategy", "fsdp"], milliseconds)]
+    if part == "plans":  # of this machine, at this commit
+        words = [HERE / "gpu_plans.py", "--gpus", gpu, *ranks, "--groups"]
+        words += ["steps"] if quick else ["steps", "widths", "memory"]
+        return [Command(part, [*words, "--output", logs.parent / "plans.json"], tables)]
     if part == "doctor":
         file = logs / "doctor.json"
         words = ["-m", "launcher.cli.main", "doctor", f"ranks={gpus}", f"json={file}"]
         return [Command("doctor", words, diagnosis(file))]
-    if part == "tests":
-        return pytest(f"not ({' or '.join(SOME_TESTS.values())})", processes=4)
-    if part in ("contexts", "memory", "resume"):
-        return pytest(SOME_TESTS[part], processes=4 if part == "resume" else 1)
-    if part == "widths":
-        few = ["--size", "small", "--steps", 6, "--configurations", "eager-full-packed"]
-        words = [HERE / "widths.py", *ranks, *(few if quick else [])]
-        return [Command("widths", words, tables)]
-    if part == "optimizer":
-        few = ["--layers", 1, "--hidden", 256, "--intermediate", 512, "--repeats", 2]
-        return [Command(part, [HERE / "optimizer.py", *(few if quick else [])], tables)]
-    if part == "extras":
-        few = ["--hidden", 256, "--intermediate", 512, "--tokens", 64, "--repeats", 2]
-        few.append("--no-compile")
-        return [Command(part, [HERE / "extras.py", *(few if quick else [])], tables)]
-    if part == "plan":
-        few = ["--strategies", "ddp", "fsdp, full", "--rows", 1] if quick else []
-        words = [HERE / "memory.py", *ranks, *few, "--sizes"]
-        sizes = ["tiny"] if quick else ["1b", "0.1b", "3b"]
-        return [Command(name, [*words, name], tables) for name in sizes]
-    if part == "compare":
-        short = [*few_steps, "--rounds", 1] if quick else ["--steps", 20, "--rounds", 1]
-        words = [HERE / "compare.py", *ranks, "--device-size", size, *short]
-        modes = ["fsdp-bf16", "fsdp-bf16-packed", "ddp-bf16", "offload-bf16", "fsdp-bf16-gathered"]
-        words += ["--json", logs / "compare.json", "--modes", *(modes[:2] if quick else modes)]
-        return [Command("compare", words, tables)]
-    if part == "checkpoint":
-        # Large batches for the full run: short steps could not hide an asynchronous save
-        short = ["--megabytes", 50, "--repeats", 2]
-        full = ["--megabytes", 2000, "--repeats", 5, "--rows", 16384]
-        words = [HERE / "checkpoint.py", *ranks, *(short if quick else full), "--strategy"]
-        return [Command(name, [*words, name], milliseconds) for name in ("fsdp", "ddp")]
-    assert part == "overhead"
-    full = ["--steps", 20, "--skip", 8, "--rounds", 1]
-    short = [*few_steps, "--rounds", 1] if quick else full
-    words = [
-        HERE / "overhead.py",
-        *ranks,
-        "--sizes",
-        size,
-        *short,
-        "--sides",
-        "launcher",
-        "--strategies",
+    assert part == "plan"
+    few = ["--strategies", "ddp", "fsdp, full", "--rows", 1] if quick else []
+    words = [HERE / "memory.py", *ranks, *few, "--sizes"]
+    return [
+        Command(name, [*words, name], tables) for name in (["tiny"] if quick else ["0.1b", "3b"])
     ]
-    return [Command(name, [*words, name], tables) for name in ("fsdp", "ddp")[: 1 if quick else 2]]
 
 
 def run_command(command: Command, *, part: str, log: Path, seconds: float) -> dict[str, Any]:
@@ -201,10 +210,7 @@ def markdown(parts: dict[str, Any]) -> str:
 
 
 def write(results: Path, parts: dict[str, Any]) -> None:
-    """Replaces gpu.json, gpu.md and gpu-logs.tar.gz."""
-    with tarfile.open(results / "gpu-logs.new", "w:gz") as archive:
-        archive.add(results / "logs", "logs")
-    (results / "gpu-logs.new").replace(results / LOGS)
+    """Replaces gpu.json and gpu.md."""
     for name, text in (
         ("gpu.json", json.dumps({"parts": parts}, indent=1)),
         ("gpu.md", markdown(parts)),
@@ -249,22 +255,54 @@ def missing_packages() -> dict[str, str]:
     return missing
 
 
-def add_wheels(wheels: Path, folder: Path) -> None:
-    """Installs the missing packages from wheels into `folder`, and adds it to the import path.
+def add_wheels(wheels: Path) -> None:
+    """Installs the missing packages from wheels, beside the sources, and adds them to the import
+    path; a later call finds them there.
 
     Exits if there are no wheels or pip fails.
     """
     found = {file: file.name.partition("-")[0] for file in wheels.glob("*.whl")}
     if not found:
         refuse(f"WHEELS={wheels}: there are no wheels; `make gpu-wheels` downloads them")
+    import_from(PACKAGES)
     outdated = {name.replace("-", "_").lower() for name in missing_packages()}
     needed = [file for file, name in found.items() if not installed(name) or name in outdated]
     if needed:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        words = [*pip, "--upgrade", "--target", folder, *sorted(needed)]
+        words = [*pip, "--upgrade", "--target", PACKAGES, *sorted(needed)]
         if code := subprocess.run(list(map(str, words)), check=False).returncode:
             refuse(f"pip failed with status {code}")
-    import_from(folder)
+
+
+def call_command(call: str, *, wheels: Path, commit: str) -> str:
+    """The command of a call, for a machine that copies the sources and returns the files in $OUT.
+
+    The limits of its parts end before that of the command, and that one before the call's.
+    """
+    seconds, _ = CALLS[call]
+    words = f"benchmarks/gpu.py --call {call} --wheels {wheels} --commit {commit}"
+    return f'timeout {seconds - 5} python3 {words} --results "$OUT"'
+
+
+def tree_bytes(wheels: Path) -> int:
+    """Bytes of what travels: tracked files, others that git does not ignore, and the wheels."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = {ROOT / name for name in listed.split("\0") if name} | set(wheels.glob("*.whl"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def print_calls(wheels: Path, commit: str) -> None:
+    """Prints both commands and what they need. Exits if a machine would not take them."""
+    size = tree_bytes(wheels)
+    if size > LARGEST_TREE:
+        refuse(f"the sources and {wheels} have {size / 2**20:.0f} MiB; at most 64 may travel")
+    if not list(wheels.glob("*.whl")):
+        refuse(f"{wheels} has no wheels; `make gpu-wheels` downloads them")
+    print(f"# The sources and {wheels} must be there: {size / 2**20:.0f} MiB. $OUT is a folder.")
+    for call, (seconds, parts) in CALLS.items():
+        print(f"# Call {call}, {seconds} s: {', '.join(parts)}")
+        print(call_command(call, wheels=wheels, commit=commit))
 
 
 def machine_here(commit: str | None) -> dict[str, Any]:
@@ -291,31 +329,35 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, metavar="PART", default=PARTS, help=" ".join(PARTS))
-    add("--call", choices=CALLS, help="parts of one of three calls of less than 600 s, with limits")
+    add("--call", choices=CALLS, help="the parts of a call, with their limits")
+    add("--print", action="store_true", help="prints the commands of the calls, and runs nothing")
     add("--results", type=Path, default=ROOT / "build/gpu", help="folder for the results")
     add("--wheels", type=Path, help="folder with wheels of missing packages")
     add("--limit", type=float, default=530, help=f"seconds per part, plus {GRACE} to end it")
     add("--quick", action="store_true", help="smoke test with small models and few steps")
     add("--commit", help="commit of these files, if there is no git repository")
     arguments = parser.parse_args()
+    if arguments.print:
+        wheels = arguments.wheels or Path("build/wheels")
+        print_calls(wheels, arguments.commit or describe_machine()["commit"])
+        return 0
     end = time.monotonic() + START
     limits: dict[str, float] = dict.fromkeys(arguments.parts, arguments.limit + GRACE)
     if arguments.call is not None:
-        limits = dict(CALLS[arguments.call])
+        limits = dict(CALLS[arguments.call][1])
     # A shell starts background jobs with SIGINT ignored, and subprocesses would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results: Path = arguments.results.resolve()
     logs = results / "logs"
-    if not logs.exists() and (results / LOGS).exists():  # of an earlier call, elsewhere
-        with tarfile.open(results / LOGS) as archive:
-            archive.extractall(results, filter="data")
     logs.mkdir(parents=True, exist_ok=True)
     import_from(ROOT)
     os.environ["PYTHONUNBUFFERED"] = "1"  # logs are complete even if a command is killed
     os.environ["COLUMNS"] = "200"  # pytest truncates failure reasons at this width
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
     if arguments.wheels is not None:
-        add_wheels(arguments.wheels, results / "packages")
+        add_wheels(arguments.wheels)
     if missing := missing_packages():
         lines = "\n  ".join([f"{sys.executable} lacks packages:", *missing.values()])
         refuse(f"{lines}\nInstall them; without network: WHEELS=FOLDER, see benchmarks/README.md")
@@ -335,7 +377,13 @@ def main() -> int:
         done[part] = record | {"commands": records}
         started = time.monotonic()
         end = limit + (started if arguments.call is None else end)
-        for command in commands(part, gpus=machine["gpus"], quick=arguments.quick, logs=logs):
+        for command in commands(
+            part,
+            gpu=machine["gpu"],
+            gpus=machine["gpus"],
+            quick=arguments.quick,
+            logs=logs,
+        ):
             write(results, done)
             left = end - GRACE - time.monotonic()
             log = logs / f"{part}-{command.name}.log"

@@ -1,13 +1,14 @@
-"""The parts of `make test-gpu` on null GPUs, with small models: what a GPU would run is not broken.
+"""The parts of `make gpu-first` and `make test-gpu` on null GPUs, with small models: what a GPU would
+run is not broken.
 
 Null GPUs compute no values, so that the tests of tests/gpu do not compare any here.
 """
 
 import json
 import os
-import shutil
 import sys
 
+import gpu_rows
 import pytest
 
 from tests import REPOSITORY
@@ -61,23 +62,24 @@ def rows(found, part):
     return [row for command in found[part]["commands"] for row in command["figures"]]
 
 
-def test_results_of_several_machines_are_merged(parts, tmp_path):
-    """A later call adds to the files of an earlier one, which are all that a machine gives back."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    found = parts("optimizer", folder=first)
-    states = ["fused", "float32", "bfloat16", "int8"]
-    assert [row["state"] for row in rows(found, "optimizer")] == states
-    second.mkdir()
-    files = sorted(file for file in first.iterdir() if file.is_file())
-    assert [file.name for file in files] == ["gpu-logs.tar.gz", "gpu.json", "gpu.md"]
-    for file in files:
-        shutil.copy(file, second)
-    found = parts("extras", folder=second)
-    assert list(found) == ["optimizer", "extras"]
-    assert rows(found, "extras")[0]["block"] == "eager"
-    logs = {file.name for file in (second / "logs").iterdir()}
-    assert logs == {"optimizer-optimizer.log", "extras-extras.log"}
-    assert "## optimizer: optimizer" in (second / "gpu.md").read_text()
+def test_results_of_several_calls_are_merged(parts, tmp_path):
+    """A later call adds to the files of an earlier one."""
+    found = parts("kernels", "steps")
+    compared = [row for row in rows(found, "kernels") if row["error"]]
+    assert {row["holds"] for row in compared} == {"no values"}
+    assert not [row["what"] for row in rows(found, "kernels") if row["what"].endswith("failed")]
+    trained = rows(found, "steps")
+    assert [row["row"] for row in trained] == ["fsdp, eager", "ddp, eager"]
+    assert {(row["retries"], row["waits"]) for row in trained} == {("0", "none")}
+    found = parts("memory", "widths")
+    assert list(found) == ["kernels", "steps", "memory", "widths"]
+    assert [row["row"] for row in rows(found, "memory")] == [
+        row.name for row in gpu_rows.GROUPS["memory"]
+    ]
+    assert all(float(row["GiB"]) > 0 for part in ("memory", "widths") for row in rows(found, part))
+    files = sorted(file.name for file in (tmp_path / "results").iterdir())
+    assert files == ["gpu.json", "gpu.md", "logs"]
+    assert "## memory: memory" in (tmp_path / "results/gpu.md").read_text()
 
 
 def test_doctor_measures(parts):
@@ -88,19 +90,14 @@ def test_doctor_measures(parts):
     assert {row["what"] for row in found} >= {"torch", "half_flops", "memory_bandwidth"}
 
 
-def test_checkpoints_are_saved_and_loaded(parts):
-    first, second = parts("checkpoint")["checkpoint"]["commands"]
-    names = [row["what"] for row in first["figures"]]
-    assert names == [row["what"] for row in second["figures"]]
-    assert {"synchronous", "stall", "load"} <= set(names)
-
-
-def test_memory_runs_out_and_configurations_are_measured(parts):
-    """The report of an out-of-memory error is the longest text that tests/gpu compares."""
-    found = parts("memory", "widths")
-    assert [row["outcome"] for row in rows(found, "memory")] == ["passed"]
-    assert rows(found, "widths")[0]["configuration"] == "eager-full-packed"
-    assert rows(found, "widths")[0]["retries"] == "0"
+def test_benchmarks_run_to_their_end(parts):
+    """The report of an out-of-memory error, in `values`, is the longest text that tests/gpu compares."""
+    found = parts("values", "compare", "checkpoint", "plan")
+    assert {row["outcome"] for row in rows(found, "values")} == {"passed"}
+    assert {row["mode"] for row in rows(found, "compare")} == {"fsdp-bf16-packed"}
+    names = {row["what"] for row in rows(found, "checkpoint")}
+    assert {"synchronous", "first_stall", "second_stall", "load"} <= names
+    assert [row["strategy"] for row in rows(found, "plan")] == ["ddp", "fsdp, full"]
 
 
 @pytest.mark.parametrize("part", ["contexts", "resume", "tests"])
@@ -108,10 +105,3 @@ def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
     found = rows(parts(part), part)
     assert found
     assert {row["outcome"] for row in found} == {"passed"}
-
-
-def test_benchmarks_run_to_their_end(parts):
-    found = parts("plan", "compare", "overhead")
-    assert [row["strategy"] for row in rows(found, "plan")] == ["ddp", "fsdp, full"]
-    assert {row.get("mode") for row in rows(found, "compare")} >= {"fsdp-bf16", "fsdp-bf16-packed"}
-    assert [row["side"] for row in rows(found, "overhead")] == ["raw", "launcher"]
