@@ -16,7 +16,7 @@ import torch
 
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
 from launcher.planner.speed import RANGE, StepTime, tokens_per_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -99,11 +99,12 @@ def variants(
     recipes: dict[Any, Recipe] = {}
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
-        accumulates = machine.ranks > 1 and micro_batches_of(sized, ranks=machine.ranks) > 1
+        accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
         own, both = written.strategy, (True, False)
         every: Any = [own.sync_every_micro_batch]
         if syncs:
-            every = both if accumulates else ["auto"]
+            chooses = has_reductions_to_choose(sized, ranks=machine.ranks)
+            every = both if chooses else ["auto"]
         after = both if reshards else (own.reshard_after_forward,)
         pairs = [
             (dataclasses.replace(own, sync_every_micro_batch=s, reshard_after_forward=r), c)
@@ -204,11 +205,12 @@ def _pairs(
 def _strategies(
     written: Recipe, machine: Machine, precision: MixedPrecision | None, accumulates: bool
 ) -> Iterator[Strategy]:
-    """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload. On one rank
-    only resharding differs from DDP."""
+    """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload."""
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
     syncs: list[Any] = [False, True] if accumulates else ["auto"]
-    for sync, zero in itertools.product(syncs, {False, machine.ranks > 1}):
+    one_rank = machine.ranks == 1
+    every: list[Any] = ["auto"] if one_rank else syncs
+    for sync, zero in itertools.product(every, {False, not one_rank}):
         yield Strategy(
             kind="ddp", mixed_precision=wide, sync_every_micro_batch=sync, shard_optimizer=zero
         )
@@ -222,9 +224,10 @@ def _strategies(
     unit = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size
     inside |= {1, written.strategy.replicate}
     copies = sorted(n for n in inside if machine.ranks % (n * unit) == 0)
-    forwards = (True, False) if machine.ranks > 1 else (True,)
-    backwards = (True, False) if accumulates else (True,)
-    for replicate, forward, backward, sync in itertools.product(copies, forwards, backwards, syncs):
+    reshards = [True, False] if accumulates else [True]
+    for replicate, forward, backward, sync in itertools.product(
+        copies, (True, False), reshards, syncs
+    ):
         sharded = Strategy(
             kind="fsdp",
             mixed_precision=precision,
@@ -233,7 +236,11 @@ def _strategies(
             replicate=replicate,
             sync_every_micro_batch=sync,
         )
-        yield sharded
+        # On one rank weights that stay unsharded are those of DDP, and nothing is reduced
+        if not one_rank or (forward and backward and sync is not False):
+            yield (
+                dataclasses.replace(sharded, sync_every_micro_batch="auto") if one_rank else sharded
+            )
         if machine.device == "cuda" and forward and replicate in (1, written.strategy.replicate):
             for offload in offloads.values():
                 yield dataclasses.replace(sharded, cpu_offload=offload)
@@ -252,7 +259,7 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
     # Among configurations of equal speed, `auto` prefers fewer collectives
     usual_reshard = written.strategy.reshard_after_forward != "auto"
     usual_sync = fsdp and written.strategy.sync_every_micro_batch is True
-    accumulates = ranks > 1 and micro_batches_of(recipe, ranks=ranks) > 1
+    accumulates = has_reductions_to_choose(recipe, ranks=ranks)
     unusual = (
         *(getattr(strategy, key) != getattr(written.strategy, key) for key in SIZES),
         strategy.replicate > 1,

@@ -22,7 +22,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
 from launcher.planner.plan_as_json import configuration_as_json
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipes import has_reductions_to_choose
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
@@ -96,8 +96,7 @@ def _settings(recipe: Recipe, machine: Machine) -> str:
     """The settings that `auto` decides, as text."""
     size, tokens = recipe.batch.micro_batch_size, recipe.batch.micro_batch_tokens
     strategy = recipe.strategy
-    one = machine.ranks == 1 or micro_batches_of(recipe, ranks=machine.ranks) == 1
-    if one:  # it has no effect
+    if not has_reductions_to_choose(recipe, ranks=machine.ranks):
         strategy = dataclasses.replace(strategy, sync_every_micro_batch="auto")
     return repr((strategy, recipe.activation_checkpointing, size, tokens))
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from launcher.data.batching import accumulation_steps, rows_of
 from launcher.recipe.schema import Recipe
+from launcher.strategies.base import offloads_parameters
 from launcher.strategies.compilation import why_eager
 
 
@@ -15,6 +16,13 @@ def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     size = recipe.batch.global_batch_size
     return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)
+
+
+def has_reductions_to_choose(recipe: Recipe, *, ranks: int) -> bool:
+    """Whether `strategy.sync_every_micro_batch` has an effect: a step has several micro-batches, and
+    their gradients are reduced over ranks, or moved to host memory."""
+    moved = ranks > 1 or offloads_parameters(recipe.strategy.cpu_offload)
+    return moved and micro_batches_of(recipe, ranks=ranks) > 1
 
 
 def with_compile(recipe: Recipe, device: str, *, here: bool) -> tuple[Recipe, str]:

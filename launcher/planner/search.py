@@ -24,7 +24,7 @@ from launcher.planner.candidates import (
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan, make_plan, trace_ahead
 from launcher.planner.profile import profile_model
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipes import has_reductions_to_choose
 from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
 from launcher.recipe.validate import check
@@ -167,7 +167,7 @@ def concrete(recipe: Recipe, machine: Machine) -> Recipe:
     if batch.micro_batch_size == "auto":
         batch = dataclasses.replace(batch, micro_batch_size=1)
     recipe = dataclasses.replace(recipe, strategy=strategy, batch=batch)
-    accumulates = machine.ranks > 1 and micro_batches_of(recipe, ranks=machine.ranks) > 1
+    accumulates = has_reductions_to_choose(recipe, ranks=machine.ranks)
     if strategy.sync_every_micro_batch == "auto" and accumulates:
         strategy = dataclasses.replace(strategy, sync_every_micro_batch=fsdp)
     return dataclasses.replace(recipe, strategy=strategy)

@@ -26,7 +26,7 @@ from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipes import has_reductions_to_choose
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml
@@ -35,7 +35,7 @@ from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import Json, replace_text
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile
-from launcher.strategies.base import compute_dtype
+from launcher.strategies.base import compute_dtype, dtype_name
 from launcher.training.prepare import PreparedModel
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,7 @@ def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
     """Those of `COLLECTIVES` that are `auto` and matter, unless the plan decides them, too."""
     if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
         return []
-    several = ranks > 1 and micro_batches_of(recipe, ranks=ranks) > 1
-    keys = COLLECTIVES if several else COLLECTIVES[1:]
+    keys = COLLECTIVES if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVES[1:]
     return [key for key in keys if getattr(recipe.strategy, key) == "auto"]
 
 
@@ -250,8 +249,10 @@ def choose_collectives(
     )
     known, on_cpu = machine.memory or 0, machine.device == "cpu"
     memory = _memory_text(machine)
-    # One rank has none; weights that are not freed are then copies of all of them
-    what = "fewer collectives" if machine.ranks > 1 else "copies of all weights"
+    # One rank has none: weights in the compute dtype are then kept, and not made for each block
+    what = "fewer collectives"
+    if machine.ranks == 1:
+        what = f"all weights in {dtype_name(compute_dtype(recipe.strategy))}"
     chosen, why = most, f"{what} would leave less than {ROOM:.0%} of {memory} free"
     traced = cache(profiles[1])
     host_needed: list[int] = []

@@ -69,7 +69,7 @@ def test_results_of_several_calls_are_merged(parts, tmp_path):
     assert {row["holds"] for row in compared} == {"no values"}
     assert not [row["what"] for row in rows(found, "kernels") if row["what"].endswith("failed")]
     trained = rows(found, "steps")
-    assert [row["row"] for row in trained] == ["fsdp, eager", "ddp, eager"]
+    assert [row["row"] for row in trained] == ["ddp, eager", "fsdp, eager"]
     assert {(row["retries"], row["waits"]) for row in trained} == {("0", "none")}
     found = parts("memory", "widths")
     assert list(found) == ["kernels", "steps", "memory", "widths"]
