@@ -32,6 +32,7 @@ from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
+from launcher.libraries.private import clear_cublas_workspaces, wait_for_pending_works
 from launcher.optimizers.optimizer import LossScale
 from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.recipe.load import load_recipe
@@ -170,9 +171,9 @@ class CudaMeter:
     def _release(self) -> None:
         """Frees cuBLAS workspaces, and tensors that NCCL keeps until its next collective."""
         assert dist.group.WORLD is not None
-        dist.group.WORLD._wait_for_pending_works()
+        wait_for_pending_works(dist.group.WORLD)
         dist.barrier(device_ids=[self._device.index])
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
 
     def stop(self) -> list[Mark]:
         """Returns all marks; the last one is called `end`."""

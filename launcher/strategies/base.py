@@ -24,6 +24,8 @@ class WrappedModel(ABC):
 
     optimizer_mesh: DeviceMesh | None = None
     """Mesh of the ranks that shard the optimizer state while parameters are replicated (ZeRO-1)."""
+    measures_waits = True
+    """Whether all waits of compute for communication are inside of `waiting`."""
 
     def __init__(self, model: nn.Module, *, module: nn.Module, ranks: DataParallel) -> None:
         self.model, self.module, self.waiting = model, module, ranks.waiting
