@@ -5,6 +5,7 @@
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
+# make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-gpu    GPU tests and benchmarks, on a machine with GPUs (see benchmarks/README.md)
 # make docs        builds the documentation site in build/site; DOCS_REPO_URL=... links the repository
 # make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
@@ -17,6 +18,11 @@ INSTALLED := $(VENV)/.installed
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV ?= .venv-cuda
 CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
+# The oldest supported versions, for `make test-versions`
+OLDEST_TORCH := 2.11.0
+OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_VENV := .venv-oldest
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # Installs into the environment of its argument; uv if there is one, which is faster than pip
 pip_install = $(if $(shell command -v uv),uv pip install --python $(1)/bin/python,\
 	$(1)/bin/python -m pip install --disable-pip-version-check)
@@ -47,7 +53,7 @@ pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1)
 # that compiles its modules takes three times the CPU time (14.5 instead of 5.0 s)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda test-gpu gpu-wheels docs
+.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda test-versions test-gpu gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -112,6 +118,17 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 
 test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' --numprocesses 2 --dist loadfile tests/nullgpu
+
+$(OLDEST_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	grep -vE '^(torch|transformers|huggingface_hub|tokenizers)==' constraints.txt >$(OLDEST_VENV)/constraints.txt
+	$(call pip_install,$(OLDEST_VENV)) --constraint $(OLDEST_VENV)/constraints.txt \
+		'torch===$(OLDEST_TORCH)' transformers==$(OLDEST_TRANSFORMERS) --editable '.[dev]'
+	touch $(OLDEST_INSTALLED)
+
+test-versions: $(OLDEST_INSTALLED)
+	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py \
+		tests/unit/strategies tests/unit/models tests/unit/optimizers
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`

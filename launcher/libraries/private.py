@@ -13,22 +13,213 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._profiler import _EventType
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.nn.attention import SDPBackend
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+# Names that are only imported under another path than torch's public ones
+__all__ = [
+    "CheckpointWrapper",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "checkpoint_wrapper",
+    "tree_leaves",
+    "tree_map_only",
+]
 
 logger = logging.getLogger(__name__)
 
 Method = Callable[..., None]
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 @functools.cache
 def log_missing(name: str, consequence: str) -> None:
     """Logs once in this process that torch lacks a name, and what the run loses."""
     logger.warning(f"torch {torch.__version__} has no {name}: {consequence}; training continues")
+
+
+# Names of torch without which the modules that import them cannot be imported, so no run starts.
+# Read in torch 2.11 and 2.13
+
+_aten = torch.ops.aten
+ATTENTION_OPERATORS = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+)
+"""Operators that compute attention in one kernel, but for that of packed documents. Selective
+checkpointing keeps their results, and the memory plan knows them."""
+FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
+EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention
+MATH_ATTENTION = _aten._scaled_dot_product_attention_math
+"""Kernels of `scaled_dot_product_attention`, which a plan for GPUs calls by name."""
+FLOAT8_PRODUCT = _aten._scaled_mm.default
+"""The matrix product of float8 tensors."""
+CAST = _aten._to_copy.default
+"""What `Tensor.to` calls if it copies."""
+SAFE_SOFTMAX = _aten._safe_softmax.default
+SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
+"""Parts of attention without a fused kernel, for which the plan counts memory."""
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_norm = torch._foreach_norm
+"""One kernel for a list of tensors. Loops over them would be slower."""
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+"""The updates of `torch.optim.AdamW` and `SGD` with `fused=True`, for plain tensors."""
+
+BatchNormBase = _NormBase
+"""The base of all kinds of BatchNorm, which update running statistics in forward passes."""
+DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass of Tensor that only dispatches."""
+ALLOCATION = _EventType.Allocation
+"""The tag of the profiler's events that allocate or free memory."""
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module"
+"""What activation checkpointing inserts into the names of parameters."""
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
+"""Loggers that the launcher quiets. Under other names the log has needless lines."""
+
+
+def varlen_operator() -> OpOverload:
+    """The operator of `varlen_attn`, the attention of packed documents."""
+    from torch.nn.attention import varlen  # noqa: F401 (registers the operator)
+
+    operator: OpOverload = torch.ops.torch_attn._varlen_attn.default
+    return operator
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A counter of in-place changes. Without it a strategy for one rank cannot know whether its
+    copies of weights are old."""
+    return tensor._version
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Identifier of a storage, also of a fake one, which has no address."""
+    return int(storage._cdata)
+
+
+def is_mutable(operator: OpOverload) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def argument_names(operator: OpOverload) -> list[str]:
+    """The names of an operator's arguments."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def tensor_without_data(kind: type[_Tensor], shape: torch.Size, *, dtype: torch.dtype) -> _Tensor:
+    """A tensor of a subclass, on the CPU and without memory, whose operators all arrive in its
+    `__torch_dispatch__`."""
+    made: _Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, shape, dtype=dtype, device=torch.device("cpu")
+    )
+    return made
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec | None:
+    """Mesh, placements and shape of a DTensor; None of another tensor."""
+    return getattr(tensor, "_spec", None)
+
+
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A DTensor with this part on this rank, which `DTensor.from_local` would copy to the mesh's
+    device."""
+    from torch.distributed.tensor import DTensor
+
+    wrap: Any = DTensor
+    made: torch.Tensor = wrap(local, spec, requires_grad=False)
+    return made
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that are not part of its state. Without it checkpoints
+    cannot leave them out."""
+    return module._non_persistent_buffers_set
+
+
+def fake_store() -> dist.Store:
+    """The store of the process group `fake`, whose collectives do nothing. Without it `launcher
+    plan` and `auto` cannot trace several ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this rank."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets the timeout of a group's later collectives."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def set_nccl_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """The same for NCCL alone, if the group has it: its watchdog ends the process."""
+    gpu = torch.device("cuda")  # also a device of gloo, with the same backend as the CPU
+    if gpu in group._device_types and (backend := group._get_backend(gpu)).name() == "nccl":
+        backend._set_default_timeout(timeout)
+
+
+def attention_choice(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    """The name of the kernel that `scaled_dot_product_attention` chooses for these tensors, such as
+    FLASH_ATTENTION. Only the summary of a run shows it."""
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return "an unknown kernel"
+    chosen = choose(query, key, key, mask, is_causal=is_causal, enable_gqa=enable_gqa)
+    return SDPBackend(chosen).name
+
+
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+    """Lets compiled functions take any size of this dimension. Without it they are compiled again
+    for another size."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Sets how many variants of a function are compiled, if the limit is not higher. Without it,
+    further variants than 8 run eager."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, limit)
 
 
 # Optional names of torch
@@ -153,3 +344,128 @@ def clear_cublas_workspaces() -> None:
         log_missing(name, "measured memory includes the workspaces of cuBLAS")
     else:
         clear()
+
+
+def compile_counters() -> Mapping[str, Counter[str]]:
+    """What dynamo has counted: graphs, reasons of graph breaks, functions that it left eager.
+
+    torch 2.11 to 2.13. Without it the log does not say what was compiled.
+    """
+    try:
+        from torch._dynamo.utils import counters
+    except ImportError:
+        log_missing("_dynamo.utils.counters", "compiled graphs and graph breaks are not counted")
+        return defaultdict(Counter)
+    return counters
+
+
+@contextmanager
+def compilation_observed(
+    begins: Callable[[object], None], ends: Callable[[object], None]
+) -> Iterator[None]:
+    """A context in which `begins` and `ends` are called around each compilation.
+
+    torch 2.11 to 2.13. Without it compilation counts as a part of the step, also for
+    `run.hang_timeout`.
+    """
+    try:
+        from torch._dynamo.callback import callback_handler as handler
+    except ImportError:
+        name, counts = "_dynamo.callback.callback_handler", "compilation is not timed"
+        log_missing(name, f"{counts}, and counts for run.hang_timeout")
+        yield
+        return
+    handler.register_start_callback(begins)
+    handler.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(begins)
+        handler.remove_end_callback(ends)
+
+
+# Names of transformers, which its models use as an interface: classes of models define these
+# attributes. Read in transformers 5.17 and 5.23. A user's own model may lack them
+
+
+def attention_implementation(model: nn.Module) -> str | None:
+    """The name of the attention that a model uses, such as `sdpa`; None: it has none to choose.
+
+    Without it packed rows and padded rows are computed with a mask.
+    """
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Names of the classes of a model's repeated blocks. Without it no model has blocks, which
+    sharding, checkpointing and compilation need."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def initializes_weights(model: nn.Module) -> bool:
+    """Whether a model has code for `initialize_weights`. Other modules have a
+    `reset_parameters()`."""
+    return hasattr(model, "_init_weights")
+
+
+def initialize_weights(model: nn.Module, module: nn.Module) -> None:
+    """Draws the weights of a module with the code of the model around it. Without it no model
+    starts from random weights, nor one with a new head."""
+    draw: Any = model._init_weights
+    draw(module)
+
+
+def is_stateful(model: nn.Module) -> bool:
+    """Whether a model carries a state from token to token beside attention. Without it packed rows
+    of such a model would mix documents: only `layer_types` would refuse them."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def expert_plan(model: nn.Module) -> dict[str, str]:
+    """transformers' plan for expert parallelism: styles by patterns of names. Without it
+    `strategy.expert_parallel_size` is refused."""
+    return getattr(model, "_ep_plan", None) or {}
+
+
+def may_be_missing(model: Any) -> Collection[str]:
+    """Patterns of weights that a checkpoint need not have. Without it, and without the next one,
+    some checkpoints are refused."""
+    return model._keys_to_ignore_on_load_missing or ()
+
+
+def may_be_unexpected(model: Any) -> Collection[str]:
+    """Patterns of weights of a checkpoint that the model does not need."""
+    return model._keys_to_ignore_on_load_unexpected or ()
+
+
+def names_not_saved(model: Any) -> Collection[str]:
+    """Names of weights that an export leaves out."""
+    return model._keys_to_ignore_on_save or ()
+
+
+def names_in_float32(model: Any) -> Collection[str]:
+    """Parts of the names of weights that an export keeps in float32."""
+    return model._keep_in_fp32_modules_strict or ()
+
+
+def grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The product of tokens (tokens, in), sorted by expert, with weights (experts, in, out);
+    `ends` are the ends of each expert's tokens. Without it experts are not trained in NF4."""
+    from transformers.integrations import moe
+
+    product: torch.Tensor = moe._grouped_mm(inputs, weight, offs=ends)
+    return product
+
+
+def apply_gate(experts: Any, up: torch.Tensor) -> torch.Tensor:
+    """The gated activation of a module of experts. Without it experts are not trained in NF4."""
+    gated: torch.Tensor = experts._apply_gate(up)
+    return gated
+
+
+def grouped_product_check() -> tuple[Any, str]:
+    """The module and the name of the function that decides whether a grouped product has a kernel
+    here; a plan replaces it. Without it the plan counts the memory of the loop over experts."""
+    from transformers.integrations import moe
+
+    return moe, "_can_use_grouped_mm"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import block_classes
 from launcher.models.config_overrides import changed_config
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
@@ -291,7 +292,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
     not those of a vision tower, nor an input embedding (BERT's)."""
     embedding = getattr(embeddings(model)[0], "weight", None)
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = block_classes(model)
     towers = {inner for module in modules_without_text(model) for inner in module.modules()}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
-from launcher.libraries.private import fsdp_groups, time_fsdp_waits
+from launcher.libraries.private import foreach_copy_, foreach_div_, fsdp_groups, time_fsdp_waits
 from launcher.recipe.schema import CpuOffload
 from launcher.strategies.base import (
     InitFn,
@@ -233,12 +233,12 @@ class Fsdp(WrappedModel):
             if squared is not None:
                 dist.all_reduce(squared, group=group)
             if whole:
-                torch._foreach_div_(whole, divisors)
+                foreach_div_(whole, divisors)
                 flat = torch.cat([gradient.flatten() for gradient in whole])
                 dist.all_reduce(flat, group=group)
                 parts = torch.split(flat, [gradient.numel() for gradient in whole])
                 same = [part.view_as(g) for part, g in zip(parts, whole, strict=True)]
-                torch._foreach_copy_(whole, same)
+                foreach_copy_(whole, same)
         once = _squared_norm(whole)
         return torch.stack([each for each in (squared, once) if each is not None]).sum()
 
