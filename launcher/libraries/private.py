@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._profiler import _EventType
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -61,48 +60,59 @@ def log_missing(name: str, consequence: str) -> None:
     logger.warning(f"torch {torch.__version__} has no {name}: {consequence}; training continues")
 
 
-# Names of torch without which the modules that import them cannot be imported, so no run starts.
-# Read in torch 2.11 and 2.13
+# Names that runs of torch need, read in torch 2.11 and 2.13. Without one of them no run starts,
+# unless the entry says otherwise
 
-_aten = torch.ops.aten
-ATTENTION_OPERATORS = (
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_fused_attention_overrideable.default,
+
+def _operator(name: str) -> Any:
+    """An operator of torch; None if this version lacks it."""
+    return getattr(torch.ops.aten, name, None)
+
+
+def _overload(name: str) -> Any:
+    """The OpOverload that arrives in a dispatch mode for an operator; None if there is none."""
+    return getattr(_operator(name), "default", None)
+
+
+_KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
 )
+ATTENTION_OPERATORS = tuple(kernel for name in _KERNELS if (kernel := _overload(name)))
 """Operators that compute attention in one kernel, but for that of packed documents. Selective
-checkpointing keeps their results, and the memory plan knows them."""
-FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
-EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention
-MATH_ATTENTION = _aten._scaled_dot_product_attention_math
-"""Kernels of `scaled_dot_product_attention`, which a plan for GPUs calls by name."""
-FLOAT8_PRODUCT = _aten._scaled_mm.default
-"""The matrix product of float8 tensors."""
-CAST = _aten._to_copy.default
-"""What `Tensor.to` calls if it copies."""
-SAFE_SOFTMAX = _aten._safe_softmax.default
-SOFTMAX_BACKWARD = _aten._softmax_backward_data.default
-"""Parts of attention without a fused kernel, for which the plan counts memory."""
+checkpointing keeps their results; it computes again what is not among them."""
+FLASH_ATTENTION = _operator("_scaled_dot_product_flash_attention")
+EFFICIENT_ATTENTION = _operator("_scaled_dot_product_efficient_attention")
+MATH_ATTENTION = _operator("_scaled_dot_product_attention_math")
+"""Kernels of `scaled_dot_product_attention`, which a plan for GPUs calls. Without them it fails."""
+FLOAT8_PRODUCT = _overload("_scaled_mm")
+"""The matrix product of float8 tensors. Without it selective checkpointing does not keep it."""
+CAST = _overload("_to_copy")
+SAFE_SOFTMAX = _overload("_safe_softmax")
+SOFTMAX_BACKWARD = _overload("_softmax_backward_data")
+"""What `Tensor.to` calls if it copies, and parts of attention without a fused kernel. Without them a
+plan counts less memory."""
 
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_norm = torch._foreach_norm
 """One kernel for a list of tensors. Loops over them would be slower."""
-fused_adamw_ = torch._fused_adamw_
-fused_sgd_ = torch._fused_sgd_
-"""The updates of `torch.optim.AdamW` and `SGD` with `fused=True`, for plain tensors."""
+fused_adamw_: Any = getattr(torch, "_fused_adamw_", None)
+fused_sgd_: Any = getattr(torch, "_fused_sgd_", None)
+"""The updates of `torch.optim.AdamW` and `SGD` with `fused=True`, for plain tensors. Without them
+`optimizer.name: sgd`, and moments in low precision on CPUs, fail in the first step."""
 
 BatchNormBase = _NormBase
 """The base of all kinds of BatchNorm, which update running statistics in forward passes."""
 DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass of Tensor that only dispatches."""
-ALLOCATION = _EventType.Allocation
-"""The tag of the profiler's events that allocate or free memory."""
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module"
-"""What activation checkpointing inserts into the names of parameters."""
+"""What activation checkpointing inserts into the names of parameters. Under another name checkpoints
+and exports would have wrong names; `tests/unit/test_private_names.py` compares it."""
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """Loggers that the launcher quiets. Under other names the log has needless lines."""

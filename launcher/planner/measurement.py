@@ -31,7 +31,6 @@ from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.libraries.private import (
-    ALLOCATION,
     clear_cublas_workspaces,
     storage_id,
     tree_map_only,
@@ -129,7 +128,7 @@ class CpuMeter:
         while nodes:
             node = nodes.pop()
             nodes += node.children
-            if node.tag == ALLOCATION:
+            if node.tag.name == "Allocation":
                 if node.extra_fields.device.type == "cpu":
                     totals.append((node.start_time_ns, node.extra_fields.total_allocated))
             elif node.name.startswith("mark "):

@@ -138,6 +138,14 @@ def test_torch_has_the_optional_names(owner, name):
     assert callable(getattr(owner, name))
 
 
+def test_torch_has_the_operators():
+    assert len(private.ATTENTION_OPERATORS) == len(private._KERNELS)
+    names = "FLASH_ATTENTION EFFICIENT_ATTENTION MATH_ATTENTION FLOAT8_PRODUCT CAST SAFE_SOFTMAX"
+    names += " SOFTMAX_BACKWARD fused_adamw_ fused_sgd_"
+    assert [name for name in names.split() if not callable(getattr(private, name))] == []
+    assert private._overload("_operator_of_the_past") is None
+
+
 def test_torch_has_what_only_cuda_builds_have():
     if torch.version.cuda is None:
         pytest.skip("a CPU build of torch")
