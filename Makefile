@@ -4,8 +4,8 @@
 # make prefer      trains that model to prefer one of two styles of answers; prints their shares
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
-# make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make test-versions  tests with the oldest supported versions of torch and transformers
+# make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make test-gpu    GPU tests and benchmarks, on a machine with GPUs (see benchmarks/README.md)
 # make docs        builds the documentation site in build/site; DOCS_REPO_URL=... links the repository
 # make gpu-wheels  downloads packages for `make test-gpu` on a machine without network
@@ -53,7 +53,7 @@ pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1)
 # that compiles its modules takes three times the CPU time (14.5 instead of 5.0 s)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda test-versions test-gpu gpu-wheels docs
+.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda test-gpu gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -126,6 +126,7 @@ $(OLDEST_INSTALLED): pyproject.toml constraints.txt
 		'torch===$(OLDEST_TORCH)' transformers==$(OLDEST_TRANSFORMERS) --editable '.[dev]'
 	touch $(OLDEST_INSTALLED)
 
+.PHONY: test-versions
 test-versions: $(OLDEST_INSTALLED)
 	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py \
 		tests/unit/strategies tests/unit/models tests/unit/optimizers
