@@ -4,6 +4,7 @@
 # make prefer      trains that model to prefer one of two styles of answers; prints their shares
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
+# make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
 # make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
@@ -19,6 +20,11 @@ INSTALLED := $(VENV)/.installed
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV ?= .venv-cuda
 CUDA_INSTALLED = $(CUDA_VENV)/.installed-$(CUDA_TORCH)
+# The oldest supported versions, for `make test-versions`
+OLDEST_TORCH := 2.11.0
+OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_VENV := .venv-oldest
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # Installs into the environment of its argument; uv if there is one, which is faster than pip
 pip_install = $(if $(shell command -v uv),uv pip install --python $(1)/bin/python,\
 	$(1)/bin/python -m pip install --disable-pip-version-check)
@@ -116,6 +122,18 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 
 test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' --numprocesses 2 --dist loadfile tests/nullgpu
+
+$(OLDEST_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	grep -vE '^(torch|transformers|huggingface_hub|tokenizers)==' constraints.txt >$(OLDEST_VENV)/constraints.txt
+	$(call pip_install,$(OLDEST_VENV)) --constraint $(OLDEST_VENV)/constraints.txt \
+		'torch===$(OLDEST_TORCH)' transformers==$(OLDEST_TRANSFORMERS) --editable '.[dev]'
+	touch $(OLDEST_INSTALLED)
+
+.PHONY: test-versions
+test-versions: $(OLDEST_INSTALLED)
+	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py \
+		tests/unit/strategies tests/unit/models tests/unit/optimizers
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`

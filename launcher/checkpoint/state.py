@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from launcher.libraries.private import non_persistent_buffers
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import Tensors
 
@@ -41,7 +42,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         f"buffer.{clean_name(full)}": kept[full]
         for prefix, part in module.named_modules()
         for name in part._buffers
-        if name not in part._non_persistent_buffers_set
+        if name not in non_persistent_buffers(part)
         and (full := f"{prefix}.{name}" if prefix else name) in kept
     }
 

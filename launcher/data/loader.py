@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from launcher.data.batching import NO_SAMPLE, BatchSampler
@@ -18,6 +17,7 @@ from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.process_group import DataParallel
+from launcher.libraries.private import tree_map_only
 from launcher.recipe import schema
 
 TrainingData = MapData | StreamingDataset

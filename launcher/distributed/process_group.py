@@ -16,14 +16,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
 from launcher.distributed.network import interface_to
 from launcher.errors import TrainingError
+from launcher.libraries.private import all_groups, set_group_timeout, set_nccl_timeout
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device type. Objects are exchanged over gloo, which neither waits for a device nor needs an
@@ -315,9 +315,7 @@ def set_timeout(seconds: int, *, hang_timeout: int) -> None:
     without a report, so it comes after the one of the watchdog (`reliability/watchdog.py`).
     """
     nccl = timedelta(seconds=max(seconds, hang_timeout) + REPORT_SECONDS)
-    for group in list(distributed_c10d._world.pg_map):
+    for group in all_groups():
         if group.group_desc != CHECKPOINT_GROUP:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-            gpu = torch.device("cuda")  # also a device of gloo, with the same backend as the CPU
-            if gpu in group._device_types and (backend := group._get_backend(gpu)).name() == "nccl":
-                backend._set_default_timeout(nccl)
+            set_group_timeout(group, timedelta(seconds=seconds))
+            set_nccl_timeout(group, nccl)

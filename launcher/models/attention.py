@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, varlen
+from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import attention_choice, attention_implementation, is_stateful
 from launcher.models.inputs import Masking
 from launcher.recipe.model_config import IMAGE_TEXT
 
@@ -70,7 +71,7 @@ def isolate_documents(
     def fits(call: Call) -> bool:
         return has_bounds(call) and call["plain"] and call["head_size"] <= widest
 
-    implementation, passed = model.config._attn_implementation or "", False
+    implementation, passed = attention_implementation(model) or "", False
     if implementation.startswith("flash_attention"):
         passed = _all_calls(model, inputs, has_bounds)
     elif implementation == "sdpa" and not why_masked(model, device, compute_dtype):
@@ -99,7 +100,7 @@ def refuse_other_layers(
     another way than by attention to all earlier tokens of a document or window."""
     name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
-    if others or getattr(model, "_is_stateful", False):
+    if others or is_stateful(model):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
@@ -153,7 +154,7 @@ def attention_kernels(
 ) -> str:
     """The kernels that attention uses on this GPU, for the summary of a run."""
     config = getattr(model, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
+    implementation = attention_implementation(model)
     if config is None or implementation not in (VARLEN, "sdpa"):
         return f"{implementation or 'that of the model'}, chosen by model.attention"
     config, without_mask = config.get_text_config(decoder=True), implementation == VARLEN
@@ -167,11 +168,8 @@ def attention_kernels(
     grouped = groups < heads and without_mask and _takes_groups(query, query)
     key = torch.empty(1, groups if grouped else heads, 128, size, **options)
     mask = None if without_mask else torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool)
-    # The function by which scaled_dot_product_attention chooses; there is no public one
-    chosen = torch._fused_sdp_choice(
-        query, key, key, mask, is_causal=without_mask, enable_gqa=grouped
-    )
-    dense = SDPBackend(chosen).name.lower().replace("_", " ")
+    chosen = attention_choice(query, key, mask, is_causal=without_mask, enable_gqa=grouped)
+    dense = chosen.lower().replace("_", " ")
     if not packed or not without_mask:
         return f"{dense} of scaled_dot_product_attention{'' if without_mask else ', with a mask'}"
     version = (torch.nn.attention.current_flash_attention_impl() or "FA2").removeprefix("FA")
@@ -186,7 +184,7 @@ def drop_causal_mask(model: PreTrainedModel) -> None:
     `position_ids` are those of packed documents. Models with other masks keep them.
     """
     config = getattr(model, "config", None)
-    if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
+    if config is None or attention_implementation(model) != "sdpa":
         return
     layers, kind, text = set(_layer_types(model)), config.model_type, config.get_text_config()
     known, config = text is config or kind in IMAGE_TEXT, text
@@ -215,7 +213,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     whether there were calls and all fit. A copy, because some models keep what they compute."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = model.config._attn_implementation
+    name = attention_implementation(model)
     layer_types = _layer_types(model) or ["attention"]
     fitting: list[bool] = []
 

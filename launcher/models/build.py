@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import block_classes
 from launcher.models.config_overrides import changed_config
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
@@ -71,12 +72,12 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     with _refusals(folder, key, model.attention):
         config = make_config(model, folder, labels)
         _refuse_config(model, config)
+        attention = _attention(model.attention, config)
         with torch.device("meta"):
             built: PreTrainedModel = auto_class(config.model_type, model.task).from_config(
                 config,
                 dtype=torch.float32,
-                # None: sdpa if the model's class supports it, else eager
-                attn_implementation=None if model.attention == "auto" else model.attention,
+                attn_implementation=attention,
                 trust_remote_code=model.trust_remote_code,
             )
     record_conversions(built)
@@ -199,6 +200,23 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
     raise RecipeError(f"{key}: {kind} is not a causal language model of transformers; {instead}")
 
 
+def _attention(wanted: str, config: PreTrainedConfig) -> str | None:
+    """The attention that transformers is asked for; `wanted` is model.attention. None: sdpa if the
+    model's class supports it, else eager.
+
+    transformers 5.17 supports sdpa for models whose scores have a soft cap, such as Gemma 2, and
+    leaves the cap out. Raises RecipeError if `wanted` is sdpa for such a model.
+    """
+    text = config.get_text_config(decoder=True)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    if capped and wanted == "sdpa":
+        what = "it has no soft cap of the scores (attn_logit_softcapping)"
+        raise RecipeError(f"model.attention: sdpa: {what}; use auto, or eager")
+    if wanted == "auto":
+        return "eager" if capped else None
+    return wanted
+
+
 @contextlib.contextmanager
 def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
     """Raises RecipeError, which names this key, in place of the errors of transformers."""
@@ -291,7 +309,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
     not those of a vision tower, nor an input embedding (BERT's)."""
     embedding = getattr(embeddings(model)[0], "weight", None)
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = block_classes(model)
     towers = {inner for module in modules_without_text(model) for inner in module.modules()}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

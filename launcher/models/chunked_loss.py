@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.libraries.private import mark_dynamic
 from launcher.models.build import embeddings, text_config
 from launcher.models.inputs import IGNORED
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
@@ -206,7 +207,7 @@ def _logits_of_chunk(
     would be compiled for the first width, and again for the last one."""
     logits = logits_of(inputs, weight, bias, chunk)
     if chunking.compile and len(weight) % chunking.width:
-        torch._dynamo.maybe_mark_dynamic(logits, 1)
+        mark_dynamic(logits, 1)
     return logits
 
 

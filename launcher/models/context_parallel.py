@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import attention_implementation
 from launcher.models.attention import VARLEN, refuse_other_layers, varlen_attention
 from launcher.models.inputs import RowPart
 
@@ -48,9 +49,9 @@ def share_rows(
     name, size = type(model).__name__, group.size()
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1")
     config = model.config.get_text_config(decoder=True)
-    if model.config._attn_implementation != VARLEN:
+    if attention_implementation(model) != VARLEN:
         why = f"packed rows need {lacks}; use it, data.packing: false, or"
-        if model.config._attn_implementation != "sdpa":
+        if attention_implementation(model) != "sdpa":
             why = "it needs model.attention: sdpa; use it, or"
         elif lacks is None:
             why = "it is not plain causal attention (biases, caps, wide heads or other masks); use"

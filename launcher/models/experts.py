@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import REDISTRIBUTE_LOGGER, expert_plan
 
 KEY = "strategy.expert_parallel_size"
 _STACKED, _EXPERTS = "grouped_gemm", ("ep_dispatch_experts", "moe_tp_experts")
@@ -31,16 +32,12 @@ _ROUTER = "ep_router"
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose parameters have a row for each expert, by name: those that transformers'
     plan for expert parallelism names."""
-    named = {name for name, style in _plan(model).items() if style in _EXPERTS}
+    named = {name for name, style in expert_plan(model).items() if style in _EXPERTS}
     return {
         name: module
         for name, module in model.named_modules()
         if re.sub(r"\.\d+(?=\.|$)", ".*", name) in named
     }
-
-
-def _plan(model: nn.Module) -> dict[str, str]:
-    return getattr(model, "_ep_plan", None) or {}
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -50,7 +47,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     has no experts that can be divided over this number of ranks.
     """
     name, size, found = type(model).__name__, mesh.size(), find_experts(model)
-    styles = _plan(model)
+    styles = expert_plan(model)
     if not found:
         raise RecipeError(f"{KEY}: transformers has no plan for experts of {name}; use 1")
     if unknown := set(styles.values()) - {_STACKED, _ROUTER, *_EXPERTS}:
@@ -70,7 +67,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
             what = f"{size} does not divide the {count} experts of {name}"
             raise RecipeError(f"{KEY}: {what}; use one of {divisors}")
     # It warns that a whole tensor, for an export, takes two all-gathers
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
     for module in found.values():
         _divide(module, mesh)
     return list(found.values())

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.console import task
 from launcher.distributed.processes import process_start, this_machine
+from launcher.libraries.private import names_in_float32, names_not_saved
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
@@ -99,7 +100,7 @@ def write_weights(
     """Writes a model or its adapters, with its config. The model may be on meta: only its names are
     used."""
     adapter = None if merged else peft_config(model)
-    in_float32 = [] if adapter else model._keep_in_fp32_modules_strict or ()
+    in_float32 = [] if adapter else names_in_float32(model)
     write_tensors(
         folder,
         (
@@ -137,7 +138,7 @@ def exported_tensors(
             read_base=lambda name: base(aliases.get(name, name)),
             read_adapter=lambda key: base(stored[key]),
         )
-    ignored = model._keys_to_ignore_on_save or ()
+    ignored = names_not_saved(model)
     conversions = export_conversions(model, [name for name in names if name not in ignored])
     with task("converting weights", len(conversions)) as advance:
         for conversion in conversions:

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import (
+    CHECKPOINT_PREFIX,
+    DISABLED_TORCH_FUNCTION,
+    OpOverload,
+    initialize_weights,
+    initializes_weights,
+    tensor_without_data,
+    tree_map_only,
+)
 from launcher.models import philox
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.shards import (
@@ -42,7 +49,7 @@ _ARITHMETIC |= {_aten.clamp_.default}
 
 def clean_name(name: str) -> str:
     """A name without the parts that activation checkpointing and peft's adapters insert."""
-    for inserted in ("_checkpoint_wrapped_module", "base_layer"):
+    for inserted in (CHECKPOINT_PREFIX, "base_layer"):
         name = name.replace(f"{inserted}.", "").removesuffix(inserted)
     return name.rstrip(".")
 
@@ -87,7 +94,7 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     """
     owner: dict[nn.Module, nn.Module] = {}
     for module in model.modules():  # parents come before children
-        if hasattr(module, "_init_weights"):
+        if initializes_weights(module):
             owner |= dict.fromkeys(module.modules(), module)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
     order: list[nn.Module] = []
@@ -131,7 +138,7 @@ def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
     elif ".lora_magnitude_vector." in name:  # set to norms of the weights once they are loaded
         nn.init.ones_(module.get_parameter("weight"))
     elif owner is not None and ".lora_" not in name:
-        owner._init_weights(module)
+        initialize_weights(owner, module)
     elif callable(reset := getattr(module, "reset_parameters", None)):
         reset()
     elif any(parameter is not None for parameter in module._parameters.values()):
@@ -273,13 +280,11 @@ class Placeholder(torch.Tensor):
 
     initial: InitialValues
     span: range
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = DISABLED_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, initial: InitialValues, span: range, shape: torch.Size) -> Placeholder:
-        made: Placeholder = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=initial.dtype, device=torch.device("cpu")
-        )
+        made = tensor_without_data(cls, shape, dtype=initial.dtype)
         made.initial, made.span = initial, span
         return made
 
@@ -306,7 +311,7 @@ class Placeholder(torch.Tensor):
             if operation is not None:
                 initial.record(self.span, operation, overwrites=func not in _ARITHMETIC)
                 return self
-        args, kwargs = tree_map_only(cls, cls._values, (args, kwargs))
+        args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
@@ -318,5 +323,5 @@ class Placeholder(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         self.copy_(values)
 
-    def _values(self) -> torch.Tensor:
+    def _numbers(self) -> torch.Tensor:
         return self.initial.on_cpu().view(-1)[self.span.start : self.span.stop].view(self.shape)

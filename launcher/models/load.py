@@ -21,6 +21,7 @@ from torch import nn
 
 from launcher.console import task
 from launcher.errors import RecipeError
+from launcher.libraries.private import may_be_missing, may_be_unexpected
 from launcher.models.build import checkpoint_folder, freeze, is_classifier, is_pretrained
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.new_rows import PARAMETER, vocabulary_names
@@ -163,7 +164,7 @@ def _missing(model: PreTrainedModel, missing: Iterable[str], notes: list[str]) -
     for name in sorted(missing):
         if is_classifier(model) and (not name.startswith(base) or ".pooler." in name):
             heads.append(name)
-        elif not _matches(name, model._keys_to_ignore_on_load_missing):
+        elif not _matches(name, may_be_missing(model)):
             problems.append(f"{name}: missing in the checkpoint")
     if heads:
         notes.append(f"not in the checkpoint, initialized: {_listing(heads)}")
@@ -177,7 +178,7 @@ def _unexpected(model: PreTrainedModel, names: list[str], notes: list[str]) -> l
     buffers = {name for name, _ in model.named_buffers()}
     problems, heads = [], []
     for name in names:
-        ignored = _matches(name, model._keys_to_ignore_on_load_unexpected)
+        ignored = _matches(name, may_be_unexpected(model))
         if ignored or _matches(name, _COMPUTED) or {name, f"{prefix}.{name}"} & buffers:
             continue
         child = name.split(".")[0]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
 from launcher.errors import RecipeError
+from launcher.libraries.private import apply_gate, grouped_product
 
 logger = logging.getLogger(__name__)
 
@@ -213,13 +214,9 @@ class _GroupedProduct(torch.autograd.Function):
 def _grouped(
     inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
-    from transformers.integrations import moe
-
     weight = dequantize(packed, inputs.dtype)
-    product: torch.Tensor = moe._grouped_mm(
-        inputs.contiguous(), weight if transposed else weight.transpose(-2, -1), offs=ends
-    )
-    return product
+    weight = weight if transposed else weight.transpose(-2, -1)
+    return grouped_product(inputs.contiguous(), weight, ends)
 
 
 def _prepared(inputs: torch.Tensor, name: str) -> torch.Tensor:
@@ -283,7 +280,7 @@ class Nf4Experts(nn.Module):
             return made
 
         up = product(inputs[order // used], "gate_up_proj" if self.has_gate else "up_proj")
-        up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+        up = apply_gate(self, up) if self.has_gate else self.act_fn(up)
         made: torch.Tensor = product(up.to(inputs.dtype), "down_proj")
         made = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         made = made[order.argsort()].view(*top_k_index.shape, -1).sum(1)

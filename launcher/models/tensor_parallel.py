@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
 from launcher.models.build import embeddings
 from launcher.models.chunked_loss import ChunkedHead, computes_loss
@@ -68,7 +69,7 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh | PlannedRank) -> list[tupl
     styles = find_layers(model)
     _check(model, styles, mesh.size())
     # It warns that a whole tensor, for an export, takes two all-gathers
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
     return _Division(model, styles, mesh).partial
 
 

@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
+from launcher.libraries.private import foreach_add_, fused_adamw_
 from launcher.models import philox
 from launcher.models.philox import derived_seed
 from launcher.models.shards import local_rows, sharded_zeros
@@ -93,7 +94,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             return
         steps = [self.state[parameter]["step"] for _, parameter in trained]
         # A single tensor instead of the list would be read on the host
-        torch._foreach_add_(steps, [1 - self.found_inf.to(steps[0].device)] * len(steps))
+        foreach_add_(steps, [1 - self.found_inf.to(steps[0].device)] * len(steps))
         corrections = None
         if any(self._uses_kernel(parameter) for _, parameter in trained):
             corrections = _bias_corrections(steps, group)
@@ -122,7 +123,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             ratio, is_ratio = moments["exp_avg"], _matrix(state["exp_avg"]).dtype == torch.int8
             if is_ratio:
                 moments["exp_avg"] = ratio * _root(moments["exp_avg_sq"])
-            torch._fused_adamw_(
+            fused_adamw_(
                 [weights[part]],
                 [gradient[part]],
                 [moments["exp_avg"]],

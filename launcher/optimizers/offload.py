@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from launcher.checkpoint.files import ALIGNMENT, DirectFile
 from launcher.checkpoint.staging import aligned_buffer, page_lock, page_unlock
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError, TrainingError
+from launcher.libraries.private import dtensor_of, spec_of
 from launcher.models.shards import local_rows
 from launcher.optimizers.low_precision import State
 from launcher.recipe import schema
@@ -50,16 +49,15 @@ class _Piece(NamedTuple):
     span: slice
     shape: torch.Size
     dtype: torch.dtype
-    spec: DTensorSpec | None
-    """The DTensorSpec of a DTensor; None of another tensor."""
+    spec: Any
+    """See `spec_of`."""
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, in the memory of its bucket."""
         local = memory[self.span].view(self.dtype).view(self.shape)
         if self.spec is None:
             return local
-        wrap: Any = DTensor  # `DTensor.from_local` would copy to the mesh's device
-        return wrap(local, self.spec, requires_grad=False)  # type: ignore[no-any-return]
+        return dtensor_of(local, self.spec)
 
 
 @dataclass
@@ -73,7 +71,7 @@ class _Bucket:
 
     def add(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         """Adds a tensor of a parameter's state."""
-        local, spec = local_rows(value)[0], getattr(value, "_spec", None)
+        local, spec = local_rows(value)[0], spec_of(value)
         span = slice(self.size, self.size + local.nbytes)
         self.pieces.append(_Piece(parameter, key, span, local.shape, local.dtype, spec))
         self.size += _padded(value)

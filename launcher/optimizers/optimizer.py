@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import fused_sgd_
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
@@ -132,7 +133,7 @@ class Sgd(torch.optim.SGD):
             if not trained:
                 continue
             buffers = [self.state[p]["momentum_buffer"] for p in trained if group["momentum"]]
-            torch._fused_sgd_(
+            fused_sgd_(
                 [local_rows(p)[0] for p in trained],
                 [local_rows(p.grad)[0] for p in trained],
                 [local_rows(buffer)[0] for buffer in buffers],

@@ -21,10 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_map_only
 
 from launcher.data.loader import GlobalBatch
 from launcher.distributed import process_group
@@ -32,6 +30,12 @@ from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.process_group import DataParallel
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
+from launcher.libraries.private import (
+    clear_cublas_workspaces,
+    storage_id,
+    tree_map_only,
+    wait_for_pending_works,
+)
 from launcher.optimizers.optimizer import LossScale
 from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.recipe.load import load_recipe
@@ -124,7 +128,7 @@ class CpuMeter:
         while nodes:
             node = nodes.pop()
             nodes += node.children
-            if node.tag == _EventType.Allocation:
+            if node.tag.name == "Allocation":
                 if node.extra_fields.device.type == "cpu":
                     totals.append((node.start_time_ns, node.extra_fields.total_allocated))
             elif node.name.startswith("mark "):
@@ -170,9 +174,9 @@ class CudaMeter:
     def _release(self) -> None:
         """Frees cuBLAS workspaces, and tensors that NCCL keeps until its next collective."""
         assert dist.group.WORLD is not None
-        dist.group.WORLD._wait_for_pending_works()
+        wait_for_pending_works(dist.group.WORLD)
         dist.barrier(device_ids=[self._device.index])
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
 
     def stop(self) -> list[Mark]:
         """Returns all marks; the last one is called `end`."""
@@ -213,9 +217,9 @@ class Clock:
 def storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
     """Storages of the tensors among these values, by address; those of DTensors are local
     shards."""
-    local = (value._local_tensor if isinstance(value, DTensor) else value for value in values)
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
     tensors = [value for value in local if isinstance(value, torch.Tensor) and not value.is_meta]
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {storage_id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
 
 
 def storage_bytes(values: Iterable[object], *, device: str) -> int:

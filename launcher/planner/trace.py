@@ -18,14 +18,19 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import SyntheticData
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import first_line
+from launcher.libraries.private import (
+    FAKE_TENSOR_LOGGER,
+    FakeTensorMode,
+    fake_store,
+    tree_leaves,
+    tree_map_only,
+)
 from launcher.models.build import embeddings, text_config
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.initialization import clean_name, materialize
@@ -70,7 +75,7 @@ def trace_step(
     There must be no default process group. Raises RecipeError as `prepare_model`, UntraceableError.
     """
     # Otherwise each operation that fake tensors do not support is logged with 40 lines
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     recipe = with_random_weights(recipe)
     # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
     # keeps averaged gradients until those of the next micro-batch
@@ -99,9 +104,7 @@ def trace_step(
 
 @contextmanager
 def _fake_process_group(ranks: int) -> Iterator[DataParallel]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         assert dist.group.WORLD is not None
         yield DataParallel(rank=0, size=ranks, group=dist.group.WORLD, device=CPU)

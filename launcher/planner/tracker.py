@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from launcher.libraries.private import (
+    CAST,
+    SAFE_SOFTMAX,
+    SOFTMAX_BACKWARD,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from launcher.planner.memory import COMPONENTS, Phase
 from launcher.planner.memory import pinned as pinned_bytes
 
@@ -86,16 +91,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(tensor, torch.Tensor):
                         record = self.see(tensor)
                         record.label = record.label or "communication"
-            if func in (aten._to_copy.default, aten.copy_.default):
+            if func in (CAST, aten.copy_.default):
                 source = args[func is aten.copy_.default]
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor, source=source)
         # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a byte
         # for each element, and on CUDA the product of gradient and result
-        if func is aten._safe_softmax.default:
+        if func is SAFE_SOFTMAX:
             self._record_transient(out.numel(), "activations")
-        elif func is aten._softmax_backward_data.default and not self._gloo:
+        elif func is SOFTMAX_BACKWARD and not self._gloo:
             self._record_transient(out.nbytes, "activations")
         return out
 

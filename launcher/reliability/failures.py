@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TextIO
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment

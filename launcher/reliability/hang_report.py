@@ -1,4 +1,4 @@
-"""What a rank records when a run hangs: stacks, the kernel's view of a process, and collectives."""
+"""What a rank records when a run hangs: stacks, and the kernel's view of a process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-
-import torch
-from torch._C import _distributed_c10d
 
 
 def stacks() -> tuple[str, str]:
@@ -36,13 +33,3 @@ def process_state(pid: int) -> list[str]:
         waits = (folder / "wchan").read_text()
     state = next(line for line in lines if line.startswith("State:")).replace("\t", " ")
     return [f"process {pid}", state, f"waits in the kernel in: {waits or '?'}"]
-
-
-def flight_recorder() -> bytes | None:
-    """The last collectives, as `torchfrtrace` reads them: of NCCL, or of gloo without it; None: not
-    recorded."""
-    name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
-    try:
-        return bytes(getattr(_distributed_c10d, name)())
-    except Exception:  # these functions are not public: they may be missing or raise anything
-        return None

@@ -25,6 +25,7 @@ from typing import Any
 
 from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
+from launcher.libraries.private import flight_recorder
 from launcher.reliability import hang_report
 from launcher.reliability.causes import describe
 from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
@@ -268,7 +269,7 @@ class Watch:
         """Writes stacks, states of neighbours and the flight recorder; publishes a summary."""
         self._answered = True
         where, stacks = hang_report.stacks()
-        recorded, folder = hang_report.flight_recorder(), self._run.log / "hang"
+        recorded, folder = flight_recorder(), self._run.log / "hang"
         process = f"process {os.getpid()} on {socket.gethostname()}"
         phase = f"in step {self._progress.step + 1}, {self._progress.phase}"
         neighbours = {

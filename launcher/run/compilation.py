@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from launcher.checkpoint.resume import recorded_recipe
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.libraries.private import compilation_observed
 from launcher.recipe.schema import Recipe
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
@@ -62,15 +63,8 @@ class Compilation:
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Follows everything that is compiled inside."""
-        from torch._dynamo.callback import callback_handler
-
-        callback_handler.register_start_callback(self._begin)
-        callback_handler.register_end_callback(self._end)
-        try:
+        with compilation_observed(self._begin, self._end):
             yield
-        finally:
-            callback_handler.remove_start_callback(self._begin)
-            callback_handler.remove_end_callback(self._end)
 
     def _begin(self, arguments: object = None) -> None:
         self._began, self._during = time.monotonic(), self._progress.phase

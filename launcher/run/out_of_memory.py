@@ -20,6 +20,7 @@ from launcher.console import aligned, bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.separate_process import run_in_process
+from launcher.libraries.private import dump_memory_snapshot
 from launcher.models.initialization import clean_name
 from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine
@@ -200,8 +201,8 @@ class MemoryPostMortem:
             file = self._run.path / f"out_of_memory_rank_{rank}.pickle"
             with contextlib.suppress(Exception):  # the report matters more
                 self._run.check()
-                torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
-                text += f"\nallocator snapshot, for pytorch.org/memory_viz: {file}"
+                if dump_memory_snapshot(str(file)):
+                    text += f"\nallocator snapshot, for pytorch.org/memory_viz: {file}"
         helps = phase in ("forward", "backward", "optimizer", "data", "evaluation")
         measured = None if gpu is None else gpu.allocated + (requested or 0)
         return self._account(self._machine, text, helps, phase=phase, rows=rows, measured=measured)

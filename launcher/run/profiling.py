@@ -6,12 +6,12 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import first_line
+from launcher.libraries.private import dump_memory_snapshot, record_memory_history
 from launcher.recipe import schema
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Profiler:
 
     def _record_memory(self) -> None:
         if self._snapshot:
-            torch.cuda.memory._record_memory_history()
+            record_memory_history(on=True)
 
     def _write(self, trace: torch_profile) -> None:
         try:
@@ -86,8 +86,8 @@ class Profiler:
         name = f"rank_{self._rank}"
         if self._snapshot:
             file = str(self._target / f"memory_{name}.pickle")
-            torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_snapshot(file)
+            record_memory_history(on=False)
         trace.export_chrome_trace(str(self._target / f"{name}.pt.trace.json"))
         where, operators = "device" if self._on_gpu else "cpu", trace.key_averages()
         for table, column in (("time", "time_total"), ("memory", "memory_usage")):

@@ -167,6 +167,8 @@ class StepRecorder:
         self._own = math.nan
         self._retries = 0.0
         """Of this rank before the interval."""
+        self.measures_waits = True
+        """See `WrappedModel.measures_waits`."""
         self.own_seconds: list[float] = []
         """Of the last record, of each rank (`_Interval.own_seconds`); empty if not measured."""
         self.totals: defaultdict[str, float] = defaultdict(float)
@@ -216,7 +218,7 @@ class StepRecorder:
         interval.tokens += step.batch.statistics.read().tokens
         interval.waited += step.batch.seconds_waited
         interval.skipped.append(step.skipped)
-        interval.timed_steps += self._timed
+        interval.timed_steps += self._timed and self.measures_waits
         interval.read()
         self._timed = not self._cuda or step.number % TIMED_EVERY == 1
 

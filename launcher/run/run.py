@@ -134,6 +134,7 @@ class TrainingRun:
             reference=reference_file(directory.path, *sections, recipe.distillation),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
         )
+        recorder.measures_waits = training.wrapped.measures_waits
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
         self._compilation = Compilation(self._progress, rank=rank.ranks.rank)

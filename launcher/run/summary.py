@@ -12,6 +12,7 @@ import transformers
 from launcher import __version__
 from launcher.console import bytes_as_text
 from launcher.data.loader import expected_padding
+from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
 from launcher.models.build import parts_without_text
 from launcher.models.chunked_loss import computes_loss
@@ -106,7 +107,7 @@ def _model(training: Training) -> Iterator[str]:
     if unused := parts_without_text(module):
         first = clean_name(unused[0])
         yield f"note: {len(unused)} tensors that text does not use are frozen, such as {first}"
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    attention = attention_implementation(module)
     if recipe.model.attention == "auto" and attention == "eager":
         yield (
             f"note: model.attention: auto is eager, because transformers has no sdpa for {name}; "

@@ -9,32 +9,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
-from torch.nn.attention import varlen  # noqa: F401 (registers the attention of packed documents)
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 
+from launcher.libraries.private import (
+    ATTENTION_OPERATORS,
+    FLOAT8_PRODUCT,
+    BatchNormBase,
+    CheckpointWrapper,
+    OpOverload,
+    argument_names,
+    checkpoint_wrapper,
+    varlen_operator,
+)
 from launcher.recipe import schema
 from launcher.strategies.activation_offload import ActivationOffload
 
 _aten = torch.ops.aten
-ATTENTION = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_fused_attention_overrideable.default,
-    torch.ops.torch_attn._varlen_attn.default,
-}
-PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default}
+ATTENTION = {*ATTENTION_OPERATORS, varlen_operator()}
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, FLOAT8_PRODUCT}
 
 
 class Kept(NamedTuple):
@@ -48,7 +44,8 @@ class Kept(NamedTuple):
 def recomputation_changes_state(block: nn.Module) -> bool:
     """Whether recomputation would update running statistics twice (BatchNorm)."""
     return any(
-        isinstance(module, _NormBase) and module.track_running_stats for module in block.modules()
+        isinstance(module, BatchNormBase) and module.track_running_stats
+        for module in block.modules()
     )
 
 
@@ -89,7 +86,7 @@ def is_random(operation: OpOverload, args: Sequence[object], kwargs: Mapping[str
     them, and random numbers drawn later in the block would differ."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    names = [argument.name for argument in operation._schema.arguments]
+    names = argument_names(operation)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from launcher.libraries.private import storage_id
+
 _T = TypeVar("_T")
 
 
@@ -45,11 +47,11 @@ class ActivationOffload:
     def forward(self, forward: Callable[..., _T], *args: Any, **kwargs: object) -> _T:
         """Calls the forward of a checkpointed block and offloads its first argument. Other
         arguments, such as position embeddings, are shared by all blocks and stay on the device."""
-        first = args[0].untyped_storage()._cdata if args else None
+        first = storage_id(args[0].untyped_storage()) if args else None
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Input:
             offloads = tensor.device.type == self.device_type
-            offloads = offloads and tensor.untyped_storage()._cdata == first
+            offloads = offloads and storage_id(tensor.untyped_storage()) == first
             return self._to_host(tensor) if offloads else tensor
 
         def unpack(packed: torch.Tensor | _Input) -> torch.Tensor:

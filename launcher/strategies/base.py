@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
+from launcher.libraries.private import foreach_norm
 from launcher.recipe import schema
 
 InitFn = Callable[[nn.Module, torch.device, torch.device], None]
@@ -24,6 +25,8 @@ class WrappedModel(ABC):
 
     optimizer_mesh: DeviceMesh | None = None
     """Mesh of the ranks that shard the optimizer state while parameters are replicated (ZeRO-1)."""
+    measures_waits = True
+    """Whether all waits of compute for communication are inside of `waiting`."""
 
     def __init__(self, model: nn.Module, *, module: nn.Module, ranks: DataParallel) -> None:
         self.model, self.module, self.waiting = model, module, ranks.waiting
@@ -68,7 +71,7 @@ def joint_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         rows = [torch.linalg.vector_norm(tensor, dim=-1).flatten() for tensor in tensors]
         norm = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).float()
     else:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors)))
     return norm
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from launcher.distributed.triton_support import missing_for_triton
+from launcher.libraries.private import compile_counters, raise_recompile_limit
 
 RECOMPILE_LIMIT = 64
 """Variants of a function that are compiled; further ones run eager. All blocks share a function, so
@@ -16,8 +15,7 @@ torch's own limit is 8."""
 
 def allow_variants() -> None:
     """Sets the limit for this process, if it is not higher."""
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    raise_recompile_limit(RECOMPILE_LIMIT)
 
 
 def why_eager(device: torch.device | str, *, here: bool = False) -> str | None:
@@ -41,15 +39,14 @@ def eager_functions() -> list[str]:
 
 
 def _reasons(category: str) -> list[str]:
-    from torch._dynamo.utils import counters
-
-    texts = [[line.strip() for line in reason.splitlines()] for reason in counters[category]]
+    texts = [
+        [line.strip() for line in reason.splitlines()] for reason in compile_counters()[category]
+    ]
     return list(dict.fromkeys(". ".join(lines[:2]) for lines in texts))
 
 
 def graphs() -> tuple[int, int]:
     """The number of graphs that were compiled so far, and how many came from the cache."""
-    from torch._dynamo.utils import counters
-
+    counters = compile_counters()
     cached = counters["aot_autograd"]["autograd_cache_hit"]
     return counters["stats"]["unique_graphs"], cached

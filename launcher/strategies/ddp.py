@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.libraries.private import stop_ddp_timing, wait_for_pending_works
 from launcher.strategies.base import InitFn, WrappedModel, dtype_name
 
 
@@ -52,9 +53,7 @@ class Ddp(WrappedModel):
                 **no_buffers,
                 gradient_as_bucket_view=True,
             )
-            # By default DDP waits for timing events in each of its first ten iterations, and in
-            # every 100th
-            self._ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+            stop_ddp_timing(self._ddp)
         super().__init__(self._ddp, module=model, ranks=ranks)
         if shard_optimizer:
             self.optimizer_mesh = DeviceMesh.from_group(
@@ -100,7 +99,7 @@ class Ddp(WrappedModel):
         # hold the old ones. Waiting once for that reduction saves a copy of all gradients at the
         # peak.
         if self._reductions == 1 and self._device_type == "cuda":
-            self._group._wait_for_pending_works()
+            wait_for_pending_works(self._group)
         self._reducing = last or self._sync_every_micro_batch
         with self._reduction, nullcontext() if self._reducing else self._ddp.no_sync():
             yield

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from launcher.distributed.process_group import DataParallel
+from launcher.libraries.private import foreach_copy_, foreach_div_, fsdp_groups, time_fsdp_waits
 from launcher.recipe.schema import CpuOffload
 from launcher.strategies.base import (
     InitFn,
@@ -132,13 +133,10 @@ class Fsdp(WrappedModel):
         self._root: FSDPModule = model
         if ranks.size > 1:
             self._separate_reductions(ranks)
-            self._time_communication(ranks.device)
+            # On a CPU collectives block where they start
+            blocking = ranks.device.type != "cuda"
+            self.measures_waits = time_fsdp_waits(model, self._timed, blocking=blocking)
         self._last: bool | None = None
-
-    def _groups(self) -> list[Any]:
-        modules = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        states = {module._get_fsdp_state(): None for module in modules}
-        return [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
 
     def _separate_reductions(self, ranks: DataParallel) -> None:
         """Gives reduce-scatters an NCCL communicator of their own, where torch can (2.13). In that
@@ -150,15 +148,6 @@ class Fsdp(WrappedModel):
         whole = self._mesh.ndim == 1 and self._mesh.size() == dist.get_world_size()
         if separate is not None and whole and ranks.device.type == "cuda":
             separate()
-
-    def _time_communication(self, device: torch.device) -> None:
-        """Times the methods in which compute waits for all-gathers and reductions."""
-        waits = ["wait_for_unshard", "post_backward", "finalize_backward"]
-        if device.type != "cuda":
-            waits.append("unshard")  # collectives block where they start
-        for group in self._groups():
-            for name in waits:
-                setattr(group, name, self._timed(getattr(group, name)))
 
     def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
         def timed(*arguments: object, **options: object) -> None:
@@ -182,8 +171,9 @@ class Fsdp(WrappedModel):
                 f", optimizer state in {policy.cpu_offload.optimizer_path or 'host memory'}"
             )
         when = "each micro-batch" if policy.sync_every_micro_batch else "the last micro-batch"
+        groups = len(fsdp_groups(self.module))  # 0: not known
         return (
-            f"fsdp: {len(self._groups())} groups over a mesh of {' x '.join(sizes)}{divided}, "
+            f"fsdp: {f'{groups} groups over' if groups else 'over'} a mesh of {' x '.join(sizes)}{divided}, "
             f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
             f"{dtype_name(policy.param_dtype)}, gradients reduced in "
             f"{dtype_name(policy.reduce_dtype)} after {when}"
@@ -243,12 +233,12 @@ class Fsdp(WrappedModel):
             if squared is not None:
                 dist.all_reduce(squared, group=group)
             if whole:
-                torch._foreach_div_(whole, divisors)
+                foreach_div_(whole, divisors)
                 flat = torch.cat([gradient.flatten() for gradient in whole])
                 dist.all_reduce(flat, group=group)
                 parts = torch.split(flat, [gradient.numel() for gradient in whole])
                 same = [part.view_as(g) for part, g in zip(parts, whole, strict=True)]
-                torch._foreach_copy_(whole, same)
+                foreach_copy_(whole, same)
         once = _squared_norm(whole)
         return torch.stack([each for each in (squared, once) if each is not None]).sum()
 

@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from launcher.distributed.process_group import DataParallel
+from launcher.libraries.private import foreach_copy_, tree_map_only, version_of
 from launcher.strategies.base import InitFn, WrappedModel, dtype_name
 
 
@@ -117,11 +117,11 @@ class OneRank(WrappedModel):
             changed: list[torch.Tensor] = [
                 master
                 for master, version in zip(self._masters, self._versions, strict=True)
-                if master._version != version
+                if version_of(master) != version
             ]
             if changed:
-                torch._foreach_copy_([self._copies[master] for master in changed], changed)
-        self._versions = [master._version for master in self._masters]
+                foreach_copy_([self._copies[master] for master in changed], changed)
+        self._versions = [version_of(master) for master in self._masters]
 
 
 def _add_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from launcher.distributed.process_group import DataParallel
+from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
@@ -95,4 +96,4 @@ def _mark_documents(model: nn.Module, args: object, kwargs: Mapping[str, torch.T
     first batch, and again when it changes."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in kwargs:
-            torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)
+            mark_dynamic(kwargs[name], 0)

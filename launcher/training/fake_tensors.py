@@ -10,6 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.data.synthetic import SyntheticData
+from launcher.libraries.private import (
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    MATH_ATTENTION,
+    grouped_product_check,
+)
 from launcher.models import attention, nf4
 
 
@@ -30,7 +36,6 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     """A context in which a model runs the operators of this kind of device, does not read the
     values of tensors, and is not compiled: compiled code would read the memory of fake tensors."""
     from transformers import masking_utils
-    from transformers.integrations import moe
 
     from launcher.models import experts
 
@@ -45,7 +50,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
         if kernel:
             replaced.set(nf4, "has_kernel", lambda device: True)
             replaced.set(nf4, "_launch", lambda rows, out: None)  # it takes no memory
-        replaced.set(moe, "_can_use_grouped_mm", grouped)
+        replaced.set(*grouped_product_check(), grouped)
         replaced.set(experts, "exchange_counts", uniform_counts)
         if "position_ids" not in data.tensors:
             replaced.set(masking_utils, "find_packed_sequence_indices", lambda positions: None)
@@ -83,21 +88,19 @@ def cuda_attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     out: torch.Tensor
-    aten = torch.ops.aten
     flash = query.dtype in (torch.bfloat16, torch.float16)
     flash = flash and not attention.without_flash(torch.device("cuda"))
     if attn_mask is None and flash and query.shape[-1] <= 256:
-        kernel = aten._scaled_dot_product_flash_attention
-        out, *_ = kernel(query, key, value, dropout_p, is_causal, scale=scale)
+        out, *_ = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, scale=scale)
         return out
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
     if enable_gqa and key.shape[1] != query.shape[1]:
-        plain = aten._scaled_dot_product_attention_math
         settings = {"scale": scale, "enable_gqa": True}
-        out, _ = plain(query, key, value, attn_mask, dropout_p, is_causal, None, **settings)
+        out, _ = MATH_ATTENTION(
+            query, key, value, attn_mask, dropout_p, is_causal, None, **settings
+        )
         return out
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    efficient = aten._scaled_dot_product_efficient_attention
-    out, *_ = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+    out, *_ = EFFICIENT_ATTENTION(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
     return out

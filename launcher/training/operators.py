@@ -17,15 +17,20 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from launcher.console import bytes_as_text
 from launcher.data.synthetic import SyntheticData
 from launcher.errors import RecipeError, first_line
+from launcher.libraries.private import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    is_mutable,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 from launcher.models.initialization import materialize
 from launcher.models.nf4 import PAIRS
 from launcher.recipe.section import size_in_bytes
@@ -251,7 +256,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operators = [
             operator
             for operator, storages in self._made[: self._needed]
-            if operator.size and not any(s._cdata in self._written for s in storages)
+            if operator.size and not any(storage_id(s) in self._written for s in storages)
         ]
         cost = sum(operator.cost for operator, _ in self._made)
         return Saved(
@@ -278,7 +283,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [tensor for tensor in made if id_of(tensor) not in inputs]
         call, attention = self._calls[func], func in ATTENTION
         self._calls[func] += 1
-        if func._schema.is_mutable:
+        if is_mutable(func):
             self._written |= inputs
         self._products += func in PRODUCTS
         if attention or (func in PRODUCTS and self._products % 2):
@@ -304,4 +309,4 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def id_of(tensor: torch.Tensor) -> int:
     """Identifier of the storage of a tensor."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())

@@ -12,7 +12,7 @@ from tests import REPOSITORY
 PACKAGE = REPOSITORY / "launcher"
 
 LEVELS = (
-    "errors console __version__",
+    "errors console libraries __version__",
     "distributed recipe",
     "reliability strategies models",
     "data",

@@ -215,8 +215,8 @@ def test_a_hang_is_reported_before_nccl_ends_the_process(
 
     nccl, gloo = Group("nccl"), Group("gloo")
     world = SimpleNamespace(pg_map={nccl: None, gloo: None})
-    monkeypatch.setattr(process_group.distributed_c10d, "_world", world)
-    monkeypatch.setattr(process_group.distributed_c10d, "_set_pg_timeout", set_all)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", set_all)
     process_group.set_timeout(timeout, hang_timeout=hang_timeout)
     assert nccl.seconds == {"cpu": timeout, "cuda": max(timeout, hang_timeout) + 120}
     assert gloo.seconds == {"cpu": timeout, "cuda": timeout}

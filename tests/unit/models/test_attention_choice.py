@@ -75,6 +75,14 @@ def test_logits_are_those_of_eager_attention(model_type, packing):
     assert torch.allclose(found, torch.cat(alone, dim=1), atol=1e-5)
 
 
+def test_a_soft_cap_needs_eager_attention(monkeypatch):
+    """transformers 5.17 says that Gemma 2 supports sdpa, which leaves its soft cap out."""
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    assert prepare("gemma2", packing=False)[1].config._attn_implementation == "eager"
+    with pytest.raises(RecipeError, match=r"^model.attention: sdpa: it has no soft cap of the"):
+        prepare("gemma2", packing=False, attention="sdpa")
+
+
 @pytest.mark.parametrize("gpu", ["T4", "V100 16GB", "H100", None])
 def test_a_plan_for_an_old_gpu_has_no_flash_attention(gpu):
     half = schema.MixedPrecision(param_dtype="float16")

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.errors import RecipeError
@@ -73,6 +74,8 @@ def test_experts_with_parameters_outside_of_the_plan_are_refused():
 )
 def test_experts_are_found_by_the_plan(model_type, config):
     model = meta_model(model_type, first_k_dense_replace=1, **config)
+    if model_type == "granitemoe" and transformers.__version__ == "5.17.0":
+        pytest.skip("transformers 5.17 has no plan for it; expert_parallel_size is refused")
     found = find_experts(model)
     assert found
     assert all(name.endswith(".experts") for name in found)

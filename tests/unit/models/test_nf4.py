@@ -297,7 +297,7 @@ def test_adapter_is_that_of_peft(base, tmp_path):
     assert (config["r"], config["lora_alpha"]) == (4, 6)
 
 
-def prepare(lora=None, strategy="fsdp", **config):
+def prepare(lora=None, strategy="ddp", **config):
     sizes = {"model_type": "llama", "num_hidden_layers": 1} | WIDE | config
     recipe = schema.Recipe(
         run=schema.Run(name="nf4", max_steps=1),
@@ -313,7 +313,7 @@ def prepare(lora=None, strategy="fsdp", **config):
 def test_fsdp_needs_a_torch_that_gathers_bytes(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
     with pytest.raises(RecipeError, match=r"strategy.kind: fsdp needs torch 2.12 or newer"):
-        prepare()
+        prepare(strategy="fsdp")
     prepare(strategy="ddp")
 
 

@@ -74,7 +74,7 @@ def attention(request, monkeypatch):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_packed_documents_match_separate_documents(model_type, attention):
     if (model_type, attention) == ("gemma2", "sdpa"):
-        attention = None  # it supports only eager attention
+        attention = "eager"  # it supports no other attention
     isolation, name = isolate(model_type, attention)
     assert (isolation, name) == (("varlen", VARLEN) if attention == "sdpa" else ("mask", "eager"))
     model = build(model_type, "eager").eval()
@@ -156,11 +156,12 @@ def test_unpacked_rows_need_no_document_bounds():
 @pytest.mark.parametrize("model_type", MODELS)
 def test_padded_rows_need_no_mask(model_type, monkeypatch):
     """Without transformers' mask, logits and gradients of tokens with targets are bit-identical."""
-    attention = None if model_type == "gemma2" else "sdpa"  # gemma2 supports only eager attention
+    capped = model_type == "gemma2"  # it supports only eager attention
+    attention = "eager" if capped else "sdpa"
     meta_model = build(model_type, attention, "meta")
     drop_causal_mask(meta_model)
     name = meta_model.config._attn_implementation
-    assert name == (VARLEN if attention else "eager")
+    assert name == ("eager" if capped else VARLEN)
     model = build(model_type, attention)
     ids, weight = torch.randint(3, 64, (2, 16)), torch.randn(2, 16, 64)
     ids[1, 9:] = 0  # padding
@@ -177,7 +178,7 @@ def test_padded_rows_need_no_mask(model_type, monkeypatch):
     seen = (torch.arange(16) < torch.tensor([[16], [9]])).long()
     masked = logits_and_gradients(attention_mask=seen)
     model.set_attn_implementation(name)
-    if attention:  # a call would raise
+    if not capped:  # a call would raise
         monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
     for found, same, near in zip(logits_and_gradients(), expected, masked, strict=True):
         assert torch.equal(found, same)

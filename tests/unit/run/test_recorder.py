@@ -99,6 +99,17 @@ def test_step_time_by_phase(clock):
     assert recorder.totals["step"] == pytest.approx(1.0), "the totals leave out the first record"
 
 
+def test_waits_that_a_strategy_cannot_time_are_null(clock):
+    recorder = StepRecorder(SINGLE_RANK)
+    recorder.measures_waits = False
+    with recorder.waiting():
+        clock.now += 1.0
+    recorder.add(step(1))
+    line = recorder.collect(recorder.launch(step(1)))
+    assert line["step_seconds"] == pytest.approx(1.0)
+    assert line["communication_seconds"] is line["slowest_rank"] is None
+
+
 @pytest.fixture
 def slow_rank_messages(monkeypatch, clock):
     """Run 60 steps of some seconds. The second-to-last rank is slow in `slow_steps`; all ranks have
