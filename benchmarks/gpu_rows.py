@@ -118,14 +118,14 @@ STEPS = [
 ]
 """Llama-3.2-1B. The rows of `ddp` keep the logits."""
 WIDTHS = [
-    Row("compiled, selective", EIGHT_LAYERS, (*FSDP, COMPILED, SELECTIVE)),
+    Row("compiled, selective", EIGHT_LAYERS, (*DDP, COMPILED, SELECTIVE, KEPT)),
     Row(
         "compiled, selective, padded rows",
         EIGHT_LAYERS,
-        (*FSDP, COMPILED, SELECTIVE, PADDED),
+        (*DDP, COMPILED, SELECTIVE, KEPT, PADDED),
     ),
-    Row("eager, selective", EIGHT_LAYERS, (*FSDP, EAGER, SELECTIVE)),
-    Row("compiled, every second block", EIGHT_LAYERS, (*FSDP, COMPILED, SECOND)),
+    Row("fsdp, eager, selective", EIGHT_LAYERS, (*FSDP, EAGER, SELECTIVE)),
+    Row("compiled, every second block", EIGHT_LAYERS, (*DDP, COMPILED, SECOND, KEPT)),
 ]
 """Eight layers of Llama-3.1-8B."""
 

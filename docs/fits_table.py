@@ -47,7 +47,11 @@ def cell(model: str, method: str, machine_name: str) -> tuple[float | None, str]
     best = search_configurations(recipe, machine, traced=0).best
     if best is None:
         return None, "does not fit"
-    words = strategy_text(best.recipe, machine.ranks).replace(", bf16", "").replace("LoRA 16 on nf4", "")
+    words = (
+        strategy_text(best.recipe, machine.ranks)
+        .replace(", bf16", "")
+        .replace("LoRA 16 on nf4", "")
+    )
     words = ", ".join(word for word in words.split(", ") if word not in ("", "LoRA 16"))
     compiled = ", compiled" if best.recipe.model.compile else ""
     return (

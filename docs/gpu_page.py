@@ -292,8 +292,8 @@ def page() -> str:
     for group, (title, text) in TITLES.items():
         lines += [f"## {title}", "", text, *group_table(group, plans, measured)]
     lines += [
-        "On one GPU *copies* are those of FSDP between weights, gradients and their buffers, or the "
-        "casts of DDP; *again* is recomputation.",
+        "On one GPU the rows of `ddp`, and those that name neither, train with the strategy for one rank.",
+        "*Copies* are those between weights, gradients and their buffers; *again* is recomputation.",
         "",
         "## Rates and costs",
         *others(measured),
