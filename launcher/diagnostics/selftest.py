@@ -115,8 +115,10 @@ def switch_off_dropout(model: nn.Module) -> None:
 
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
-    """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step."""
+    """The first one is the reference: fsdp in float32 on all ranks, one micro-batch a step. On one
+    rank its own strategy takes the place of several, and is there once."""
     own, sequences, variants = recipe.strategy.mixed_precision, SEQUENCES_PER_RANK * ranks, []
+    seen: set[tuple[str, int, int, bool]] = set()
     for name, (strategy, checkpointing) in _strategies(recipe, ranks=ranks).items():
         shared = strategy.context_parallel_size * strategy.tensor_parallel_size
         alone = strategy.replicate == shared == strategy.expert_parallel_size == 1
@@ -135,8 +137,14 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
                 distillation=None,  # a teacher has another vocabulary than a shrunk model
                 batch=Batch(global_batch_size=sequences, micro_batch_size=size),
             )
-            accumulation = sequences * shared // (size * count)
-            variants.append(Variant(name, count, accumulation, changed))
+            accumulation, label = sequences * shared // (size * count), name
+            if changed.uses_one_rank(count):  # neither DDP nor FSDP
+                offloads = strategy.cpu_offload is not None
+                label = f"one rank{', optimizer state offloaded' if offloads else ''}"
+            found = (label, count, accumulation, precision is None)
+            if found not in seen:
+                seen.add(found)
+                variants.append(Variant(label, count, accumulation, changed))
     return variants
 
 

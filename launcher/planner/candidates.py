@@ -244,6 +244,13 @@ def _strategies(
         if machine.device == "cuda" and forward and replicate in (1, written.strategy.replicate):
             for offload in offloads.values():
                 yield dataclasses.replace(sharded, cpu_offload=offload)
+                if one_rank and offload.what == "optimizer" and backward and sync is not False:
+                    yield dataclasses.replace(
+                        sharded,
+                        cpu_offload=offload,
+                        reshard_after_forward=False,
+                        sync_every_micro_batch="auto",
+                    )
 
 
 def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]:

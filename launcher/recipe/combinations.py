@@ -47,8 +47,6 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("distillation", "strategy.expert_parallel_size", "1"),
     ("distillation", "strategy.tensor_parallel_size", "1"),
     ("distillation", "model.chunked_loss", True),
-    ("model.keep_logits", "model.chunked_loss", True),
-    ("model.keep_logits", "distillation", False),
     ("lora.path", "model.path", True),
     ("preference", "data.builder", False),
     ("data.label_column data.labels", "data.kind", "classification"),

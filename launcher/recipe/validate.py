@@ -96,6 +96,15 @@ def _resharding(recipe: Recipe) -> Found:
         yield "strategy.reshard_after_forward", "needs strategy.kind: fsdp or auto"
 
 
+def _kept_logits(recipe: Recipe) -> Found:
+    if recipe.model.keep_logits is True:
+        if not recipe.model.chunked_loss:
+            yield "model.keep_logits", "needs model.chunked_loss; set model.keep_logits: auto"
+        if recipe.distillation is not None:
+            what = "not available with distillation; set model.keep_logits: auto"
+            yield "model.keep_logits", what
+
+
 def _mixture(recipe: Recipe) -> Found:
     train, streaming = recipe.data.train, recipe.data.streaming
     if not isinstance(train, dict):
@@ -386,7 +395,16 @@ def _data_files(recipe: Recipe) -> Found:
 _RULES = (
     *(_mixture, _pretrained, _attention, _classification, _masked_lm, _preference, _config, _sizes),
     _whole_export,
-    *(_new_tokens, _template_values, _micro_batch_tokens, _metrics, _nodes, _resume, _resharding),
+    *(
+        _new_tokens,
+        _template_values,
+        _micro_batch_tokens,
+        _metrics,
+        _nodes,
+        _resume,
+        _resharding,
+        _kept_logits,
+    ),
 )
 _RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)

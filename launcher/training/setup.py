@@ -27,6 +27,7 @@ from launcher.models.build import (
     padding_id,
     recomputed_flops,
 )
+from launcher.models.chunked_loss import chunk_width
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import LossScale, learning_rate
@@ -244,7 +245,12 @@ def _count_flops(
         recomputed = recomputed_flops(model, blocks, tokens=tokens)
     elif checkpointing.budget is None:  # half of the matrix products
         recomputed = recomputed_flops(model, blocks, tokens=0) / 2
-    logits = prepared.chunked_loss and recipe.model.keep_logits is not True
+    part = rows_of(recipe.batch, sequence_length=tokens) * tokens
+    part //= recipe.strategy.context_parallel_size
+    vocabulary = prepared.vocabulary or 0
+    # One chunk of all logits is kept anyway
+    several = prepared.chunked_loss and chunk_width(max(1, part), vocabulary) < vocabulary
+    logits = several and recipe.model.keep_logits is not True
     if logits and (checkpointing is None or checkpointing.budget is None):
         recomputed += 2.0 * embeddings(model)[1].weight.numel()
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

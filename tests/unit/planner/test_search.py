@@ -102,6 +102,18 @@ def test_search_offers_to_compute_kept_logits_again(load):
     assert next(smallest(written, machine())).model.keep_logits is False
 
 
+def test_one_rank_may_offload_the_optimizer_state(load):
+    """Beside FSDP, which casts weights for each block: it is slower, with less memory."""
+    alone = machine(gpus=1)
+    found = variants(load(ranks=1), alone)
+    offloaded = [
+        r for r in found if r.strategy.cpu_offload and r.strategy.cpu_offload.what == "optimizer"
+    ]
+    assert {recipe.uses_one_rank(1) for recipe in offloaded} == {True, False}
+    plain = [r for r in found if r.strategy.cpu_offload is None and r.uses_one_rank(1)]
+    assert {recipe.strategy.kind for recipe in plain} == {"ddp"}, "each configuration once"
+
+
 # Rates
 
 # fmt: off
