@@ -43,6 +43,8 @@ def test_losses_and_norms_are_those_of_one_rank(trained):
                 found, name = results[f"{model} {precision} {case}"], f"{precision} {case}"
                 # Compiled blocks and divided experts round their sums in another order
                 first = 5e-5 if case == "compiled" else 5e-6 if case == "experts" else 1e-6
+                if kind == "ddp":  # autocast adds up in float32 what one rank does in bfloat16
+                    first = max(first, 2e-5)
                 assert deviation(found["losses"][:1], alone["losses"][:1]) <= first, name
                 assert deviation(found["losses"], alone["losses"]) <= 1e-4, name
                 assert deviation(found["norms"], alone["norms"]) <= 4e-3, name
