@@ -100,7 +100,9 @@ def test_benchmarks_run_to_their_end(parts):
     assert [row["strategy"] for row in rows(found, "plan")] == ["ddp", "fsdp, full"]
 
 
-@pytest.mark.parametrize("part", ["contexts", "resume", "tests"])
+@pytest.mark.parametrize(
+    "part", ["contexts", "resume", pytest.param("tests", marks=pytest.mark.long)]
+)
 def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
     found = rows(parts(part), part)
     assert found
