@@ -26,7 +26,7 @@ from launcher.planner.recipes import micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step
 from launcher.planner.work import state_bytes
-from launcher.recipe.schema import Recipe, Strategy
+from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.prepare import PreparedModel, checked_teacher, teacher_recipe
 
@@ -120,7 +120,7 @@ def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> P
 
 
 def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMemory) -> Plan:
-    communicators = _communicators(recipe.strategy, machine.ranks)
+    communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
     before, whole = _teacher_peak(recipe, machine), profile.undivided or profile
@@ -139,17 +139,6 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         notes=(*_notes(recipe, machine), *_reference_note(profile, recipe, machine)),
         before=before,
     )
-
-
-def _communicators(strategy: Strategy, ranks: int) -> int:
-    """NCCL communicators of a rank: with FSDP over all ranks one for reductions and one for all
-    else, with hybrid sharding those of the whole, of shards and of copies."""
-    if ranks == 1:
-        return 0
-    if strategy.replicate > 1:
-        return 3
-    parts = strategy.expert_parallel_size * strategy.tensor_parallel_size
-    return 2 if strategy.kind == "fsdp" and parts == 1 else 1
 
 
 def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int) -> int:

@@ -132,22 +132,10 @@ class Fsdp(WrappedModel):
         assert isinstance(model, FSDPModule)
         self._root: FSDPModule = model
         if ranks.size > 1:
-            self._separate_reductions(ranks)
             # On a CPU collectives block where they start
             blocking = ranks.device.type != "cuda"
             self.measures_waits = time_fsdp_waits(model, self._timed, blocking=blocking)
         self._last: bool | None = None
-
-    def _separate_reductions(self, ranks: DataParallel) -> None:
-        """Gives reduce-scatters an NCCL communicator of their own, where torch can (2.13). In that
-        of the all-gathers both wait for each other.
-
-        Only where all ranks shard together: the new group hung where ranks belonged to different
-        groups before (torch 2.13, gloo)."""
-        separate = getattr(self._root, "set_separate_reduce_scatter_group", None)
-        whole = self._mesh.ndim == 1 and self._mesh.size() == dist.get_world_size()
-        if separate is not None and whole and ranks.device.type == "cuda":
-            separate()
 
     def _timed(self, wait: Callable[..., None]) -> Callable[..., None]:
         def timed(*arguments: object, **options: object) -> None:
