@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,17 +208,19 @@ def _strategies(
     """DDP, and FSDP with all settings of hybrid sharding, resharding and CPU offload."""
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
     syncs: list[Any] = [False, True] if accumulates else ["auto"]
-    one_rank = machine.ranks == 1
-    every: list[Any] = ["auto"] if one_rank else syncs
-    for sync, zero in itertools.product(every, {False, not one_rank}):
-        yield Strategy(
-            kind="ddp", mixed_precision=wide, sync_every_micro_batch=sync, shard_optimizer=zero
-        )
     offloads = {"all": CpuOffload()}
     if written.optimizer.name in ("adamw", "sgd"):  # the state of others cannot be streamed
         offloads["optimizer"] = CpuOffload(what="optimizer")
     if written.strategy.cpu_offload is not None:
         offloads[written.strategy.cpu_offload.what] = written.strategy.cpu_offload
+    if machine.ranks == 1:
+        yield Strategy(kind="ddp", mixed_precision=wide)
+        yield from _fsdp_on_one_rank(machine, precision, syncs, offloads)
+        return
+    for sync, zero in itertools.product(syncs, (False, True)):
+        yield Strategy(
+            kind="ddp", mixed_precision=wide, sync_every_micro_batch=sync, shard_optimizer=zero
+        )
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
     unit = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size
@@ -236,21 +238,36 @@ def _strategies(
             replicate=replicate,
             sync_every_micro_batch=sync,
         )
-        # On one rank weights that stay unsharded are those of DDP, and nothing is reduced
-        if not one_rank or (forward and backward and sync is not False):
-            yield (
-                dataclasses.replace(sharded, sync_every_micro_batch="auto") if one_rank else sharded
-            )
+        yield sharded
         if machine.device == "cuda" and forward and replicate in (1, written.strategy.replicate):
             for offload in offloads.values():
                 yield dataclasses.replace(sharded, cpu_offload=offload)
-                if one_rank and offload.what == "optimizer" and backward and sync is not False:
-                    yield dataclasses.replace(
-                        sharded,
-                        cpu_offload=offload,
-                        reshard_after_forward=False,
-                        sync_every_micro_batch="auto",
-                    )
+
+
+def _fsdp_on_one_rank(
+    machine: Machine,
+    precision: MixedPrecision | None,
+    syncs: Sequence[Any],
+    offloads: Mapping[str, CpuOffload],
+) -> Iterator[Strategy]:
+    """Without offload, FSDP that frees weights after the forward pass: if it keeps them, it is the
+    strategy for one rank, as DDP is. With offload of the optimizer state, both. With offload of all,
+    each way to move weights and gradients between host and device."""
+    freed = Strategy(kind="fsdp", mixed_precision=precision, reshard_after_forward=True)
+    yield freed
+    if machine.device != "cuda":
+        return
+    if (state := offloads.get("optimizer")) is not None:
+        yield dataclasses.replace(freed, cpu_offload=state)
+        yield dataclasses.replace(freed, cpu_offload=state, reshard_after_forward=False)
+    reshards = (True, False) if len(syncs) > 1 else (True,)
+    for backward, sync in itertools.product(reshards, syncs):
+        yield dataclasses.replace(
+            freed,
+            cpu_offload=offloads["all"],
+            reshard_after_backward=backward,
+            sync_every_micro_batch=sync,
+        )
 
 
 def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ def measured_choice(
     for chosen in allowed(recipe, machine, limit_micro_batch=limit_micro_batch):
         if _settings(chosen, machine) == settings and make_plan(chosen, machine).fits is not False:
             why = (
-                f"{strategy_text(chosen, machine.ranks)}; {batch_text(chosen, machine.ranks)}. The fastest "
-                f"measured, on {kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, "
+                f"{strategy_text(chosen, machine.ranks)}; {batch_text(chosen, machine.ranks)}. "
+                f"The fastest measured, on {kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, "
                 f"{speed:,.0f} tokens/s ({file})"
             )
             return chosen, overrides_between(recipe, chosen), why

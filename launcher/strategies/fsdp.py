@@ -159,9 +159,10 @@ class Fsdp(WrappedModel):
                 f", optimizer state in {policy.cpu_offload.optimizer_path or 'host memory'}"
             )
         when = "each micro-batch" if policy.sync_every_micro_batch else "the last micro-batch"
-        groups = len(fsdp_groups(self.module))  # 0: not known
+        groups = len(fsdp_groups(self.module))
+        counted = f"{groups} groups over" if groups else "over"  # 0: the number is not known
         return (
-            f"fsdp: {f'{groups} groups over' if groups else 'over'} a mesh of {' x '.join(sizes)}{divided}, "
+            f"fsdp: {counted} a mesh of {' x '.join(sizes)}{divided}, "
             f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
             f"{dtype_name(policy.param_dtype)}, gradients reduced in "
             f"{dtype_name(policy.reduce_dtype)} after {when}"

@@ -1,6 +1,7 @@
-"""One rank: nothing is sharded or reduced. Weights in the compute dtype stand beside float32 masters.
+"""One rank: nothing is sharded or reduced. The rank holds float32 masters, and copies of them in the
+compute dtype.
 
-Compute reads the former. They are copies of the masters, made once per step (6 bytes moved for a
+Forward and backward passes use the copies, which are made once per step (6 bytes moved for a
 parameter in 16 bits). The gradient of a micro-batch is added to that of the master, in float32, as
 soon as it is complete (6 bytes in the first micro-batch of a step, 10 in later ones), and is freed.
 FSDP2 over one rank casts and copies weights for each pass and gradients for each micro-batch.
