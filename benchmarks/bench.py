@@ -105,6 +105,15 @@ MODES = {
         flags=("--reduce-once",),
         accumulation=4,
     ),
+    "fsdp-bf16-chosen": Mode(  # what the launcher chooses for a long run on GPUs
+        "raw_fsdp.py",
+        {
+            "strategy": {"kind": "fsdp", "mixed_precision": _BF16},
+            "model": {"compile": True},
+        },
+        bf16=True,
+        peers="fsdp",
+    ),
     "ddp-fp32-packed": Mode(
         "raw_ddp.py", {"strategy": {"kind": "ddp", "mixed_precision": None}}, packed=True
     ),
@@ -364,10 +373,9 @@ class Bench:
             "schedule": {"kind": "cosine", "warmup_steps": self.warmup_steps, "min_ratio": 0.1},
             "evaluation": {"every_steps": None},
             "checkpoint": {"export": None},
-            **mode.recipe,
         }
-        for section, keys in changes.items():
-            recipe[section] = {**recipe[section], **keys}
+        for section, keys in (*mode.recipe.items(), *changes.items()):
+            recipe[section] = {**recipe.get(section, {}), **keys}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
         command = torchrun(self.ranks, script, f"recipe={folder / 'recipe.yaml'}")
         return run(command, log=folder / "output.txt", limit=self.limit)

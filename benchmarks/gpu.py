@@ -61,7 +61,7 @@ informative first. Time that a part does not use is left to those after it. Star
 some two minutes more."""
 GROUPS = ("steps", "widths", "memory", "goals")
 """Groups of gpu_rows.py, each a part."""
-OTHERS = ("goals", "doctor", "contexts", "tests", "plan")
+OTHERS = ("goals", "peers", "tuning", "doctor", "contexts", "tests", "plan")
 PARTS = ("plans", *itertools.chain.from_iterable(parts for _, parts in CALLS.values()), *OTHERS)
 """All parts in their order; the calls find the plans in the repository."""
 LONGEST_COMMAND = 2000
@@ -142,6 +142,14 @@ def commands(part: str, *, gpu: str, gpus: int, quick: bool, logs: Path) -> list
         words += ["--device-size", size]
         modes = ["fsdp-bf16-packed"] if quick else ["fsdp-bf16-packed", "fsdp-bf16"]
         return [Command(part, [*words, "--modes", *modes], tables)]
+    if part == "peers":
+        words = [HERE / "compare.py", *ranks, "--rounds", 1, "--cold", "--no-losses"]
+        words += ["--steps", 4, "--skip", 1] if quick else ["--steps", 12, "--skip", 4]
+        words += ["--device-size", size, "--modes", "fsdp-bf16-chosen"]
+        return [Command(part, [*words, "--sides", "launcher", "accelerate", "trainer"], tables)]
+    if part == "tuning":
+        words = [HERE / "gpu_kernels.py", "--sections", "variants"]
+        return [Command(part, [*words, *(["--tiny"] if quick else [])], tables)]
     if part == "checkpoint":
         # Large batches for the full run: short steps could not hide an asynchronous save
         short = ["--megabytes", 50, "--repeats", 2]

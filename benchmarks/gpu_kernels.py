@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -425,6 +426,51 @@ def offload(report: Report) -> None:
     report.error("state on the host: weights, share with other bits", unequal(state, plain), 0.0)
 
 
+def timed_by_events(body: Callable[[], object], *, repeats: int = 20) -> float:
+    """Seconds of a call on the GPU without the time to launch it, the mean of `repeats`."""
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    body()
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        body()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1000 / repeats
+
+
+def variants(report: Report) -> None:
+    """The launcher's Triton kernels with other sizes of a program than those in the source."""
+    from launcher.models import nf4, nf4_kernel
+    from launcher.optimizers import low_precision_kernel
+    from launcher.optimizers.low_precision import LowPrecisionAdamW
+
+    if not report.cuda:
+        return
+    rows = 16 if report.tiny else 14336
+    packed = torch.randint(255, (rows, nf4.row_bytes(4096)), dtype=torch.uint8, device="cuda")
+    for numbers, warps in itertools.product((1024, 2048, 4096), (1, 2, 4, 8)):
+        nf4_kernel.NUMBERS, nf4_kernel.WARPS = numbers, warps
+        seconds = timed_by_events(lambda: nf4.dequantize(packed, HALF))
+        each = 1e12 * seconds / rows / 4096
+        name = f"NF4 to bfloat16, {numbers} numbers, {warps} warps: ms for 10^9 numbers"
+        report.value(name, each)
+    weight = nn.Parameter(torch.randn(rows, 4096, device="cuda"))
+    weight.grad = torch.randn_like(weight)
+    group = {"params": [("w", weight)], "weight_decay": 0.1}
+    for dtype in ("int8", "bfloat16"):
+        made = LowPrecisionAdamW(
+            [group], state_dtype=dtype, seed=5, lr=1e-3, betas=(0.9, 0.95), eps=1e-8
+        )
+        made.state[weight] = made.initial_state(made.param_groups[0], weight)
+        made.found_inf = torch.zeros((), device="cuda")
+        for blocks, warps in itertools.product((2, 4, 8), (2, 4, 8)):
+            low_precision_kernel.BLOCKS, low_precision_kernel.WARPS = blocks, warps
+            each = 1e12 * timed_by_events(made.step) / weight.numel()
+            report.value(f"AdamW in {dtype}, {blocks} blocks, {warps} warps: ms for 10^9", each)
+
+
 def float8(report: Report) -> None:
     """A product in float8 against float64, and its time. A failure without torchao."""
     from launcher.models.float8 import use_float8
@@ -451,6 +497,7 @@ SECTIONS = (
     attention_times,
     loss,  # this and the next section compile for many seconds
     float8,
+    variants,
 )
 
 
@@ -460,7 +507,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [section.__name__ for section in SECTIONS]
-    parser.add_argument("--sections", nargs="+", choices=names, default=names)
+    usual = [name for name in names if name != "variants"]
+    parser.add_argument("--sections", nargs="+", choices=names, default=usual)
     parser.add_argument("--tiny", action="store_true", help="small sizes: does everything run?")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()

@@ -107,6 +107,7 @@ FULL = "activation_checkpointing={mode: full}"
 SECOND = "activation_checkpointing={mode: full, every_n_blocks: 2}"
 SELECTIVE = "activation_checkpointing={mode: selective}"
 PADDED = "data.packing=false"
+OFFLOAD = "strategy.cpu_offload.pin_memory=true"
 LORA = "lora={rank: 16, alpha: 32}"
 EIGHT_LAYERS = LLAMA_8B | {"num_hidden_layers": 8}
 
@@ -115,6 +116,8 @@ STEPS = [
     Row("fsdp, compiled", LLAMA_1B, (*FSDP, COMPILED)),
     Row("ddp, eager", LLAMA_1B, (*DDP, EAGER, KEPT)),
     Row("fsdp, eager", LLAMA_1B, (*FSDP, EAGER)),
+    Row("fsdp, eager, selective", LLAMA_1B, (*FSDP, EAGER, SELECTIVE)),
+    Row("fsdp, eager, full, offload", LLAMA_1B, (*FSDP, EAGER, FULL, OFFLOAD)),
 ]
 """Llama-3.2-1B. The rows of `ddp` keep the logits."""
 WIDTHS = [
@@ -142,7 +145,7 @@ MEMORY = [
     memory_row("fsdp, padded rows", *FSDP, PADDED),
     memory_row("ddp, LoRA", *DDP, LORA),
     memory_row("fsdp, 2 held back", *SHARDED, "strategy.sync_every_micro_batch=false", micro_batches=2),
-    memory_row("fsdp, full, offload", *FSDP, FULL, "strategy.cpu_offload.pin_memory=true"),
+    memory_row("fsdp, full, offload", *FSDP, FULL, OFFLOAD),
 ]  # fmt: skip
 """Llama-3.2-1B; only the peak counts. Eager, because the plan traces eager blocks."""
 

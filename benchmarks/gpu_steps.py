@@ -9,9 +9,11 @@ each, when it is done:
 - `ms`: a step, the mean of those after the warm-up; `enqueue ms`: until the host has started it.
 - `GiB`: the most bytes of tensors; `reserved GiB`: of the allocator; `retries`: allocations that it
   repeated after it had waited for the GPU and freed memory.
-- `waits`: lines of code that wait for the GPU in a step; `kernels, ms`: of one step, by kind.
+- `waits`: lines of code that wait for the GPU in a step; `kernels, ms`: of one step, by kind, and
+  the longest kernels of no kind by name.
 
-The rows of the group `memory` have only time and memory. A row that fails has its reason.
+Rows are full, and each is one document, so that MFU counts no attention that is masked away. The
+rows of the groups `memory` and `goals` have only time and memory. A row that fails has its reason.
 Exit status: 1 if one failed, or if its loss did not fall.
 """
 
@@ -22,6 +24,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import sys
 import time
 import warnings
@@ -65,6 +68,7 @@ KINDS = {
     "optimizer": ("multi_tensor",),
 }
 """Words in the names of kernels."""
+SPACES = re.compile(r"\s+")
 
 
 class Measured:
@@ -113,11 +117,19 @@ def kernel_times() -> Iterator[Counter[str]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield found
         synchronize()
+    others: Counter[str] = Counter()
     for event in profile.key_averages():
-        name = event.key.lower()
+        if event.device_type == torch.autograd.DeviceType.CPU:  # a launch, not a kernel
+            continue
+        name, ms = event.key.lower(), event.device_time_total / 1000
         kinds = (kind for kind, words in KINDS.items() if any(word in name for word in words))
-        found[next(kinds, "others")] += event.device_time_total / 1000
+        kind = next(kinds, "others")
+        found[kind] += ms
         found["count"] += event.count
+        if kind == "others":
+            others[SPACES.sub(" ", event.key)[:100].replace("|", "/")] += ms
+    for name, ms in others.most_common(5):
+        found[f"of others: {name}"] = ms
 
 
 def train(row: Row, ranks: DataParallel, *, warm_up: int, timed: int, detailed: bool) -> Measured:
@@ -136,7 +148,7 @@ def train(row: Row, ranks: DataParallel, *, warm_up: int, timed: int, detailed: 
         torch.cuda.reset_peak_memory_stats()
         retried = torch.cuda.memory_stats()["num_alloc_retries"]
     prepared = prepare_model(recipe, device=device)
-    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
+    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks), documents=1)
     wrapped = prepared.wrap(recipe, ranks)
     optimizer = prepared.make_optimizer(wrapped, recipe)
     update = Update(optimizer, lambda step: 1e-4, LossScale(device, enabled=False), 1.0)
@@ -206,7 +218,7 @@ def cells(row: Row, found: Measured, plan: dict[str, Any], ranks: int, gpu: str 
     if kernels is not None:
         count = kernels.pop("count", 0)
         parts = [f"{kind} {ms:.1f}" for kind, ms in kernels.most_common()]
-        times = ", ".join([*parts, f"{count:.0f} kernels"])
+        times = ", ".join([f"{count:.0f} kernels", *parts])
     return " | ".join(
         [
             row.name,
@@ -234,10 +246,10 @@ def measure(options: argparse.Namespace, ranks: DataParallel) -> list[str]:
     listed = None if gpu is None else find_gpu(gpu)
     known = None if listed is None else listed.name
     plans = planned(options.plans, known or "", ranks.size)
-    detailed = options.group != "memory"
+    detailed = options.group in ("steps", "widths")
     count = {"warm_up": 3, "timed": 2 if options.tiny else 5}
-    if not detailed:
-        count = {"warm_up": 1, "timed": 2}
+    if not detailed:  # the steps of goals take many seconds
+        count = {"warm_up": 2, "timed": 2 if options.group == "memory" else 1}
 
     def show(line: str) -> None:
         if ranks.rank == 0:

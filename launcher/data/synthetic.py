@@ -56,10 +56,11 @@ def synthetic_data(
     *,
     model: ModelInputs,
     packed: bool,
+    documents: int = 2,
     distillation: schema.Distillation | None = None,
 ) -> SyntheticData:
-    """A micro-batch of full sequences; with data.builder, of its first samples. packed: rows of two
-    documents."""
+    """A micro-batch of full sequences; with data.builder, of its first samples. packed: each row has
+    this number of documents of equal length."""
     length = data.sequence_length
     rows = rows_of(batch, sequence_length=length)
     summed: Loss = summed_loss
@@ -114,7 +115,8 @@ def synthetic_data(
         summed = partial(summed_preference_loss, settings=schema.Preference())
     else:
         sequences = [
-            make_sample((part, part) for part in np.array_split(row, 1 + packed)) for row in ids
+            make_sample((part, part) for part in np.array_split(row, documents if packed else 1))
+            for row in ids
         ]
         collated = collate_sequences(
             sequences, length=length, packed=packed, masking=model.masking, part=model.part

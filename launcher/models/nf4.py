@@ -165,6 +165,7 @@ def _launch(rows: torch.Tensor, out: torch.Tensor) -> None:
         kernel.dequantize[(count, -(-features // kernel.NUMBERS))](
             *(rows.contiguous(), levels, out, features, rows.shape[1]),
             numbers=kernel.NUMBERS,
+            num_warps=kernel.WARPS,
             enable_fp_fusion=False,
         )
 

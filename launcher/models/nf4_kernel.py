@@ -12,6 +12,8 @@ import triton.language as tl
 
 NUMBERS = 1024
 """Numbers of a row that a program of the kernel converts."""
+WARPS = 4
+"""Warps of a program."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

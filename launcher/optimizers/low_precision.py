@@ -176,6 +176,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             int8=state["exp_avg"].dtype == torch.int8,
             blocks_at_once=kernel.BLOCKS,
+            num_warps=kernel.WARPS,
             aligned=width % 16 == 0,
             enable_fp_fusion=False,
         )

@@ -18,6 +18,8 @@ _TINY = tl.constexpr(2.0**-126)
 """The smallest normal float32 number."""
 BLOCKS = 4
 """Blocks of numbers that a program of the kernel updates."""
+WARPS = 4
+"""Warps of a program."""
 
 
 @triton.jit

@@ -170,9 +170,14 @@ class PreparedModel:
         )
 
     def synthetic_data(
-        self, data: schema.Data, batch: schema.Batch, part: RowPart = WHOLE_ROW
+        self,
+        data: schema.Data,
+        batch: schema.Batch,
+        part: RowPart = WHOLE_ROW,
+        documents: int = 2,
     ) -> SyntheticData:
-        """Micro-batches as full as the recipe's can be, without the data."""
+        """Micro-batches as full as the recipe's can be, without the data. A packed row has this number
+        of documents of equal length."""
         return synthetic_data(
             data,
             batch,
@@ -184,6 +189,7 @@ class PreparedModel:
                 task=self.task,
             ),
             packed=self.packed,
+            documents=documents,
             distillation=self.distillation,
         )
 
