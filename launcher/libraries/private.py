@@ -274,6 +274,45 @@ def time_fsdp_waits(model: nn.Module, timed: Callable[[Method], Method], *, bloc
     return True
 
 
+def after_fsdp_reductions(model: nn.Module, call: Callable[[Any], None]) -> bool:
+    """Calls `call(group)` after the reduction of each of FSDP's groups has been started.
+
+    torch 2.11 to 2.13. Without it the result is False: FSDP sums gradients in host memory itself.
+    """
+    groups = fsdp_groups(model)
+    attributes = ("post_backward", "fsdp_params")
+    if missing := [name for name in attributes if not all(hasattr(g, name) for g in groups)]:
+        log_missing(f"FSDPParamGroup.{missing[0]}", "FSDP adds offloaded gradients, slowly")
+        return False
+
+    def followed(group: Any, start: Callable[..., None]) -> Callable[..., None]:
+        def post_backward(*arguments: object) -> None:
+            start(*arguments)
+            call(group)
+
+        return post_backward
+
+    for group in groups:
+        group.post_backward = followed(group, group.post_backward)
+    return bool(groups)
+
+
+def copied_gradients(group: Any) -> list[nn.Parameter]:
+    """Parameters of one of FSDP's groups whose gradients are in host memory. Waits for the copies.
+
+    torch 2.11 to 2.13; `after_fsdp_reductions` gives the group.
+    """
+    found = list[nn.Parameter]()
+    for of_fsdp in group.fsdp_params:
+        if of_fsdp.sharded_param.grad is None:
+            continue
+        if (copied := of_fsdp.grad_offload_event) is not None:
+            copied.synchronize()
+            of_fsdp.grad_offload_event = None
+        found.append(of_fsdp.sharded_param)
+    return found
+
+
 def stop_ddp_timing(ddp: nn.Module) -> None:
     """Keeps DDP from waiting for its timing events, which it does by default in each of its first
     ten iterations, and in every 100th.

@@ -104,6 +104,14 @@ class _Step:
             groups = (*profile.groups, profile.unused)
             pins = sum(group.pinned(work.shards, work.size) for group in groups)
             self.host = pins if offload.pin_memory else masters + gradients
+            if work.reductions > 1:  # those of two groups, until they are added to the sums
+                size = [
+                    group.pinned_gradients(work.shards)
+                    if offload.pin_memory
+                    else 4 * group.trained // work.shards
+                    for group in profile.groups
+                ]
+                self.host += max(size) + max(size[:-2], default=0)
         buffers = min(FILE_BUFFERS * work.bucket, work.states) if work.in_file else 0
         self.slots = min(SLOTS * work.bucket, work.states)
         # Without a GPU, or with parameters on the host, files are read into the buffers themselves

@@ -139,8 +139,14 @@ class WeightGroup:
 
     def pinned(self, shards: int, dtype_bytes: int) -> int:
         """Bytes of pinned memory that shards and their gradients take."""
-        gradients = [4 * weight.count for weight in self.parameters if weight.trained]
-        return sum(pinned(size // shards) for size in [*self.sizes(dtype_bytes), *gradients])
+        weights = sum(pinned(size // shards) for size in self.sizes(dtype_bytes))
+        return weights + self.pinned_gradients(shards)
+
+    def pinned_gradients(self, shards: int) -> int:
+        """Bytes of pinned memory that the gradients of the shards take."""
+        return sum(
+            pinned(4 * weight.count // shards) for weight in self.parameters if weight.trained
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -292,9 +292,9 @@ def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float
             forward, backward, waits = 0.0, 0.0, forward + backward
         download = 4 * trained / rates.host_bandwidth
         addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw
-        backward += download
-        # From the second reduction on, backward waits for the copy and the addition on the host
-        waits += (work.reductions - 1) * (download + addition)
+        # From the second reduction on, the host adds a group's gradients during the backward pass of
+        # the next one
+        backward += work.reductions * download + (work.reductions - 1) * addition
         update = trained / rates.host_adamw * updating / ADAMW_BYTES
     # Files are read and written, by all ranks of a node from one drive
     update = max(update, 2 * work.in_file * machine.gpus_per_node / DISK)

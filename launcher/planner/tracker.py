@@ -197,8 +197,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         held: Mapping[str, int] | None = None,
         without: frozenset[str] = frozenset(),
     ) -> list[tuple[Place, Held]]:
-        """The highest moment of each place between two events, in order. held: bytes to begin with,
-        in place of those held at `since`. without: modules whose events do not count."""
+        """The highest moment of each place between two events, in order, with the most host memory of
+        the place. held: bytes to begin with, in place of those held at `since`. without: modules
+        whose events do not count."""
         now, last, most = self.at(since) if held is None else dict(held), None, 0
         moments: list[tuple[Place, Held]] = []
         for place, record, delta in self._events[since:until]:
@@ -209,9 +210,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if place != last:
                 moments.append((place, dict(now)))
                 last, most = place, total
-            elif total > most:
+                continue
+            host = max(moments[-1][1][HOST], now[HOST])
+            if total > most:
                 moments[-1] = (place, dict(now))
                 most = total
+            moments[-1][1][HOST] = host
         return moments
 
 

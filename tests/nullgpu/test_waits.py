@@ -136,8 +136,8 @@ def check(found, checks):
 # With CPU offload, FSDP2 waits after the last backward pass for the copy of each gradient, and the
 # optimizer on the host for the number of targets, which is 0 if the step must change nothing
 COPY_WAITS = {"event": PARAMETERS, "copy": 1}
-# With a second reduction, FSDP2 also waits before it adds each gradient to the one on the host
-ADD_WAITS = COPY_WAITS | {"copy": PARAMETERS + 1}
+# With a second reduction, each gradient is copied twice, and the host adds it
+ADD_WAITS = COPY_WAITS | {"event": 2 * PARAMETERS}
 
 
 def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
