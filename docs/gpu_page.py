@@ -36,12 +36,20 @@ Every figure that a GPU has measured, beside the prediction that was made withou
 `make gpu-plans` makes the predictions with the memory plan and the speed model, and
 `python -m docs.gpu_page build/gpu/gpu.json` adds the figures of `make gpu-first` or `make test-gpu`
 and writes this page. `benchmarks/README.md` says how they are measured.
+
+In short, on one H100 (2026-11-26): the measured peak is within 0.1 % of the plan for all 13 eager configurations, and
+0.2 to 3.1 % below it for all 9 compiled ones. A step takes 0.84 to 1.13 times the predicted time, except with
+parameter offload (1.4 and 5.1 times). Every kernel has the CPU's bits or stays far below its limit; no step waits for
+the GPU; a resumed run, and one with a killed rank, have the bits of an undisturbed one. LoRA of Llama-3.1-8B runs at
+14,400 tokens/s, 15 % above NeMo Automodel's published figure, and Qwen3-0.6B at 60,000, 2.3 times prime-rl's.
+
+The 5.1 times were found this way: FSDP copied gradients to pageable memory. They are page-locked since, which no GPU
+has measured, nor several GPUs, an H200, or accelerate and Trainer beside the launcher.
 """
 TITLES = {
     "steps": (
         "A step of Llama-3.2-1B",
-        "Two micro-batches of 2 x 4,096 tokens, bfloat16, AdamW in float32. The plan traces eager "
-        "blocks; compiled ones need less memory.",
+        "Two micro-batches of 2 x 4,096 tokens, bfloat16, AdamW in float32.",
     ),
     "widths": (
         "Layers of Llama-3.1-8B",
@@ -79,6 +87,8 @@ def add(measured: dict[str, dict[str, Any]], file: Path) -> None:
         gpu = machine["gpu"] if listed is None else listed.name
         key = gpu if machine["gpus"] == 1 else f"{gpu} x {machine['gpus']}"
         figures = [row for command in part["commands"] for row in command["figures"]]
+        if not figures:  # it was interrupted
+            continue
         kept = {"date": part["date"], "machine": machine, "status": part["status"]}
         measured.setdefault(key, {})[name] = kept | {"figures": figures}
 
@@ -101,7 +111,15 @@ def table(header: str, rows: list[list[str]]) -> list[str]:
 def runs(measured: dict[str, Any]) -> list[str]:
     """The machines that have measured, with date and versions."""
     rows = [
-        [name, gpu, part["date"], machine["torch"], machine["transformers"], machine["commit"]]
+        [
+            name,
+            gpu,
+            part["status"],
+            part["date"],
+            machine["torch"],
+            machine["transformers"],
+            machine["commit"],
+        ]
         for gpu, parts in measured.items()
         for name, part in parts.items()
         for machine in [part["machine"]]
@@ -112,7 +130,7 @@ def runs(measured: dict[str, Any]) -> list[str]:
             "**No GPU has measured anything yet**, so the columns *measured* are empty.",
             "",
         ]
-    return table("part | GPU | date | torch | transformers | commit", rows)
+    return table("part | GPU | status | date | torch | transformers | commit", rows)
 
 
 def goals(plans: dict[str, Any], measured: dict[str, Any]) -> list[str]:
@@ -139,6 +157,11 @@ def goals(plans: dict[str, Any], measured: dict[str, Any]) -> list[str]:
             column = "tokens/s"
         predicted += "" if ratio >= 1 else f" ({ratio - 1:+.0%})"
         found = figure(measured, key, "goals", row.name, column)
+        for same in GROUPS["steps"]:  # with more steps
+            if (same.config, same.overrides) == (row.config, row.overrides):
+                found = figure(measured, key, "steps", same.name, column) or found
+        if column == "tokens/s" and found:
+            found = f"{float(found):,.0f}"
         rows.append(
             [row.name, f"{goal.gpus} {gpu}", tokens(row), wanted, predicted, found, goal.why]
         )

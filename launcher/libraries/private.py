@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 Method = Callable[..., None]
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_Result = TypeVar("_Result")
 
 
 @functools.cache
@@ -311,6 +312,54 @@ def copied_gradients(group: Any) -> list[nn.Parameter]:
             of_fsdp.grad_offload_event = None
         found.append(of_fsdp.sharded_param)
     return found
+
+
+def run_partitioned(
+    function: Callable[..., _Result], inputs: tuple[object, ...]
+) -> tuple[_Result, list[tuple[int | None, int]]]:
+    """Runs a function on fake tensors as the default backend of `torch.compile` divides it into a
+    forward and a backward pass.
+
+    Returns its result, and for each storage that the forward pass saves for the backward pass the
+    index among the flat inputs (None: it is computed) and its bytes.
+
+    torch 2.11 to 2.13 (`torch._functorch`). Without it ImportError is raised, and a plan counts
+    what autograd saves.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    saved: dict[Any, tuple[int | None, int]] = {}
+
+    def partition(
+        joint: Any, example: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[Any, Any]:
+        forward, backward = min_cut_rematerialization_partition(
+            joint, example, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+        )
+        nodes = list(forward.graph.nodes)
+        given = [node for node in nodes if node.op == "placeholder"]
+        for output in nodes[-1].args[0][num_fwd_outputs:]:
+            node = _base_of(output)
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor):
+                saved[node] = (given.index(node) if node in given else None, value.nbytes)
+        return forward, backward
+
+    compiled = aot_function(function, fw_compiler=lambda graph, _: graph, partition_fn=partition)
+    result: _Result = compiled(*inputs)
+    return result, list(saved.values())
+
+
+def _base_of(node: Any) -> Any:
+    """The node of a graph that made the storage of this one's result."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        views = [a for a in schema.arguments if a.alias_info is not None] if schema else []
+        if not views or any(view.alias_info.is_write for view in views):
+            break
+        node = node.args[0]
+    return node
 
 
 def stop_ddp_timing(ddp: nn.Module) -> None:

@@ -56,7 +56,7 @@ def forward_peak(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> int:
     # One unit computes while the next is gathered, and copied out of the buffer of its all-gather
     gathered = 3 * max(unsharded) if strategy.reshard_after_forward else sum(unsharded)
     logits = work.tokens * work.logits_width * (size + 8) + 3 * work.root.output
-    computed = max([logits, *(block.kept + block.output for block in work.blocks)])
+    computed = max([logits, *(block.eager + block.output for block in work.blocks)])
     workspaces = CUBLAS_WORKSPACES if work.on_gpu else 0
     return round(held / work.shards + profile.buffers + gathered + computed) + workspaces
 
@@ -138,7 +138,7 @@ class _Step:
                 self.kept_casts += block.casts
             self.activations += kept
             # Recomputed activations of a block, without the first tensor to be freed
-            self.working = max(self.working, block.kept - block.widest - kept)
+            self.working = max(self.working, block.eager - block.widest - kept)
             space = BACKWARD_WIDEST * block.widest + block.output + block.dequantized
             self.space = max(self.space, space)
 

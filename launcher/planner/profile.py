@@ -270,19 +270,21 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     mixed = recipe.strategy.mixed_precision
     divided = recipe.strategy.tensor_parallel_size
     model = dataclasses.replace(with_random_weights(recipe).model, keep_logits="auto")
-    key = repr((model, recipe.lora, recipe.data, mixed, device, divided))
+    compiled = recipe.model.compile is True
+    key = repr((model, recipe.lora, recipe.data, mixed, device, divided, compiled))
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]
 
 
 def _profile(recipe: Recipe, device: Device) -> ModelProfile:
+    compiled = recipe.model.compile is True
     recipe = with_random_weights(recipe)
     prepared = prepared_model(recipe, device=device)
     profile = profile_of_shapes(prepared, recipe, device=device)
     own = compute_dtype(recipe.strategy)
     offered = torch.bfloat16 if own == torch.float32 else own  # by the search
-    return with_saved(profile, prepared, recipe, dtypes={own, offered})
+    return with_saved(profile, prepared, recipe, dtypes={own, offered}, compiled=compiled)
 
 
 def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
@@ -358,21 +360,31 @@ def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
 
 
 def with_saved(
-    profile: ModelProfile, prepared: PreparedModel, recipe: Recipe, *, dtypes: set[torch.dtype]
+    profile: ModelProfile,
+    prepared: PreparedModel,
+    recipe: Recipe,
+    *,
+    dtypes: set[torch.dtype],
+    compiled: bool = False,
 ) -> ModelProfile:
-    """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors.
-    Deletes blocks of the prepared model."""
+    """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors,
+    and with `compiled` what they save if they are compiled. Deletes blocks of the prepared model."""
     if profile.undivided is not None:
         divide_layers(prepared.model, PlannedRank(recipe.strategy.tensor_parallel_size))
         with Replacements() as replaced:
             for module, name in COLLECTIVES:
                 replaced.set(module, name, lambda *args, **options: None)
-            return _with_saved(profile, prepared, recipe, dtypes=dtypes)
-    return _with_saved(profile, prepared, recipe, dtypes=dtypes)
+            return _with_saved(profile, prepared, recipe, dtypes=dtypes, compiled=compiled)
+    return _with_saved(profile, prepared, recipe, dtypes=dtypes, compiled=compiled)
 
 
 def _with_saved(
-    profile: ModelProfile, prepared: PreparedModel, recipe: Recipe, *, dtypes: set[torch.dtype]
+    profile: ModelProfile,
+    prepared: PreparedModel,
+    recipe: Recipe,
+    *,
+    dtypes: set[torch.dtype],
+    compiled: bool,
 ) -> ModelProfile:
     kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
@@ -389,6 +401,7 @@ def _with_saved(
             device=profile.device,
             dtype=dtype,
             autocast=autocast,
+            compiled=compiled,
         )
         return {kind_of[name]: block for name, block in of_blocks.items()}
 

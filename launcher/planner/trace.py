@@ -6,9 +6,10 @@ blocks are traced, and extrapolated linearly.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
@@ -42,6 +43,7 @@ from launcher.planner.memory import (
     CUBLAS_WORKSPACES,
     Components,
     Moment,
+    Phase,
     StepMemory,
 )
 from launcher.planner.profile import original_model, prepared_model
@@ -393,6 +395,32 @@ def _extrapolated(
         host=line(small.host, large.host),
         disk=line(small.disk, large.disk),
     )
+
+
+def with_compiled_blocks(step: StepMemory, less: Sequence[int], names: Sequence[str]) -> StepMemory:
+    """The memory of a traced step, whose blocks are eager, if they were compiled.
+
+    `less` has the bytes by which each block then saves less for its backward pass, in the order of
+    `names`. In the backward pass of a block it counts as eager, because what it did not save is
+    computed again.
+    """
+    index = {name: number for number, name in enumerate(names)}
+
+    def compiled(phase: Phase, where: str, components: Components) -> Components:
+        count = len(names) if where not in index else index[where] + (phase == "forward")
+        if phase == "optimizer" or (phase == "forward" and not where):
+            count = 0
+        saved = max(0, components.activations - sum(less[:count]))
+        return dataclasses.replace(components, activations=saved)
+
+    timeline = (
+        dataclasses.replace(
+            moment, components=compiled(moment.phase, moment.where, moment.components)
+        )
+        for moment in step.timeline
+    )
+    after_forward = compiled("backward", "", step.after_forward)
+    return dataclasses.replace(step, timeline=tuple(timeline), after_forward=after_forward)
 
 
 def _highest(step: StepMemory) -> dict[Place, Components]:

@@ -69,7 +69,9 @@ class Pass:
     """The forward pass of a block, or of the root, in one micro-batch. Bytes."""
 
     kept: float
-    """Saved by autograd."""
+    """Saved for the backward pass, if checkpointing recomputes nothing."""
+    eager: float
+    """Saved by autograd, if the block is not compiled. Also what recomputation holds."""
     selective: float = 0
     """Kept by selective checkpointing in addition to the input of the block."""
     spared: float | None = None
@@ -178,7 +180,10 @@ class Work:
                 of_class = profile.autocast
                 output = float(self.rows * of_class[kind].input)
             saved = of_class[kind]
-            kept, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
+            eager, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
+            kept = eager
+            if self.recipe.model.compile is True and saved.compiled is not None:
+                kept = float(self.rows * saved.compiled)
             moved, launches = float(self.rows * saved.moved), saved.launches
             checkpointing = self.recipe.activation_checkpointing
             if checkpointing is not None and checkpointing.budget is not None:
@@ -188,7 +193,7 @@ class Work:
                 spared = sum(operator.cost for operator in chosen) / saved.cost
         else:
             ends = sum(times * (i + o) for i, o, times in matrices)
-            kept = OVER_MATRICES * size * tokens * ends
+            kept = eager = OVER_MATRICES * size * tokens * ends
             selective = SELECTED * kept
             moved, launches = MOVED * kept, LAUNCHES
         heads, head_size = profile.heads
@@ -197,6 +202,7 @@ class Work:
         largest = max(weights.quantized, default=0)
         return Pass(
             kept=kept,
+            eager=eager,
             selective=selective,
             spared=spared,
             output=output,
@@ -216,8 +222,10 @@ class Work:
         logits."""
         profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
         cast = self.autocast and not (profile.root.adapted and not profile.root.trained)
+        kept = (3 * size + 4) * hidden * tokens
         return Pass(
-            kept=(3 * size + 4) * hidden * tokens,
+            kept=kept,
+            eager=kept,
             output=size * hidden * tokens,
             widest=4 * hidden * tokens,
             casts=size * self.logits_width * hidden if cast else 0,

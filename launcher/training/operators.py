@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from launcher.console import bytes_as_text
@@ -27,6 +28,7 @@ from launcher.libraries.private import (
     OpOverload,
     TorchDispatchMode,
     is_mutable,
+    run_partitioned,
     storage_id,
     tree_leaves,
     tree_map_only,
@@ -78,6 +80,8 @@ class Saved:
     """Number of operators that compute something."""
     operators: list[Operator] = field(default_factory=list)
     """Operators that recomputation runs, and whose results could be kept instead."""
+    compiled: int | None = None
+    """Bytes that the block saves if it is compiled; None: not known."""
 
     def keep(self, share: float) -> list[Operator]:
         """The operators to keep when a block may keep this share of `kept`: attention if it fits,
@@ -187,11 +191,13 @@ def saved_of_blocks(
     device: str,
     dtype: torch.dtype,
     autocast: bool = False,
+    compiled: bool = False,
 ) -> dict[str, Saved]:
     """What these blocks save in the forward pass of a micro-batch on this kind of device.
 
     With `autocast`, operators compute in `dtype` by autocast; otherwise weights are cast, as FSDP
-    does. The model is on the meta device, and is copied.
+    does. `compiled`: also what they save if they are compiled, which takes a second for each. The
+    model is on the meta device, and is copied.
     """
     model = copy.deepcopy(model).train()
     for parameter in model.parameters():
@@ -206,6 +212,7 @@ def saved_of_blocks(
     # Storages are kept alive, so that no two have the same address
     seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}
     weights = {*seen, id_of(PAIRS)}
+    counted = dict(seen)
 
     def run(name: str, forward: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         recorder = _Recorder(weights, seen, OPERATIONS_PER_BYTE[device])
@@ -213,6 +220,9 @@ def saved_of_blocks(
             out = forward(*args, **kwargs)
         size = max((x.nbytes for x in args if isinstance(x, torch.Tensor)), default=0)
         saved[name] = recorder.saved(size)
+        if compiled:
+            block = model.get_submodule(name)
+            saved[name].compiled = _saved_if_compiled(block, forward, (args, kwargs), counted)
         return out
 
     for name in names:
@@ -222,6 +232,38 @@ def saved_of_blocks(
     with computing_as_on(device, data), fake, context:
         data.loss(model, tensors)
     return saved
+
+
+def _saved_if_compiled(
+    block: nn.Module,
+    forward: Callable[..., object],
+    inputs: tuple[object, object],
+    seen: dict[int, torch.UntypedStorage],
+) -> int | None:
+    """Bytes that a compiled block saves for the backward pass, without weights and without what is
+    in `seen`, to which its inputs are added; None if that is not known."""
+    weights, own = dict(block.named_parameters()), block.forward
+
+    def of_weights(weights: dict[str, torch.Tensor], inputs: tuple[Any, Any]) -> object:
+        block.forward = forward
+        try:
+            return functional_call(block, weights, *inputs)
+        finally:
+            block.forward = own
+
+    try:
+        _, storages = run_partitioned(of_weights, (weights, inputs))
+    except Exception:  # models fail in various ways without values; torch lacks a private name
+        return None
+    flat, total = tree_leaves((weights, inputs)), 0
+    for index, size in storages:
+        given = None if index is None else flat[index]
+        if isinstance(given, torch.Tensor):
+            if id_of(given) in seen:
+                continue
+            seen[id_of(given)] = given.untyped_storage()
+        total += size
+    return total
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.planner.machine import known_machine
 from launcher.planner.measurement import measure_recipes
-from launcher.planner.recipes import micro_batches_of
-from launcher.planner.trace import trace_step
+from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from tests.distributed.launching import run
 
@@ -58,6 +58,7 @@ REDUCE_ONCE, UNSHARDED = (
 
 MUON, EMA = "optimizer.name=muon", "optimizer.ema=0.99"
 ONE_RANK = "strategy.reshard_after_forward=false"
+COMPILED = "model.compile=true"
 
 SMALL, NARROW = "4 blocks of 1B", "2 narrow blocks"
 SAMPLE = [
@@ -100,6 +101,9 @@ GRID = {
         ("1B", 1, [BF16, FULL, NF4]),
         ("1B", 1, [DDP, BF16, NF4]),
         ("1B", 1, [BF16, FULL, DORA]),
+        ("1B", 1, [DDP, BF16, COMPILED]),
+        ("1B", 1, [BF16, COMPILED]),
+        ("1B", 1, [BF16, COMPILED, "activation_checkpointing={mode: full, every_n_blocks: 2}"]),
     ],
     # The plan includes 64 MiB of cuBLAS workspaces, as on GPUs of capability 9.0; 8.0 has 16 MiB
     (2, 90): [
@@ -159,10 +163,8 @@ def compared(folder, cases, *, ranks, timeout):
         cases, arguments, measure_recipes(arguments, ranks=ranks, timeout=timeout), strict=True
     ):
         recipe = load_recipe(own, ranks=ranks, files=False).recipe
-        step = trace_step(
-            recipe, ranks=ranks, device="cuda", micro_batches=micro_batches_of(recipe, ranks=ranks)
-        )
-        yield case, step.peak.components.total, measured
+        plan = make_plan(recipe, known_machine("h100", nodes=1, gpus_per_node=ranks))
+        yield case, plan.step.peak.components.total, measured
 
 
 def check(results):

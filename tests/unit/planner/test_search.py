@@ -230,8 +230,8 @@ def test_offload_time_includes_copies_and_host_adamw(load):
     assert step_time(recipe).offload == pytest.approx(0, abs=1e-12)
 
 
-def test_offload_waits_from_the_second_reduction_on(load):
-    """The backward pass waits for the copy and the addition of each reduction but the first."""
+def test_offloaded_gradients_are_added_from_the_second_reduction_on(load):
+    """The backward pass hides copies and additions only as far as it computes meanwhile."""
     every, once = (load("batch.micro_batch_size=2", OFFLOAD, *more) for more in ((), (UNSYNCED,)))
     slow = {"host_bandwidth": 1e9}
     assert step_time(every, **slow).offload > step_time(once, **slow).offload
@@ -262,9 +262,13 @@ def test_activation_offload_overlaps_copies_with_compute(load, kind):
 
 def test_larger_budget_recomputes_less(load):
     budgets = [f"{{mode: selective, budget: {share}}}" for share in (0.1, 0.4, 0.9)]
-    modes = [load(f"activation_checkpointing={mode}") for mode in ("{mode: full}", *budgets)]
-    seconds = [step_time(recipe).recomputation for recipe in modes]
-    assert seconds == sorted(set(seconds), reverse=True)
+    modes = [f"activation_checkpointing={mode}" for mode in ("{mode: full}", *budgets)]
+    compiled = [step_time(load(mode, "model.compile=true")).recomputation for mode in modes]
+    assert compiled == sorted(set(compiled), reverse=True)
+    # Eager, the host decides about each operator, of so small a model for longer than it computes
+    full, *eager = [step_time(load(mode)).recomputation for mode in modes]
+    assert set(eager) == {max(eager)}
+    assert full < max(eager)
 
 
 def test_sharding_divides_muon_time_by_ranks(load):

@@ -13,7 +13,7 @@ from launcher.distributed import process_group
 from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
-from launcher.strategies import activation_checkpointing
+from launcher.strategies import activation_checkpointing, fsdp
 from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.base import joint_norm
@@ -272,3 +272,27 @@ def test_shared_block_arguments_stay_on_the_device(offload):
         x = block(x, scale, shift=scale)
     x.sum().backward()
     assert offload.buffers == 2, "one buffer for the input of each block"
+
+
+def test_gradients_are_summed_in_host_memory_after_the_next_reduction(monkeypatch):
+    """A group's copies are waited for once the next group's have been started."""
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    copied = []
+
+    def gradients(group):
+        copied.append(group)
+        return [{"first": first, "second": second}[group]]
+
+    monkeypatch.setattr(fsdp, "copied_gradients", gradients)
+    sums = fsdp.HostSums()
+    for number in range(3):
+        second.grad = torch.tensor([1.0, 10.0**number])
+        sums.after_reduction("second")
+        assert copied == ["second", "first"] * number
+        first.grad = torch.tensor([1.0, 10.0**number])
+        sums.after_reduction("first")
+        assert copied == ["second", "first"] * number + ["second"]
+        assert second.grad is None
+        sums.after_backward(last=number == 2)
+        assert copied == ["second", "first"] * (number + 1)
+    assert first.grad.tolist() == second.grad.tolist() == [3.0, 111.0]
