@@ -41,7 +41,8 @@ In short, on one H100 (2026-11-26): the measured peak is within 0.1 % of the pla
 0.2 to 3.1 % below it for all 9 compiled ones. A step takes 0.84 to 1.13 times the predicted time, except with
 parameter offload (1.4 and 5.1 times). Every kernel has the CPU's bits or stays far below its limit; no step waits for
 the GPU; a resumed run, and one with a killed rank, have the bits of an undisturbed one. LoRA of Llama-3.1-8B runs at
-14,400 tokens/s, 15 % above NeMo Automodel's published figure, and Qwen3-0.6B at 60,000, 2.3 times prime-rl's.
+14,400 tokens/s, 15 % above NeMo Automodel's published figure, and Qwen3-0.6B at 60,000, 2.3 times prime-rl's,
+which recomputes all blocks.
 
 The 5.1 times were found this way: FSDP copied gradients to pageable memory. They are page-locked since, which no GPU
 has measured, nor several GPUs, an H200, or accelerate and Trainer beside the launcher.
