@@ -28,7 +28,7 @@ OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # Installs into the environment of its argument; uv if there is one, which is faster than pip
 pip_install = $(if $(shell command -v uv),uv pip install --python $(1)/bin/python,\
 	$(1)/bin/python -m pip install --disable-pip-version-check)
-# `make gpu-first`: both calls, or CALL=1 or 2; PRINT=1 prints their commands.
+# `make gpu-first`: calls 1 and 2, or CALL=1, 2 or 3; PRINT=1 prints their commands.
 # `make test-gpu`: all parts, or PART="doctor tests". QUICK=1: small models and few steps
 GPU_RESULTS ?= build/gpu
 GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(QUICK),--quick) \

@@ -80,7 +80,7 @@ def test_parts_of_a_call_end_before_the_call(gpu):
 
 
 def test_calls_fit_what_a_machine_takes(gpu, tmp_path):
-    """Two commands, and few files: gpu.json, gpu.md and the logs of a call."""
+    """Few commands, and few files: gpu.json, gpu.md and the logs of a call."""
     for call, (_, parts) in gpu.CALLS.items():
         command = gpu.call_command(call, wheels=Path("build/wheels"), commit="1234567-dirty")
         assert len(command) <= gpu.LONGEST_COMMAND
@@ -96,7 +96,7 @@ def test_calls_are_not_printed_for_too_large_a_tree(gpu, tmp_path, capsys):
     wheel = tmp_path / "small-1.0-py3-none-any.whl"
     wheel.touch()
     gpu.print_calls(tmp_path, "abc")
-    assert capsys.readouterr().out.count("python3 benchmarks/gpu.py --call ") == 2
+    assert capsys.readouterr().out.count("python3 benchmarks/gpu.py --call ") == 3
     with wheel.open("wb") as file:
         file.truncate(gpu.LARGEST_TREE)
     with pytest.raises(SystemExit):
