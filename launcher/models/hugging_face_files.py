@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.console import task
-from launcher.distributed.processes import process_start, this_machine
+from launcher.distributed.processes import is_running, process_start, this_machine
 from launcher.libraries.private import names_in_float32, names_not_saved
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
@@ -183,9 +183,7 @@ def remove_leftovers(folder: Path, *, owned: bool = False) -> None:
         if found["machine"] != _machine() and not owned:
             what = "was left by an export on another machine, or before this one was restarted"
             logger.warning(f"{path} {what}; if that export does not run any more, delete it")
-        elif found["machine"] == _machine() and process_start(int(found["pid"])) == int(
-            found["start"]
-        ):
+        elif found["machine"] == _machine() and is_running(int(found["pid"]), int(found["start"])):
             continue  # it is being written
         elif found["purpose"] == "old" and not folder.exists():
             path.rename(folder)
