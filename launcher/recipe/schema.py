@@ -109,7 +109,8 @@ class Model(Section):
     num_labels: Annotated[PositiveInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
-    """Run the Python code of a checkpoint. It can do whatever you can."""
+    """Run the Python code in model.path, of the model and its tokenizer. It can do whatever you
+    can."""
     init: Literal["pretrained", "random"] | None = None
     """Initial weights; null: pretrained with a path, random with a config."""
     attention: Text = "auto"
