@@ -14,7 +14,7 @@ import yaml
 from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
-from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
 from launcher.recipe.schema import Data, Distillation, Lora, Model, Preference, Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
@@ -116,6 +116,20 @@ def _with_new_keys(recipe: Mapping[str, object]) -> dict[str, object]:
             )
             complete[name] = {field.name: field.default for field in simple} | {**section}
     return complete
+
+
+def both_recipes(
+    recorded: dict[str, Any], environment: Json | None, recipe: Recipe
+) -> tuple[Json, Json]:
+    """The recipe of a checkpoint and that of this start as plain values. Arguments from the
+    environment have digests of their values.
+
+    recorded, environment: `recipe` and `environment` of the checkpoint's state. Raises RecipeError
+    if such an argument has no value.
+    """
+    digests = argument_digests(recipe, (environment or {}).get("salt"))
+    now = with_digests(yaml.safe_load(to_yaml(recipe)), digests)
+    return with_digests(recorded, environment), now
 
 
 def check_recipe(
@@ -261,8 +275,8 @@ def decide(
     recorded = _newest(source, checkpoints)
     if recorded is None:
         return Decision(source, not_continued)
-    now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
-    check_recipe(recorded.path, recorded.recipe, now, allow=allow)
+    before, now = both_recipes(recorded.recipe, recorded.environment, recipe)
+    check_recipe(recorded.path, before, now, allow=recipe.checkpoint.allow_changes)
     if source == "auto" and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
             return Decision(source, finished=finished)
@@ -347,12 +361,14 @@ def recorded_recipe(run: RunFolder, source: str) -> Json:
 
 
 class _Recorded(NamedTuple):
-    """A checkpoint, its step, and the recipe and the number of ranks that it was written with."""
+    """A checkpoint, its step, and the recipe, the number of ranks and the digests of arguments
+    (`argument_digests`) that it was written with."""
 
     path: Path
     step: int
     recipe: Json
     ranks: int | None
+    environment: Json | None
 
 
 def _newest(source: str, checkpoints: Sequence[Path]) -> _Recorded | None:
@@ -392,6 +408,7 @@ def _read_recorded(checkpoint: Path) -> _Recorded | None:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])
         step = int(state.get("step", 0))
-        return _Recorded(checkpoint, step, dict(recipe), state.get("ranks"))
+        environment = state.get("environment")
+        return _Recorded(checkpoint, step, dict(recipe), state.get("ranks"), environment)
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
         return None  # reported when it is loaded
