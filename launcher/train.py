@@ -29,6 +29,7 @@ from launcher.distributed.environment import (
     cache_folder,
     prepare_cuda,
     prepare_nccl,
+    provide_caches,
     read_environment,
     set_compile_cache,
 )
@@ -58,6 +59,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     environment = run = resume = None
     try:
         environment = read_environment()
+        provide_caches()
         guard = StartGuard(stop, environment)
         if finished := finished_run(arguments):
             if environment.main:
