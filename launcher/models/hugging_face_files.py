@@ -29,6 +29,7 @@ from launcher.models.nf4 import dequantize, is_packed, parts_of_rows
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
+from launcher.recipe.hub import target_outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -228,7 +229,9 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
         code = ("*.py",) if hasattr(config, "auto_map") else ()
         for pattern in (*COMPANIONS, *code):
             for file in Path(config.name_or_path).glob(pattern):
-                if file.is_file():
+                if (target := target_outside(file, file.parent)) is not None:  # made meanwhile
+                    logger.warning(f"{file} is not exported: it is a link to {target}")
+                elif file.is_file():
                     shutil.copy2(file, folder / file.name)
     _write_generation_config(model, folder)
 

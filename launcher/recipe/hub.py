@@ -155,6 +155,15 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         raise _not_fetched(f"{key}: {name} is not in the hub's cache", error) from None
 
 
+def target_outside(file: Path, folder: Path) -> Path | None:
+    """What a file in a model's folder points to, if that is outside of the folder."""
+    target, real = file.resolve(), folder.resolve()
+    allowed = [real]
+    if real.parent.name == "snapshots":  # in the hub's cache, the files of a snapshot are links
+        allowed.append(real.parent.parent / "blobs")
+    return None if any(target.is_relative_to(own) for own in allowed) else target
+
+
 def refuse_links(folder: Path, *, key: str) -> None:
     """Raises RecipeError if a file of a model's folder is a link to one outside of it.
 
@@ -162,14 +171,13 @@ def refuse_links(folder: Path, *, key: str) -> None:
     a stranger could publish any file of the reader. Weights may be links, because they are too
     large to be copied; they are read as safetensors, and no other file is such.
     """
-    real = folder.resolve()
-    allowed = [real]
-    if real.parent.name == "snapshots":  # in the hub's cache, the files of a snapshot are links
-        allowed.append(real.parent.parent / "blobs")
-    for file in [*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")]:
-        target = file.resolve()
-        inside = any(target.is_relative_to(own) for own in allowed)
-        if not inside and file.is_file() and file.suffix != ".safetensors":
+    try:
+        files = [*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")]
+    except OSError as error:
+        raise RecipeError(f"{key}: {folder} cannot be read: {error.strerror}") from None
+    for file in files:
+        target = target_outside(file, folder)
+        if target is not None and file.suffix != ".safetensors" and file.is_file():
             raise RecipeError(
                 f"{key}: {file} is a link to a file outside of the folder ({target}), which an "
                 "export would publish; put a copy in its place, or remove it"

@@ -527,6 +527,19 @@ def test_links_that_leave_a_model_are_not_followed(tmp_path, llama, capsys, name
     assert (tmp_path / "out/LICENSE.txt").is_file()
 
 
+def test_a_link_that_is_made_during_the_run_is_not_exported(tmp_path, llama, caplog):
+    """The run ends with its export, without the file."""
+    theirs = Path(shutil.copytree(llama, tmp_path / "theirs"))
+    model = model_with_seed(theirs, 1)
+    (tmp_path / "private").write_text("hidden-value")
+    (theirs / "LICENSE").symlink_to(tmp_path / "private")
+    (theirs / "NOTICE").write_text("theirs")
+    out = export_model(model, tmp_path / "out")
+    assert (out / "NOTICE").is_file()
+    assert not (out / "LICENSE").exists()
+    assert f"LICENSE is not exported: it is a link to {tmp_path / 'private'}" in caplog.text
+
+
 def test_the_files_of_the_hubs_cache_are_links(tmp_path, llama):
     snapshot = tmp_path / "models--owner--name/snapshots/0123"
     snapshot.mkdir(parents=True)
