@@ -118,18 +118,17 @@ def _with_new_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     return complete
 
 
-def both_recipes(
-    recorded: dict[str, Any], environment: Json | None, recipe: Recipe
-) -> tuple[Json, Json]:
-    """The recipe of a checkpoint and that of this start as plain values. Arguments from the
-    environment have digests of their values.
+def recipe_of_state(state: Json) -> Json:
+    """The recipe in a checkpoint's state as plain values. Arguments from the environment have the
+    digests of their values."""
+    return with_digests(dict(yaml.safe_load(state["recipe"])), state.get("environment"))
 
-    recorded, environment: `recipe` and `environment` of the checkpoint's state. Raises RecipeError
-    if such an argument has no value.
-    """
+
+def recipe_to_compare(recipe: Recipe, environment: Json | None) -> Json:
+    """The recipe of this start, for comparison with `recipe_of_state`. environment: of that state.
+    Raises RecipeError if an argument from the environment has no value."""
     digests = argument_digests(recipe, (environment or {}).get("salt"))
-    now = with_digests(yaml.safe_load(to_yaml(recipe)), digests)
-    return with_digests(recorded, environment), now
+    return with_digests(yaml.safe_load(to_yaml(recipe)), digests)
 
 
 def check_recipe(
@@ -275,8 +274,8 @@ def decide(
     recorded = _newest(source, checkpoints)
     if recorded is None:
         return Decision(source, not_continued)
-    before, now = both_recipes(recorded.recipe, recorded.environment, recipe)
-    check_recipe(recorded.path, before, now, allow=recipe.checkpoint.allow_changes)
+    now, allow = recipe_to_compare(recipe, recorded.environment), recipe.checkpoint.allow_changes
+    check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if source == "auto" and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
             return Decision(source, finished=finished)
@@ -406,9 +405,11 @@ def _read_recorded(checkpoint: Path) -> _Recorded | None:
     """None if the checkpoint is damaged."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
-        recipe = yaml.safe_load(state["recipe"])
+        recipe = recipe_of_state(state)
         step = int(state.get("step", 0))
         environment = state.get("environment")
-        return _Recorded(checkpoint, step, dict(recipe), state.get("ranks"), environment)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
+        return _Recorded(checkpoint, step, recipe, state.get("ranks"), environment)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # reported when it is loaded
+    except (RecursionError, yaml.YAMLError):
         return None  # reported when it is loaded

@@ -204,7 +204,6 @@ def provide_caches(variables: MutableMapping[str, str] = os.environ) -> None:
         variables.setdefault("HF_HOME", hub)
     variables["XDG_CACHE_HOME"] = str(folder)
     variables.setdefault("TRITON_HOME", str(folder))
-    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "launcher" / "inductor"))
     if not exists:
         variables["HOME"] = str(folder)
     if _home_of_user() is None:  # without a name either, which torch asks for

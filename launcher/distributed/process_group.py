@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
 from launcher.distributed.network import interface_to
-from launcher.distributed.torchrun import listen
+from launcher.distributed.torchrun import LOOPBACK, listen, store_address
 from launcher.errors import TrainingError
 from launcher.libraries.private import all_groups, set_group_timeout, set_nccl_timeout
 
@@ -220,15 +220,16 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
 
 
 def _prepare_gloo(environment: Environment) -> None:
-    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one, or it
-    is the loopback and there are several machines. By default gloo uses the address of this machine's own name, which may not
-    exist or not be reachable. Many ranks connect when they first exchange data."""
+    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one. By
+    default gloo uses the address of this machine's own name, which may not exist or not be
+    reachable. Where a name leads to the loopback, other machines may know another address of it.
+    Many ranks connect when they first exchange data."""
     if environment.world_size > CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
-        name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
-        one_machine = environment.local_world_size == environment.world_size
-        if name is not None and (name != "lo" or one_machine):
+        host = environment.meeting_point.rsplit(":", 1)[0]
+        name = interface_to(host)
+        if name is not None and (name != "lo" or host.startswith(LOOPBACK)):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -287,10 +288,11 @@ def _meet(environment: Environment, *, seconds: int) -> Store:
 
 def _host_store(environment: Environment, timeout: timedelta) -> Store:
     """The store of ranks that were started without torchrun. It listens at MASTER_ADDR, if that is
-    an address of this machine, and otherwise on all interfaces."""
+    an address of this machine which others can reach, and otherwise on all interfaces."""
     assert environment.meeting_point is not None
     host, port = environment.meeting_point.rsplit(":", 1)
-    listener = listen(host, int(port))
+    address = host if host.startswith(LOOPBACK) else store_address(host, one_machine=False)
+    listener = None if address is None else listen(address, int(port))
     return dist.TCPStore(
         host,
         int(port),

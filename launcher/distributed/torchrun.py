@@ -13,6 +13,8 @@ import ipaddress
 import socket
 from typing import Any
 
+LOOPBACK = ("127.", "localhost", "::1")
+"""How a host begins that is the loopback by its name, on any machine."""
 _WAITING = 2048
 """Connections that may wait to be accepted: many ranks connect at once."""
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from launcher.checkpoint import files
 from launcher.checkpoint.reader import (
@@ -22,10 +21,11 @@ from launcher.checkpoint.reader import (
 )
 from launcher.checkpoint.resume import (
     Resumed,
-    both_recipes,
     check_content,
     check_recipe,
     recipe_changes,
+    recipe_of_state,
+    recipe_to_compare,
     saved_position,
 )
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
@@ -113,9 +113,8 @@ class CheckpointManager:
         if path is None:
             return None
         state = read_state(path)
-        before, now = both_recipes(
-            yaml.safe_load(state["recipe"]), state.get("environment"), self._training.recipe
-        )
+        before = recipe_of_state(state)
+        now = recipe_to_compare(self._training.recipe, state.get("environment"))
         allow = self._settings.allow_changes
         # `decide` has compared the newest one, which may be damaged: this one may be of another
         check_recipe(path, before, now, allow=allow)

@@ -1,6 +1,5 @@
 """Valid recipes: decoding, defaults, overrides, origins of values, and the shipped recipes."""
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -12,7 +11,7 @@ import sysconfig
 import pytest
 import yaml
 
-from launcher.checkpoint.resume import both_recipes, check_recipe
+from launcher.checkpoint.resume import check_recipe, recipe_of_state, recipe_to_compare
 from launcher.cli.main import run
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -254,10 +253,11 @@ def test_another_value_of_an_argument_is_noticed_by_its_digest(folder, monkeypat
     digests = argument_digests(recipe)
     assert argument_digests(recipe)["salt"] != digests["salt"]
     assert "secret-word" not in json.dumps(digests)
-    before = yaml.safe_load(to_yaml(recipe))
+    state = {"recipe": to_yaml(recipe), "environment": digests}
 
     def check():
-        check_recipe(folder, *both_recipes(copy.deepcopy(before), digests, recipe), allow=False)
+        now = recipe_to_compare(recipe, digests)
+        check_recipe(folder, recipe_of_state(state), now, allow=False)
 
     check()
     monkeypatch.setenv("WORD", "another")
