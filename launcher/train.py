@@ -29,6 +29,7 @@ from launcher.distributed.environment import (
     cache_folder,
     prepare_cuda,
     prepare_nccl,
+    provide_caches,
     read_environment,
     set_compile_cache,
 )
@@ -43,6 +44,7 @@ from launcher.errors import (
 )
 from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StartGuard, StopRequest, report_kill
 
@@ -57,6 +59,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     environment = run = resume = None
     try:
         environment = read_environment()
+        provide_caches()
         guard = StartGuard(stop, environment)
         if finished := finished_run(arguments):
             if environment.main:
@@ -65,10 +68,10 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         loaded = load_recipe(arguments, ranks=environment.world_size)
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
-            run.take(environment)
+            decide = partial(_decide, loaded.recipe, run, environment, arguments)
+            run.take(environment, refuse=decide)
             guard.run = run
-            restarted = run.was_begun_by(environment)
-            resume = choose_resume(loaded.recipe, run, arguments=arguments, restarted=restarted)
+            resume = decide()  # again: the last owner may have saved after it
             if resume != "never" and (dropped := run.dropped_overrides(arguments)):
                 listed = " ".join(map(shown, dropped))
                 print(f"note: the last start had {listed}, this one has not", flush=True)
@@ -103,6 +106,14 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         return EXIT_FAILED
     finally:
         run.release()
+
+
+def _decide(
+    recipe: Recipe, run: RunFolder, environment: Environment, arguments: Sequence[str]
+) -> str:
+    """`choose_resume` of this start. Raises RecipeError."""
+    restarted = run.was_begun_by(environment)
+    return choose_resume(recipe, run, arguments=arguments, restarted=restarted)
 
 
 def _killed(run: RunFolder, environment: Environment) -> int:

@@ -36,7 +36,7 @@ from launcher.models.safetensors_files import (
 )
 from launcher.models.ties import adapted_ties, untie
 from launcher.recipe.functions import refuse_code
-from launcher.recipe.hub import model_folder
+from launcher.recipe.hub import model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
@@ -190,6 +190,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
     from transformers import GenerationConfig
 
     wanted, adapter = _dtype(dtype), (source / ADAPTER_CONFIG).is_file()
+    refuse_links(source, key="export")
     _read_object(source / (ADAPTER_CONFIG if adapter else "config.json"))
     with appearing(out) as scratch:
         if adapter and merged:
@@ -204,8 +205,6 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
         for file in source.iterdir():  # tokenizer, chat template, the model's own code
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
             if copied and not (scratch / file.name).exists():
-                if not file.resolve().is_relative_to(source.resolve()):
-                    raise RecipeError(f"export: {file} is a link to a file outside of {source}")
                 shutil.copy2(file, scratch / file.name)
 
 

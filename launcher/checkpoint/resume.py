@@ -14,7 +14,7 @@ import yaml
 from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
-from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
 from launcher.recipe.schema import Data, Distillation, Lora, Model, Preference, Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
@@ -116,6 +116,19 @@ def _with_new_keys(recipe: Mapping[str, object]) -> dict[str, object]:
             )
             complete[name] = {field.name: field.default for field in simple} | {**section}
     return complete
+
+
+def recipe_of_state(state: Json) -> Json:
+    """The recipe in a checkpoint's state as plain values. Arguments from the environment have the
+    digests of their values."""
+    return with_digests(dict(yaml.safe_load(state["recipe"])), state.get("environment"))
+
+
+def recipe_to_compare(recipe: Recipe, environment: Json | None) -> Json:
+    """The recipe of this start, for comparison with `recipe_of_state`. environment: of that state.
+    Raises RecipeError if an argument from the environment has no value."""
+    digests = argument_digests(recipe, (environment or {}).get("salt"))
+    return with_digests(yaml.safe_load(to_yaml(recipe)), digests)
 
 
 def check_recipe(
@@ -261,7 +274,7 @@ def decide(
     recorded = _newest(source, checkpoints)
     if recorded is None:
         return Decision(source, not_continued)
-    now, allow = yaml.safe_load(to_yaml(recipe)), recipe.checkpoint.allow_changes
+    now, allow = recipe_to_compare(recipe, recorded.environment), recipe.checkpoint.allow_changes
     check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if source == "auto" and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
@@ -347,12 +360,14 @@ def recorded_recipe(run: RunFolder, source: str) -> Json:
 
 
 class _Recorded(NamedTuple):
-    """A checkpoint, its step, and the recipe and the number of ranks that it was written with."""
+    """A checkpoint, its step, and the recipe, the number of ranks and the digests of arguments
+    (`argument_digests`) that it was written with."""
 
     path: Path
     step: int
     recipe: Json
     ranks: int | None
+    environment: Json | None
 
 
 def _newest(source: str, checkpoints: Sequence[Path]) -> _Recorded | None:
@@ -390,8 +405,11 @@ def _read_recorded(checkpoint: Path) -> _Recorded | None:
     """None if the checkpoint is damaged."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
-        recipe = yaml.safe_load(state["recipe"])
+        recipe = recipe_of_state(state)
         step = int(state.get("step", 0))
-        return _Recorded(checkpoint, step, dict(recipe), state.get("ranks"))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
+        environment = state.get("environment")
+        return _Recorded(checkpoint, step, recipe, state.get("ranks"), environment)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # reported when it is loaded
+    except (RecursionError, yaml.YAMLError):
         return None  # reported when it is loaded

@@ -64,12 +64,13 @@ def verify_export(
     adapter, path = (out / ADAPTER_CONFIG).is_file(), config.name_or_path
     if path and not adapter:  # an adapter's processor is that of its base model
         facts |= _processor(Path(path))
-    options: dict[str, Any] = {"trust_remote_code": recipe.model.trust_remote_code}
+    options: dict[str, Any] = {}
     if is_classifier(model) and adapter:
         options["num_labels"] = class_count(model)
     auto = auto_class(config.model_type, recipe.model.task)
     del model, stored  # the fresh process needs as much memory
-    arguments = out.resolve(), ids, auto, options, tokenizer is not None
+    trusted = recipe.model.trust_remote_code
+    arguments = out.resolve(), ids, auto, options, tokenizer is not None, trusted
     try:
         logits, exported_facts = run_in_process(None, _load_exported, *arguments)
     except TrainingError as error:
@@ -136,7 +137,12 @@ def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def _load_exported(
-    out: Path, ids: torch.Tensor, auto: Any, options: dict[str, Any], has_tokenizer: bool
+    out: Path,
+    ids: torch.Tensor,
+    auto: Any,
+    options: dict[str, Any],
+    has_tokenizer: bool,
+    trust_remote_code: bool,
 ) -> tuple[torch.Tensor, Json]:
     """The logits and the facts of an exported folder, which a class of transformers loads."""
     import transformers
@@ -146,17 +152,21 @@ def _load_exported(
         import peft
 
         config = peft.PeftConfig.from_pretrained(out)
-        base = auto.from_pretrained(config.base_model_name_or_path, **options)
+        base = auto.from_pretrained(
+            config.base_model_name_or_path, trust_remote_code=trust_remote_code, **options
+        )
         grow_vocabulary(base, ids_of_adapter(config.to_dict()))
         adapted = peft.PeftModel.from_pretrained(base, out)
         model = adapted.base_model.model.eval()
         if (out / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(out)
     else:
-        model = auto.from_pretrained(out, **options).eval()
+        model = auto.from_pretrained(out, trust_remote_code=trust_remote_code, **options).eval()
     tokenizer = None
     if has_tokenizer:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            out, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     return _logits(model, ids), _facts(model, tokenizer) | _processor(out)
 
 
@@ -168,8 +178,9 @@ def _processor(folder: Path) -> Json:
     facts: Json = {file.name: file.read_text(encoding="utf-8") for file in files}
     if files:
         try:
-            options = {"local_files_only": True, "trust_remote_code": False}
-            loaded: object = AutoProcessor.from_pretrained(folder, **options)
+            loaded: object = AutoProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # such as a package that is not installed
             loaded = error
         facts["AutoProcessor"] = type(loaded).__name__

@@ -19,6 +19,7 @@ from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
 from launcher.cli.sweep import LocalSweep, Sweep, take_sweep
 from launcher.distributed.processes import process_start
+from launcher.distributed.torchrun import bind_stores
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -275,7 +276,9 @@ def _run_agent(arguments: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable()
     try:
-        run.run(run.parse_args(arguments))
+        parsed = run.parse_args(arguments)
+        bind_stores(parsed)
+        run.run(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:

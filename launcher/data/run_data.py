@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ from launcher.recipe import schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -265,10 +268,12 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedToken
         return None
     try:
         tokenizer = hugging_face_tokenizer(name)
-    except RecipeError:
+    except RecipeError as error:
         if data.tokenizer is not None or model.new_tokens:
             raise
-        return None  # token rows, and a model without a tokenizer
+        # Token rows, and a model whose folder has none, or one with code of its own
+        logger.warning(f"the model is exported, its tokenizer is left out: {error}")
+        return None
     if data.chat_template is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")

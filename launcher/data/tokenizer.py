@@ -18,7 +18,7 @@ import numpy.typing as npt
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
 from launcher.recipe import schema
-from launcher.recipe.hub import model_folder
+from launcher.recipe.hub import NAMED_TEMPLATES, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int32]
 
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
-_NAMED_TEMPLATES = "additional_chat_templates"
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
 """Checksum of the byte tokenizer's ids and chat template; part of the names of stores."""
 _SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -48,30 +47,43 @@ _CHAT_TEMPLATE = """\
 
 
 class ExtendedName(str):
-    """The name of a tokenizer that gains tokens (model.new_tokens)."""
+    """The name of a tokenizer that gains tokens (model.new_tokens), or whose own Python code may
+    run (model.trust_remote_code)."""
 
     tokens: tuple[str, ...]
+    trusted: bool
 
-    def __new__(cls, name: str, tokens: tuple[str, ...]) -> ExtendedName:
+    def __new__(
+        cls, name: str, tokens: tuple[str, ...] = (), trusted: bool = False
+    ) -> ExtendedName:
         made = super().__new__(cls, name)
-        made.tokens = tokens
+        made.tokens, made.trusted = tokens, trusted
         return made
 
-    def __getnewargs__(self) -> tuple[str, tuple[str, ...]]:  # type: ignore[override]
-        return str(self), self.tokens
+    @property
+    def without_tokens(self) -> str:
+        """The name of the tokenizer before it gains tokens."""
+        return ExtendedName(str(self), trusted=True) if self.trusted else str(self)
+
+    def __getnewargs__(self) -> tuple[str, tuple[str, ...], bool]:  # type: ignore[override]
+        return str(self), self.tokens, self.trusted
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, ExtendedName) and self.tokens == other.tokens
-        return same and str(self) == str(other)
+        return isinstance(other, ExtendedName) and self.__getnewargs__() == other.__getnewargs__()
 
     def __hash__(self) -> int:
-        return hash((str(self), self.tokens))
+        return hash(self.__getnewargs__())
 
 
 def tokenizer_name(data: schema.Data, model: schema.Model) -> str | None:
-    """data.tokenizer, or the model's, with model.new_tokens; None without a tokenizer."""
+    """data.tokenizer, or the model's, with model.new_tokens; None without a tokenizer.
+
+    model.trust_remote_code is about the code in model.path, and about no other tokenizer."""
     name = data.tokenizer or model.path
-    return name if name is None or not model.new_tokens else ExtendedName(name, model.new_tokens)
+    trusted = model.trust_remote_code and name == model.path
+    if name is None or not (model.new_tokens or trusted):
+        return name
+    return ExtendedName(name, model.new_tokens or (), trusted)
 
 
 class ByteTokenizer:
@@ -190,17 +202,25 @@ def hugging_face_byte_tokenizer() -> PreTrainedTokenizerBase:
 def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The transformers tokenizer of a folder, a hub id or `bytes`. Raises RecipeError if there is
     none, or if it cannot gain the tokens of an ExtendedName."""
-    if isinstance(name, ExtendedName):
-        return _extended(copy.deepcopy(hugging_face_tokenizer(str(name))), name)
+    trusted = isinstance(name, ExtendedName) and name.trusted
+    if isinstance(name, ExtendedName) and name.tokens:
+        return _extended(copy.deepcopy(hugging_face_tokenizer(name.without_tokens)), name)
     if name == "bytes":
         return hugging_face_byte_tokenizer()
     from transformers import AutoTokenizer
 
     folder = model_folder(name, key="data.tokenizer", weights=False)
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=trusted,  # None would ask in a terminal
+        )
     except Exception as error:  # broken files raise many classes
         what = first_line(error)
+        if "trust_remote_code" in str(error):
+            what = "it needs its own Python code, which is not run by default: if you have read it "
+            what += "and trust it, set model.trust_remote_code: true, which holds for model.path"
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
 
 
@@ -234,7 +254,7 @@ def _extended(tokenizer: PreTrainedTokenizerBase, name: ExtendedName) -> PreTrai
 
 def new_token_ids(name: str | None) -> range:
     """The ids of the tokens that a tokenizer gains."""
-    if not isinstance(name, ExtendedName):
+    if not isinstance(name, ExtendedName) or not name.tokens:
         return range(0)
     ids = hugging_face_tokenizer(name).convert_tokens_to_ids(list(name.tokens))
     return range(ids[0], ids[-1] + 1)
@@ -251,8 +271,8 @@ def load_tokenizer(name: str | None) -> Tokenizer:
 
 def tokenizer_identity(name: str) -> str:
     """Changes whenever the ids of a text could. Reads the tokenizer's files without loading it."""
-    if isinstance(name, ExtendedName):
-        both = json.dumps([tokenizer_identity(str(name)), name.tokens])
+    if isinstance(name, ExtendedName) and name.tokens:
+        both = json.dumps([tokenizer_identity(name.without_tokens), name.tokens])
         return hashlib.sha256(both.encode()).hexdigest()
     if name == "bytes":
         return _BYTES_IDENTITY
@@ -272,8 +292,9 @@ def prints_date(name: str) -> bool:
 def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:
     """Names and contents of a tokenizer's files, with its named chat templates."""
     folder = model_folder(name, key="data.tokenizer", weights=False)
-    for file in sorted([*folder.iterdir(), *folder.glob(f"{_NAMED_TEMPLATES}/*.jinja")]):
-        if file.suffix in _TOKENIZER_FILES and not file.name.endswith(".index.json"):
+    code = (".py",) if isinstance(name, ExtendedName) and name.trusted else ()
+    for file in sorted([*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*.jinja")]):
+        if file.suffix in (*_TOKENIZER_FILES, *code) and not file.name.endswith(".index.json"):
             yield str(file.relative_to(folder)), file.read_bytes()
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import pwd
+import stat
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
@@ -181,11 +186,82 @@ def prepare_nccl(
         variables.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(log.absolute() / "flight_recorder_"))
 
 
+def provide_caches(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Gives this process, its libraries and its children a folder for caches where the user's own
+    cannot be written to, as with another user in a container: a folder in the temporary directory.
+
+    Must be called before torch and transformers are imported. What the user has set stays. Raises
+    RecipeError if the folder cannot be used.
+    """
+    home = variables.get("HOME") or _home_of_user()
+    exists = home is not None and os.path.isdir(home)
+    own = variables.get("XDG_CACHE_HOME") or (f"{home}/.cache" if exists else None)
+    if own is not None and (_can_write(own) or variables.get("XDG_CACHE_HOME")):
+        return
+    folder = _private_folder()
+    hub = f"{home}/.cache/huggingface"
+    if os.path.isdir(hub):  # what was downloaded earlier can be read
+        variables.setdefault("HF_HOME", hub)
+    variables["XDG_CACHE_HOME"] = str(folder)
+    variables.setdefault("TRITON_HOME", str(folder))
+    if not exists:
+        variables["HOME"] = str(folder)
+    if _home_of_user() is None:  # without a name either, which torch asks for
+        variables.setdefault("USER", str(os.getuid()))
+
+
+def _home_of_user() -> str | None:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(os.getuid()).pw_dir
+    return None
+
+
+def _can_write(folder: str) -> bool:
+    """Whether a folder can be written to, or created."""
+    path = Path(folder)
+    existing = next((each for each in (path, *path.parents) if each.exists()), path)
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir(), f"launcher-{os.getuid()}")
+
+
+def _private_folder() -> Path:
+    """A folder of this user in the temporary directory. Compiled code is loaded from it, so nobody
+    else may write there. Raises RecipeError."""
+    folder = _temporary_folder()
+    what = "HOME cannot be written to, and neither can"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        state = folder.lstat()
+        if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
+            if not state.st_mode & 0o022:
+                return folder
+        what = "HOME cannot be written to, and others may write to"
+    except OSError:
+        pass
+    raise RecipeError(f"{what} {folder}: set XDG_CACHE_HOME to a folder of yours for caches")
+
+
+@functools.cache
+def _note_temporary_cache(folder: Path) -> None:
+    print(
+        f"note: HOME cannot be written to, so caches are in {folder}; XDG_CACHE_HOME names a folder "
+        "that stays",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -> Path:
     """The folder of tokenized data, measured configurations and compiled graphs: `data.cache`."""
     if cache is not None:
         return Path(cache)
-    return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "launcher"
+    folder = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if folder == _temporary_folder() and variables.get("RANK", "0") == "0":
+        _note_temporary_cache(folder)
+    return folder / "launcher"
 
 
 def set_compile_cache(cache: Path, variables: MutableMapping[str, str] = os.environ) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
 from launcher.distributed.network import interface_to
+from launcher.distributed.torchrun import LOOPBACK, listen, store_address
 from launcher.errors import TrainingError
 from launcher.libraries.private import all_groups, set_group_timeout, set_nccl_timeout
 
@@ -219,14 +220,16 @@ def set_numerics(*, deterministic: bool, float32_matmul: str) -> None:
 
 
 def _prepare_gloo(environment: Environment) -> None:
-    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one or it
-    is the loopback. By default gloo uses the address of this machine's own name, which may not
-    exist or not be reachable. Many ranks connect when they first exchange data."""
+    """Makes gloo listen on the interface that leads to MASTER_ADDR, unless the user chose one. By
+    default gloo uses the address of this machine's own name, which may not exist or not be
+    reachable. Where a name leads to the loopback, other machines may know another address of it.
+    Many ranks connect when they first exchange data."""
     if environment.world_size > CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "GLOO_SOCKET_IFNAME" not in os.environ and environment.meeting_point is not None:
-        name = interface_to(environment.meeting_point.rsplit(":", 1)[0])
-        if name not in (None, "lo"):
+        host = environment.meeting_point.rsplit(":", 1)[0]
+        name = interface_to(host)
+        if name is not None and (name != "lo" or host.startswith(LOOPBACK)):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -270,7 +273,10 @@ def _meet(environment: Environment, *, seconds: int) -> Store:
     rank, ranks = environment.rank, environment.world_size
     timeout, where = timedelta(seconds=seconds), environment.meeting_point
     try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+        if environment.torchrun or rank != 0:
+            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+        else:
+            store = _host_store(environment, timeout)
         store.set_timeout(timeout)
         generation = _agree_on_generation(store, rank=rank, ranks=ranks, seconds=seconds)
     except (dist.DistError, OSError) as error:
@@ -278,6 +284,24 @@ def _meet(environment: Environment, *, seconds: int) -> Store:
         raise TrainingError(f"{what}: {error}") from error
     # A restart uses the same store; without its own prefix it would read addresses of dead ranks
     return PrefixStore(f"generation{generation}", store)
+
+
+def _host_store(environment: Environment, timeout: timedelta) -> Store:
+    """The store of ranks that were started without torchrun. It listens at MASTER_ADDR, if that is
+    an address of this machine which others can reach, and otherwise on all interfaces."""
+    assert environment.meeting_point is not None
+    host, port = environment.meeting_point.rsplit(":", 1)
+    address = host if host.startswith(LOOPBACK) else store_address(host, one_machine=False)
+    listener = None if address is None else listen(address, int(port))
+    return dist.TCPStore(
+        host,
+        int(port),
+        environment.world_size,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
 
 
 def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float) -> int:

@@ -11,10 +11,35 @@ from pathlib import Path
 def process_start(pid: int) -> int | None:
     """Start of a process in ticks since boot (proc_pid_stat(5), field 22); None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
+        return _start(pid)
+    except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _start(pid: int) -> int | None:
+    """None: it has ended, and its parent has not noticed yet. Raises OSError if there is no such
+    process, or if it cannot be read."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()
+    return None if not fields or fields[0] in "ZX" else int(fields[19])
+
+
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process with this id and `process_start` runs.
+
+    /proc may hide the processes of other users (hidepid), but the kernel knows their ids: a process
+    that exists and cannot be read counts as running, though it may be a later one with this id.
+    """
+    try:
+        return _start(pid) == started
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from launcher.distributed.environment import read_environment
 _QUIET_TORCHRUN = """import logging, sys
 logging.disable(logging.WARNING)
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.run import main
+from launcher.distributed.torchrun import main
 try:
     main()
 except SignalException as error:

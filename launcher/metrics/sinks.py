@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 import math
+import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -117,6 +119,17 @@ def _numbers(record: Record) -> dict[str, float]:
     }
 
 
+@contextlib.contextmanager
+def _no_questions() -> Iterator[None]:
+    """Without a key, wandb asks for one in a terminal, and the run would wait for an answer."""
+    outer = sys.stdin
+    with open(os.devnull) as sys.stdin:
+        try:
+            yield
+        finally:
+            sys.stdin = outer
+
+
 class Wandb:
     """Weights & Biases, with the whole recipe as the run's config."""
 
@@ -144,7 +157,8 @@ class Wandb:
             ),
         }
         try:
-            self._run = library.init(mode=wandb.mode, **settings)
+            with _no_questions():
+                self._run = library.init(mode=wandb.mode, **settings)
         except Exception as error:  # wandb raises many kinds if its server cannot be reached
             if wandb.mode == "offline":
                 raise

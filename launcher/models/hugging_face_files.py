@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.console import task
-from launcher.distributed.processes import process_start, this_machine
+from launcher.distributed.processes import is_running, process_start, this_machine
 from launcher.libraries.private import names_in_float32, names_not_saved
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
@@ -29,6 +29,7 @@ from launcher.models.nf4 import dequantize, is_packed, parts_of_rows
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
+from launcher.recipe.hub import target_outside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -183,9 +184,7 @@ def remove_leftovers(folder: Path, *, owned: bool = False) -> None:
         if found["machine"] != _machine() and not owned:
             what = "was left by an export on another machine, or before this one was restarted"
             logger.warning(f"{path} {what}; if that export does not run any more, delete it")
-        elif found["machine"] == _machine() and process_start(int(found["pid"])) == int(
-            found["start"]
-        ):
+        elif found["machine"] == _machine() and is_running(int(found["pid"]), int(found["start"])):
             continue  # it is being written
         elif found["purpose"] == "old" and not folder.exists():
             path.rename(folder)
@@ -230,7 +229,9 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
         code = ("*.py",) if hasattr(config, "auto_map") else ()
         for pattern in (*COMPANIONS, *code):
             for file in Path(config.name_or_path).glob(pattern):
-                if file.is_file():
+                if (target := target_outside(file, file.parent)) is not None:  # made meanwhile
+                    logger.warning(f"{file} is not exported: it is a link to {target}")
+                elif file.is_file():
                     shutil.copy2(file, folder / file.name)
     _write_generation_config(model, folder)
 

@@ -46,6 +46,18 @@ _WORDS = {
 """Replacements in pydantic's messages."""
 
 
+class Reference(str):
+    """The text of an argument of a builder that reads the environment, such as `${oc.env:KEY}`.
+
+    A recipe holds this text in place of the value, which may be a secret: so do the files of the
+    run, wandb and the report. `load.resolve_arguments` reads the value where it is used.
+    """
+
+
+ARGUMENTS: tuple[KeyPath, ...] = (("model", "arguments"), ("data", "arguments"))
+"""The keys whose values may be secrets."""
+
+
 class Problem(NamedTuple):
     """What is wrong with one key."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
+from launcher.recipe.load import resolve_arguments
 from launcher.recipe.schema import Recipe
 
 TRUST_HELP = "Run the code that the recipe in RUN_DIR names: you have read it and trust it."
@@ -18,12 +19,14 @@ TRUST_HELP = "Run the code that the recipe in RUN_DIR names: you have read it an
 
 
 def call_function(name: str, arguments: Mapping[str, object], *, key: str) -> object:
-    """Calls a function with keyword arguments.
+    """Calls a function with keyword arguments. References to the environment get their values.
 
     name, key: see `import_function`.
-    Raises RecipeError if there is no such function or it takes other arguments.
+    Raises RecipeError if there is no such function, it takes other arguments, or a reference has no
+    value.
     """
     function = import_function(name, key=key)
+    arguments = resolve_arguments(arguments, (key.partition(".")[0], "arguments"))
     signature = inspect.signature(function)
     try:
         signature.bind(**arguments)

@@ -24,6 +24,8 @@ _WITHOUT_OWNER = (
 _SPLIT = r"[\w.-]+(\[-?\d*%?:-?\d*%?\])?"
 """Such as `train[:1000]` or `train[90%:]`."""
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's named chat templates."""
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 """Without files that hold the same weights in another format."""
 
@@ -129,9 +131,10 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache.
 
     key: of the recipe, for messages. weights: false: fetch only config and tokenizer.
-    Raises RecipeError if it can be neither found nor fetched.
+    Raises RecipeError if it can be neither found nor fetched, or if links lead out of it.
     """
     if os.path.isdir(name):
+        refuse_links(Path(name), key=key)
         return Path(name)
     if not is_model_id(name):
         raise RecipeError(f"{key}: no such folder: {name}")
@@ -150,3 +153,32 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # no network, no such repository, no access: many classes
         raise _not_fetched(f"{key}: {name} is not in the hub's cache", error) from None
+
+
+def target_outside(file: Path, folder: Path) -> Path | None:
+    """What a file in a model's folder points to, if that is outside of the folder."""
+    target, real = file.resolve(), folder.resolve()
+    allowed = [real]
+    if real.parent.name == "snapshots":  # in the hub's cache, the files of a snapshot are links
+        allowed.append(real.parent.parent / "blobs")
+    return None if any(target.is_relative_to(own) for own in allowed) else target
+
+
+def refuse_links(folder: Path, *, key: str) -> None:
+    """Raises RecipeError if a file of a model's folder is a link to one outside of it.
+
+    An export copies the license, the chat template, the processor and the tokenizer: the folder of
+    a stranger could publish any file of the reader. Weights may be links, because they are too
+    large to be copied; they are read as safetensors, and no other file is such.
+    """
+    try:
+        files = [*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*")]
+    except OSError as error:
+        raise RecipeError(f"{key}: {folder} cannot be read: {error.strerror}") from None
+    for file in files:
+        target = target_outside(file, folder)
+        if target is not None and file.suffix != ".safetensors" and file.is_file():
+            raise RecipeError(
+                f"{key}: {file} is a link to a file outside of the folder ({target}), which an "
+                "export would publish; put a copy in its place, or remove it"
+            )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import operator
+import os
 import re
 import sysconfig
 from collections import defaultdict
@@ -20,14 +22,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_columns, kind_of
 from launcher.recipe.decode import (
+    ARGUMENTS,
     DEFAULT,
     KeyPath,
     Problem,
+    Reference,
     decode,
     dotted,
     merged,
@@ -44,6 +49,8 @@ _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500
 """In a recipe. A text counts those in the values that it refers to, too."""
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
+_INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
+"""Not `\\${`, which stands for the two characters."""
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that neither a path nor a text file can hold: NUL and halves of surrogate pairs."""
 
@@ -141,7 +148,8 @@ def load_recipe(
 
 def recorded_recipe(text: str, *, file: Path, strict: bool = False) -> Recipe:
     """The recipe that a run has recorded in a file (`to_yaml`). Nothing in it is interpolated: the
-    run has done so, and `${oc.env:NAME}` would show the reader's environment. Raises RecipeError.
+    run has done so, and `${oc.env:NAME}` would show the reader's environment. Arguments of builders
+    stay references, which are resolved if the builder is called. Raises RecipeError.
 
     strict: no key may be wrong; else a wrong one has its default.
     """
@@ -149,7 +157,9 @@ def recorded_recipe(text: str, *, file: Path, strict: bool = False) -> Recipe:
         plain, _ = parse_yaml(text)
         for path, value in list(_walk(plain, ())):
             if isinstance(value, str):
-                _get(plain, path[:-1])[path[-1]] = value.replace("\\${", "${")
+                kept = path[:2] in ARGUMENTS and _INTERPOLATION.search(value) is not None
+                text = Reference(value) if kept else value.replace("\\${", "${")
+                _get(plain, path[:-1])[path[-1]] = text
         recipe, problems, _ = decode(plain)
     except (NotYamlError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise RecipeError(f"{file}: not the recipe of a run: {first_line(error)}") from None
@@ -215,10 +225,7 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
     Raises RecipeError if there are too many."""
     if isinstance(plain.get("run"), dict):
         plain["run"].setdefault("dir", DEFAULT_RUN_DIR)
-    if not OmegaConf.has_resolver("stdlib"):
-        renamed = getattr(OmegaConf, "register_resolver", None)  # since omegaconf 2.4
-        register = renamed or OmegaConf.register_new_resolver
-        register("stdlib", lambda: sysconfig.get_path("stdlib"))  # of the running Python
+    _register_resolvers()
     texts = [path for path, text in _walk(plain, ()) if isinstance(text, str) and "${" in text]
     problems = []
     counter, total = _Counter({path: _get(plain, path) for path in texts}), 0
@@ -237,9 +244,10 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
     tree = OmegaConf.create(merged(dataclasses.asdict(DEFAULT), plain))
     for path in texts:
         try:
-            value = _get(tree, path)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
+            _environment.was_read = False
+            value = _resolved(tree, path)
+            if _environment.was_read and path[:2] in ARGUMENTS:
+                value = _reference(tree, path, _get(plain, path), value)
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
             value, what = None, first_line(error)
             if isinstance(error, RecursionError):
@@ -247,6 +255,76 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             problems.append(Problem(path, f"cannot be interpolated: {what}"))
         _get(plain, path[:-1])[path[-1]] = value
     return problems
+
+
+class _Environment:
+    """OmegaConf's resolver `oc.env`, which remembers that it was called."""
+
+    def __init__(self) -> None:
+        self.was_read = False
+        self.keeps_references = False
+        """Returns `${oc.env:NAME}` instead of the value."""
+
+    def __call__(self, name: str, *default: str | None) -> str | None:
+        self.was_read = True
+        if not self.keeps_references:
+            return oc.env(name, *default)
+        quoted = ("null" if text is None else json.dumps(text) for text in default)
+        return f"${{oc.env:{','.join([name, *quoted])}}}"
+
+
+_environment = _Environment()
+
+
+def _register_resolvers() -> None:
+    if OmegaConf.has_resolver("stdlib"):
+        return
+    renamed = getattr(OmegaConf, "register_resolver", None)  # since omegaconf 2.4
+    register = renamed or OmegaConf.register_new_resolver
+    register("stdlib", lambda: sysconfig.get_path("stdlib"))  # of the running Python
+    register("oc.env", _environment, replace=True)
+
+
+def _resolved(tree: Any, path: KeyPath) -> Any:
+    value = _get(tree, path)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _reference(tree: Any, path: KeyPath, text: str, value: object) -> Reference:
+    """A text that has this value without the rest of the recipe. Raises ValueError without one."""
+    candidates = [text]
+    _environment.keeps_references = True
+    try:
+        candidates.append(str(_get(tree, path)))  # for one that refers to other keys, too
+    finally:
+        _environment.keeps_references = False
+    for candidate in candidates if len(path) > 2 else ():
+        try:
+            if _resolved(OmegaConf.create([candidate]), (0,)) == value:
+                return Reference(candidate)
+        except (OmegaConfBaseException, ValueError):
+            continue
+    raise ValueError("an argument that reads the environment must be a text, as in ${oc.env:NAME}")
+
+
+def resolve_arguments(arguments: Any, path: KeyPath) -> Any:
+    """The arguments of a builder with the values of references. Raises RecipeError if a value is
+    missing in the environment of this process.
+
+    path: of the arguments in the recipe, for messages."""
+    if isinstance(arguments, Reference):
+        _register_resolvers()
+        try:
+            return _resolved(OmegaConf.create([str(arguments)]), (0,))
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            what = f"{arguments} cannot be interpolated: {first_line(error)}"
+            raise RecipeError(f"{dotted(path)}: {what}") from None
+    if isinstance(arguments, Mapping):
+        return {key: resolve_arguments(value, (*path, key)) for key, value in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        inner = enumerate(arguments)
+        return type(arguments)(resolve_arguments(value, (*path, index)) for index, value in inner)
+    return arguments
 
 
 def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> None:
@@ -341,3 +419,37 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
 
 def _get(values: Any, path: KeyPath) -> Any:
     return functools.reduce(operator.getitem, path, values)
+
+
+def argument_digests(recipe: Recipe, salt: str | None = None) -> dict[str, Any]:
+    """Digests of the arguments from the environment, for a checkpoint: `salt`, and `values` as pairs
+    of path and digest. Empty without such arguments.
+
+    A resume notices by them that a value has changed. They are slow to compute and short, so that
+    nobody finds a password by trying many. salt: of an earlier result, to compare with it.
+    """
+    plain = dataclasses.asdict(recipe)
+    paths = [
+        (*above, *path)
+        for above in ARGUMENTS
+        for path, value in _walk(_get(plain, above), ())
+        if isinstance(value, Reference)
+    ]
+    if not paths:
+        return {}
+    salt = salt or os.urandom(8).hex()
+    values = []
+    for path in paths:
+        value = json.dumps(resolve_arguments(_get(plain, path), path), default=str)
+        digest = hashlib.pbkdf2_hmac("sha256", value.encode(), salt.encode(), 200_000)
+        values.append([list(path), digest[:4].hex()])
+    return {"salt": salt, "values": values}
+
+
+def with_digests(plain: dict[str, Any], digests: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The values of a recipe, in which each argument from the environment has its digest, so that
+    two recipes can be compared. digests: of `argument_digests`."""
+    for path, digest in (digests or {}).get("values", ()):
+        section = _get(plain, tuple(path[:-1]))
+        section[path[-1]] = f"{section[path[-1]]} (digest {digest})"
+    return plain

@@ -101,7 +101,7 @@ class Model(Section):
     builder: Function | None = None
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None
-    """Keyword arguments of the builder."""
+    """Keyword arguments of the builder; `${oc.env:NAME}` for a secret, as in data.arguments."""
     task: Literal["causal_lm", "sequence_classification", "reward", "masked_lm"] = "causal_lm"
     """Class in transformers: AutoModelForCausalLM, AutoModelForSequenceClassification or
     AutoModelForMaskedLM, for data.kind text or tokens; reward: a classifier with one label, which
@@ -109,7 +109,8 @@ class Model(Section):
     num_labels: Annotated[PositiveInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
-    """Run the Python code of a checkpoint. It can do whatever you can."""
+    """Run the Python code in model.path, of the model and its tokenizer. It can do whatever you
+    can."""
     init: Literal["pretrained", "random"] | None = None
     """Initial weights; null: pretrained with a path, random with a config."""
     attention: Text = "auto"
@@ -162,7 +163,8 @@ class Data(Section):
     builder: Function | None = None
     """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
-    """Keyword arguments of the builder."""
+    """Keyword arguments of the builder. A secret is given as `${oc.env:NAME}`: the run records this
+    text, and not the value."""
     tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
     sequence_length: Annotated[PositiveInt, Field(ge=2)] = 2048

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from launcher.errors import first_line
-from launcher.recipe.decode import KeyPath
+from launcher.recipe.decode import KeyPath, Reference
 from launcher.recipe.schema import Recipe
 
 _TAG = "tag:yaml.org,2002:"
@@ -149,15 +149,20 @@ class _Dumper(yaml.SafeDumper):
     def represent_list(self, values: Iterable[object]) -> yaml.SequenceNode:
         return self.represent_sequence(_TAG + "seq", values, flow_style=True)
 
+    def represent_reference(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar(_TAG + "str", str(text))
+
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(Reference, _Dumper.represent_reference)
 _Dumper.add_representer(list, _Dumper.represent_list)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe with every key, each on a line of its own; it repeats the run."""
+    """The resolved recipe with every key, each on a line of its own; it repeats the run. A
+    `Reference` is written as it is, so that it is resolved again."""
     values = dataclasses.asdict(recipe)
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
     return text

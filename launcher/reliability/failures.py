@@ -21,7 +21,7 @@ from torch.distributed import HashStore, Store
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
-from launcher.distributed.processes import process_start, this_machine
+from launcher.distributed.processes import is_running, process_start, this_machine
 from launcher.distributed.spawn import end_process
 from launcher.errors import (
     EXIT_DONE,
@@ -89,9 +89,7 @@ class Neighbours:
     def lost(self) -> list[int]:
         """Ranks whose processes have ended, for any reason."""
         processes = self.processes.items()
-        ended = [rank for rank, (pid, start) in processes if process_start(pid) != start]
-        # Without free file descriptors not even this process can be read: then nothing is known
-        return ended if ended and process_start(os.getpid()) is not None else []
+        return [rank for rank, (pid, start) in processes if not is_running(pid, start)]
 
 
 class FailureWatch:

@@ -7,7 +7,8 @@ cannot both take over. An owner that finds a higher number is fenced off: it wri
 
 Clocks of different machines are never compared. On the owner's machine its process is looked up.
 Elsewhere the heartbeat of its record is awaited, for longer than the interval between heartbeats
-and the time for which an NFS client caches a folder (a minute by default).
+and the time for which an NFS client caches a folder (a minute by default). Only its user may read a
+record, because it names the port of the ranks' store: for other users the heartbeat decides, too.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pwd
 import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from launcher.distributed.environment import Environment
-from launcher.distributed.processes import process_start, this_machine
+from launcher.distributed.processes import is_running, process_start, this_machine
 from launcher.errors import RecipeError, TrainingError
 
 TOUCH_SECONDS = 15.0
@@ -58,9 +61,30 @@ class Owner(BaseModel):
     run_id: str | None
     meeting_point: str | None
     time: float
+    user: int | None = None
+    """Id of the user whose record this process may not read: the rest is not known then."""
+
+    @classmethod
+    def hidden(cls, record: Path) -> Owner:
+        """The owner whose record this process may not read."""
+        state = record.stat()
+        return cls(
+            host="",
+            machine="",
+            pid=0,
+            started=0,
+            job=None,
+            job_restart_count=0,
+            run_id=None,
+            meeting_point=None,
+            time=state.st_mtime,
+            user=state.st_uid,
+        )
 
     def describe(self) -> str:
         """The process, its machine, its job and its start, for messages."""
+        if self.user is not None:
+            return f"a process of the user {user_name(self.user)}"
         job = f", Slurm job {self.job}" if self.job else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host}{job}, since {since}"
@@ -69,7 +93,7 @@ class Owner(BaseModel):
         """Whether the process runs; None if it is on another machine."""
         if self.machine != this_machine():
             return None
-        return process_start(self.pid) == self.started
+        return is_running(self.pid, self.started)
 
 
 def succeeds(new: Owner, old: Owner) -> bool:
@@ -83,6 +107,14 @@ def succeeds(new: Owner, old: Owner) -> bool:
     same = new.run_id == old.run_id is not None and new.meeting_point == old.meeting_point
     host = (new.meeting_point or "localhost").rsplit(":", 1)[0]
     return same and not host.startswith(("127.", "localhost", "::1"))
+
+
+def user_name(number: int) -> str:
+    """The name of a user, or its number where it has no name, as in many containers."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def _newest(folder: Path) -> tuple[int, Path]:
@@ -99,7 +131,10 @@ def _read(record: Path) -> Owner | None:
     """The record; None if it does not exist, was released or is still being written."""
     try:
         return Owner.model_validate_json(record.read_bytes()) if record.is_file() else None
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            if isinstance(error, PermissionError) and record.suffix == ".json":
+                return Owner.hidden(record)
         return None
 
 
@@ -137,11 +172,19 @@ class Ownership:
             threading.Thread(target=self._touch, name="owner", daemon=True).start()
 
     @classmethod
-    def take(cls, run_dir: Path, environment: Environment) -> Ownership:
+    def take(
+        cls,
+        run_dir: Path,
+        environment: Environment,
+        *,
+        refuse: Callable[[], object] = lambda: None,
+    ) -> Ownership:
         """Takes the lock for this process.
 
         Waits up to LEASE_SECONDS if the last owner was on another machine and did not release the
         folder. Raises RecipeError, and changes nothing, if another job owns the folder.
+        refuse: called once the lock is free. If it raises, nothing is changed either: a start that
+        is refused does not fence off an owner that may still run.
         """
         folder = run_dir / "owner"
         mine = Owner(
@@ -160,6 +203,7 @@ class Ownership:
             owner = _read_complete(newest)
             if owner is not None and not succeeds(mine, owner):
                 _refuse_if_alive(run_dir, owner, newest)
+            refuse()
             record = folder / f"{number + 1:08}.json"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +264,9 @@ def _read_complete(record: Path) -> Owner | None:
 def _create(record: Path, owner: Owner) -> bool:
     """Creates a record. Returns False if that number exists already."""
     try:
-        with record.open("x") as stream:
+        # For its user only: the ranks' store has no password, and the record has its port
+        descriptor = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
             stream.write(owner.model_dump_json(indent=1) + "\n")
             stream.flush()
             os.fsync(stream.fileno())

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -63,9 +63,12 @@ class RunFolder:
         self._attempt: int | None = None
         self._ranks: int | None = None
 
-    def take(self, environment: Environment) -> None:
-        """Takes the lock of the folder. Raises RecipeError if another job owns it."""
-        self.ownership = Ownership.take(self.path, environment)
+    def take(
+        self, environment: Environment, *, refuse: Callable[[], object] = lambda: None
+    ) -> None:
+        """Takes the lock of the folder. Raises RecipeError if another job owns it, or what `refuse`
+        raises, which is called before anything is changed."""
+        self.ownership = Ownership.take(self.path, environment, refuse=refuse)
 
     def check(self) -> None:
         """Must be called before each write. Raises TrainingError (reason superseded) if another job

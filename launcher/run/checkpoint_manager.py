@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from launcher.checkpoint import files
 from launcher.checkpoint.reader import (
@@ -25,6 +24,8 @@ from launcher.checkpoint.resume import (
     check_content,
     check_recipe,
     recipe_changes,
+    recipe_of_state,
+    recipe_to_compare,
     saved_position,
 )
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
@@ -37,7 +38,7 @@ from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.philox import derived_seed
 from launcher.models.safetensors_files import open_folder
-from launcher.recipe.load import to_yaml
+from launcher.recipe.load import argument_digests, to_yaml
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.evaluation import is_better
@@ -53,6 +54,7 @@ class CheckpointManager:
         self._run, self._folder = run, run.path / "checkpoints"
         self._training, self._settings = training, training.recipe.checkpoint
         self._recipe_yaml, self._data = to_yaml(training.recipe), training.data
+        self._environment = argument_digests(training.recipe)
         self._module, self._ranks = training.wrapped.module, training.ranks
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
@@ -111,7 +113,8 @@ class CheckpointManager:
         if path is None:
             return None
         state = read_state(path)
-        before, now = yaml.safe_load(state["recipe"]), yaml.safe_load(self._recipe_yaml)
+        before = recipe_of_state(state)
+        now = recipe_to_compare(self._training.recipe, state.get("environment"))
         allow = self._settings.allow_changes
         # `decide` has compared the newest one, which may be damaged: this one may be of another
         check_recipe(path, before, now, allow=allow)
@@ -198,6 +201,7 @@ class CheckpointManager:
             "skipped_batches": position.skipped_batches,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,
+            "environment": self._environment,
             "data": self._data.fingerprint,
             "weights": self._weights,
             "adapter": self._adapter,

@@ -131,7 +131,7 @@ class Job:
         return [
             *(self.python, "-m", "launcher.slurm.agent"),
             *(("--interface", interface) if interface else ()),
-            *(self.python, "-m", "torch.distributed.run"),
+            *(self.python, "-m", "launcher.distributed.torchrun"),
             *("--nnodes", self.nodes, "--nproc-per-node", str(ranks_per_node(self.slurm))),
             *("--max-restarts", str(restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(interface)}:{port}"),

@@ -58,7 +58,7 @@ def start(nodes, host, folder, run_dir, *overrides, least=1, **variables):
             *(
                 sys.executable,
                 "-m",
-                "torch.distributed.run",
+                "launcher.distributed.torchrun",
                 "--nnodes",
                 f"{least}:2",
                 "--nproc-per-node",

@@ -707,3 +707,47 @@ def test_second_start_reuses_compiled_blocks(tmp_path):
     assert kept[0]
     assert kept[0] == kept[1]
     assert losses[0] == losses[1]
+
+
+BUILDER = """
+import torch
+from launcher.data.custom import CustomData
+
+class Rows:
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((4,), float(index % 7))
+
+def loss(model, batch): return model(batch["x"]).square().sum()
+def targets(batch): return batch["x"].shape[0]
+def collate(rows): return {"x": torch.stack(rows)}
+def model(): return torch.nn.Linear(4, 2)
+
+def data(password):
+    assert password.startswith("secret")
+    return CustomData(train=Rows(), collate=collate, loss=loss, targets=targets)
+"""
+
+
+def test_a_secret_from_the_environment_is_in_no_file_of_the_run(tmp_path):
+    (tmp_path / "built.py").write_text(BUILDER)
+    (tmp_path / "built.yaml").write_text(
+        "run: {name: built, dir: run, max_steps: 2}\nmodel: {builder: 'built:model'}\n"
+        "data: {builder: 'built:data', arguments: {password: '${oc.env:PASSWORD}'}, workers: 0}\n"
+        "batch: {global_batch_size: 4, micro_batch_size: 4}\n"
+        "strategy: {kind: ddp, mixed_precision: null}\n"
+        "checkpoint: {every_steps: 2, export: null}\n"
+        "logging: {tensorboard: true, wandb: {project: p, mode: offline}}\n"
+    )
+    words = (TRAIN, f"recipe={tmp_path}/built.yaml")
+    first = forked(*words, cwd=tmp_path, PASSWORD="secret-word").check()
+    requests = [sys.executable, "-m", "launcher.cli.main", "report", "run"]
+    run(requests, cwd=tmp_path, PASSWORD="secret-word").check()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {"status.json", "report.html", "state.json"} <= {file.name for file in files}
+    assert [file for file in files if b"secret-word" in file.read_bytes()] == []
+    assert "secret-word" not in first.output
+    more = (*words, "run.max_steps=4")
+    changed = forked(*more, cwd=tmp_path, PASSWORD="secret-other").check(2)
+    assert "data.arguments.password: " in changed.output
+    assert "secret" not in changed.output
+    forked(*more, cwd=tmp_path, PASSWORD="secret-word").check()

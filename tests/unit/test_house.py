@@ -171,3 +171,20 @@ def test_public_methods_have_docstrings():
         and all(ast.unparse(base) == "Protocol" for base in owner.bases)
     ]
     assert missing == []
+
+
+def test_every_call_says_whether_code_of_a_checkpoint_may_run():
+    """Without trust_remote_code, transformers asks in a terminal, and an answer would run it."""
+    silent = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            loader = ast.unparse(node.func.value)
+            without_code = ("GenerationConfig", "PeftConfig", "PeftModel")
+            if node.func.attr in ("from_pretrained", "from_config") and not loader.endswith(
+                without_code
+            ):
+                if "trust_remote_code" not in [keyword.arg for keyword in node.keywords]:
+                    silent.append(f"{module_name(file)}:{node.lineno}: {ast.unparse(node)}")
+    assert silent == []

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,7 +121,8 @@ def test_an_older_checkpoint_of_another_recipe_is_refused(tmp_path, monkeypatch)
     path = checkpoint(tmp_path, 5)
     manager = CheckpointManager.__new__(CheckpointManager)
     monkeypatch.setattr(manager, "_find", lambda resume, at_most: path)
-    manager._recipe_yaml = to_yaml(load_recipe(["recipe=fsdp", "run.seed=7"], ranks=None).recipe)
+    recipe = load_recipe(["recipe=fsdp", "run.seed=7"], ranks=None).recipe
+    manager._training = SimpleNamespace(recipe=recipe)
     manager._settings = schema.Checkpoint()
     with pytest.raises(RecipeError, match=rf"^{path} is of another .*\n  run.seed: 1234 -> 7\n"):
         manager.restore("auto")

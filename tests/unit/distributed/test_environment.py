@@ -5,6 +5,7 @@ The tests pass the variables as an argument and do not change the environment.
 
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from launcher.distributed import process_group
+from launcher.distributed import environment, process_group
 from launcher.distributed.environment import (
     Environment,
+    cache_folder,
     prepare_cuda,
     prepare_nccl,
+    provide_caches,
     read_environment,
 )
 from launcher.errors import RecipeError
@@ -232,3 +235,60 @@ def test_user_settings_of_nccl_are_kept(tmp_path, monkeypatch):
         variables = dict(user)
         prepare_nccl(Path("runs/log"), variables, hang_timeout=480)
         assert variables == user
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Temporary files are in tmp_path, and folders named `read-only` cannot be written to, also by
+    root."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    allowed = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "read-only" not in str(path) and allowed(path, mode)
+    )
+    return tmp_path / f"launcher-{os.getuid()}"
+
+
+def test_caches_have_a_place_without_a_home(tmp_path, temporary, monkeypatch, capsys):
+    """As in `docker run --user`, and under OpenShift. One line says where."""
+    home = tmp_path / "home"
+    (tmp_path / "read-only/.cache/huggingface").mkdir(parents=True)
+    for given in ({"HOME": str(home)}, {}, {"HOME": str(tmp_path / "read-only")}):
+        monkeypatch.setattr(environment.pwd, "getpwuid", {}.__getitem__)  # no such user
+        variables = dict(given)
+        environment._note_temporary_cache.cache_clear()
+        provide_caches(variables)
+        before = dict(variables)
+        provide_caches(variables)
+        assert variables == before
+        assert cache_folder(None, variables) == temporary / "launcher"
+        assert cache_folder(None, variables) == temporary / "launcher"
+        line = f"note: HOME cannot be written to, so caches are in {temporary}; XDG_CACHE_HOME "
+        printed = capsys.readouterr()
+        assert printed.err == line + "names a folder that stays\n"
+        assert cache_folder("own", variables) == Path("own")
+        read_only = "read-only" in given.get("HOME", "")
+        assert variables["HOME"] == (given["HOME"] if read_only else str(temporary))
+        hub = str(tmp_path / "read-only/.cache/huggingface") if read_only else None
+        assert variables.get("HF_HOME") == hub  # earlier downloads can be read
+        assert variables["USER"] == str(os.getuid())
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    home.mkdir()
+    for writable in ({"HOME": str(home)}, {"XDG_CACHE_HOME": str(tmp_path / "cache")}):
+        variables = dict(writable)
+        provide_caches(variables)
+        assert variables == writable
+
+
+def test_a_cache_that_others_can_write_to_is_refused(temporary):
+    """Compiled code is loaded from it."""
+    temporary.mkdir()
+    temporary.chmod(0o777)
+    with pytest.raises(
+        RecipeError, match=r"others may write to .*: set XDG_CACHE_HOME to a folder"
+    ):
+        provide_caches({"HOME": "/no/such/folder"})
+    temporary.rmdir()
+    temporary.symlink_to(temporary.parent)
+    with pytest.raises(RecipeError, match="set XDG_CACHE_HOME"):
+        provide_caches({"HOME": "/no/such/folder"})

@@ -4,7 +4,10 @@ import json
 import socket
 import sys
 
-from launcher.metrics.sinks import OptionalSink
+import pytest
+
+from launcher.metrics.sinks import OptionalSink, Wandb
+from launcher.recipe import schema
 from tests.distributed.launching import run
 from tests.wandb_files import history, read_records
 
@@ -46,6 +49,29 @@ def test_wandb_keeps_repeated_steps(tmp_path):
     assert (list(started.tags), started.run_group) == (["first", "second"], "sweep")
     axes = {message.glob_name: message.step_metric for kind, message in records if kind == "metric"}
     assert axes["training/*"] == axes["evaluation/*"] == "step"
+
+
+def test_wandb_asks_nothing_in_a_terminal(tmp_path, monkeypatch):
+    """Without a key it would ask, and the run would wait for an answer."""
+    import wandb
+
+    class Terminal:
+        def isatty(self):
+            return True
+
+    seen, terminal = [], Terminal()
+    monkeypatch.setattr(sys, "stdin", terminal)
+
+    def init(**settings):
+        seen.append((sys.stdin.isatty(), sys.stdin.read()))
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(wandb, "init", init)
+    settings = schema.Wandb(project="test", mode="offline")
+    with pytest.raises(RuntimeError, match="stop"):
+        Wandb(settings, name="name", folder=tmp_path, config={})
+    assert seen == [(False, "")]
+    assert sys.stdin is terminal
 
 
 def test_unreachable_wandb_server_means_offline_records(tmp_path):

@@ -1,7 +1,9 @@
 """`launcher export`, adapters, and the exported folders."""
 
+import dataclasses
 import json
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -14,6 +16,12 @@ from transformers import AutoModelForCausalLM
 from launcher.checkpoint import files
 from launcher.cli import requests
 from launcher.cli.main import main
+from launcher.data.tokenizer import (
+    hugging_face_byte_tokenizer,
+    hugging_face_tokenizer,
+    tokenizer_identity,
+    tokenizer_name,
+)
 from launcher.errors import RecipeError
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
@@ -28,6 +36,7 @@ from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
+from launcher.recipe.hub import refuse_links
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
 from launcher.reliability.run_directory import RunFolder
@@ -435,6 +444,113 @@ def test_environment_is_not_shown_and_links_are_not_followed(tmp_path, llama, ca
     assert export(run, tmp_path / "out") == 2
     assert "notes.txt is a link to a file outside of" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def add_tokenizer_with_code(folder):
+    """Its class writes the file `executed` into the current folder when it is imported."""
+    hugging_face_byte_tokenizer().save_pretrained(folder)
+    (folder / "theirs.py").write_text(
+        "from pathlib import Path\nfrom transformers import PreTrainedTokenizerFast\n"
+        "Path('executed').touch()\nclass Theirs(PreTrainedTokenizerFast): pass\n"
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": [None, "theirs.Theirs"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_no_answer_in_a_terminal_runs_the_code_of_a_tokenizer(
+    tmp_path, llama, monkeypatch, capsys, caplog
+):
+    """transformers asks in a terminal where trust_remote_code is not given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *text: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    theirs = Path(shutil.copytree(llama, tmp_path / "theirs"))
+    add_tokenizer_with_code(theirs)
+    (tmp_path / "data.txt").write_text("some text")
+    words = [f"model.path={theirs}", "data.train=data.txt", "data.sequence_length=16"]
+    run = create_run(tmp_path, model_with_seed(llama, 1))
+    shutil.rmtree(run / "hf")
+    token_rows = recipe_of(*words, "data.tokenizer=null", "data.kind=tokens")
+    create_checkpoint(run, model_with_seed(llama, 1), 10, token_rows)
+    quickstart = ["recipe=quickstart", "model.config=null", "data.tokenizer=null", *words]
+    assert main(["inspect", *quickstart]) == 2
+    assert "it needs its own Python code, which is not run by default" in capsys.readouterr().err
+    assert export(run, tmp_path / "out") == 0
+    assert "its tokenizer is left out: data.tokenizer:" in caplog.text
+    assert export(run, tmp_path / "out", "--verify") == 0
+    assert not (tmp_path / "executed").exists()
+    section, data = Model(path=str(theirs), trust_remote_code=True), recipe_of(*words).data
+    other = tokenizer_name(dataclasses.replace(data, tokenizer=str(llama)), section)
+    assert other == str(llama)  # the code of model.path is trusted, and no other
+    trusted = tokenizer_name(dataclasses.replace(data, tokenizer=None), section)
+    assert pickle.loads(pickle.dumps(trusted)) == trusted
+    assert type(hugging_face_tokenizer(trusted)).__name__ == "Theirs"
+    assert (tmp_path / "executed").exists()
+    before = tokenizer_identity(trusted)
+    (theirs / "theirs.py").write_text("# changed")
+    assert tokenizer_identity(trusted) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LICENSE", "preprocessor_config.json", "chat_template.jinja", "vocab.txt", "theirs.py", None],
+)
+def test_links_that_leave_a_model_are_not_followed(tmp_path, llama, capsys, name):
+    """A stranger's model would publish a file of the reader. The weights may be links."""
+    theirs = Path(shutil.copytree(llama, tmp_path / "theirs"))
+    hugging_face_byte_tokenizer().save_pretrained(theirs)
+    (theirs / "model.safetensors").rename(tmp_path / "weights")
+    (theirs / "model.safetensors").symlink_to(tmp_path / "weights")
+    (theirs / "LICENSE.txt").symlink_to("config.json")  # inside
+    run = create_run(tmp_path, model_with_seed(llama, 1))
+    shutil.rmtree(run / "hf")
+    recipe = recipe_of(f"model.path={theirs}", "data.tokenizer=null")
+    create_checkpoint(run, model_with_seed(llama, 1), 10, recipe)
+    (tmp_path / "private").write_text("hidden-value")
+    if name is None:  # a link to a folder
+        (tmp_path / "templates").mkdir()
+        (tmp_path / "private").rename(tmp_path / "templates/tool_use.jinja")
+        (theirs / "additional_chat_templates").symlink_to(tmp_path / "templates")
+        name = "additional_chat_templates/tool_use.jinja"
+    else:
+        (theirs / name).unlink(missing_ok=True)
+        (theirs / name).symlink_to(os.path.relpath(tmp_path / "private", theirs))
+    assert export(run, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert f"model.path: {theirs / name} is a link to a file outside of the folder" in error
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(RecipeError, match="which an export would publish"):
+        hugging_face_tokenizer(str(theirs))
+    (theirs / name.partition("/")[0]).unlink()
+    assert export(run, tmp_path / "out") == 0
+    assert (tmp_path / "out/LICENSE.txt").is_file()
+
+
+def test_a_link_that_is_made_during_the_run_is_not_exported(tmp_path, llama, caplog):
+    """The run ends with its export, without the file."""
+    theirs = Path(shutil.copytree(llama, tmp_path / "theirs"))
+    model = model_with_seed(theirs, 1)
+    (tmp_path / "private").write_text("hidden-value")
+    (theirs / "LICENSE").symlink_to(tmp_path / "private")
+    (theirs / "NOTICE").write_text("theirs")
+    out = export_model(model, tmp_path / "out")
+    assert (out / "NOTICE").is_file()
+    assert not (out / "LICENSE").exists()
+    assert f"LICENSE is not exported: it is a link to {tmp_path / 'private'}" in caplog.text
+
+
+def test_the_files_of_the_hubs_cache_are_links(tmp_path, llama):
+    snapshot = tmp_path / "models--owner--name/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    blobs = Path(shutil.copytree(llama, tmp_path / "models--owner--name/blobs"))
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    refuse_links(snapshot, key="")
+    shutil.move(blobs, tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecipeError, match="outside of the folder"):
+        refuse_links(snapshot, key="")
 
 
 @pytest.mark.parametrize("adapter", [False, True])

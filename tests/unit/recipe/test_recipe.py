@@ -11,10 +11,19 @@ import sysconfig
 import pytest
 import yaml
 
+from launcher.checkpoint.resume import check_recipe, recipe_of_state, recipe_to_compare
 from launcher.cli.main import run
+from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.decode import decode, dotted, subsection
-from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.functions import call_function
+from launcher.recipe.load import (
+    argument_digests,
+    load_recipe,
+    recorded_recipe,
+    resolve_arguments,
+    to_yaml,
+)
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -181,6 +190,81 @@ def test_interpolation(folder, monkeypatch):
     library = sysconfig.get_path("stdlib")
     assert recipe.data.train == (f"{folder}/data.txt", f"{library}/json/*.py", "data.txt")
     assert load("run.name=b", "run.seed=5").run.dir == "out/b-5-10"
+
+
+BUILT = ("data.train=null", "data.builder=a:b", "data.tokenizer=null", "data.validation=null")
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "value"),
+    [
+        ("${oc.env:WORD}", "${oc.env:WORD}", "secret-word"),
+        ("x: ${oc.env:WORD}/${run.name}", "x: ${oc.env:WORD}/small", "x: secret-word/small"),
+        ("${oc.decode:${oc.env:NUMBER}}", "${oc.decode:${oc.env:NUMBER}}", 5),
+        ("${oc.env:UNSET,null}", "${oc.env:UNSET,null}", None),
+        ("${oc.env:UNSET,${run.name}}", '${oc.env:UNSET,"small"}', "small"),
+        ("${data.arguments.other}", "${oc.env:WORD}", "secret-word"),
+        ("${run.name}", "small", "small"),
+        ("\\${oc.env:WORD}", "${oc.env:WORD}", "${oc.env:WORD}"),
+    ],
+)
+def test_arguments_from_the_environment_stay_references(folder, monkeypatch, text, kept, value):
+    """They may be secrets. What a run records of them has their values nowhere."""
+    monkeypatch.setenv("WORD", "secret-word")
+    monkeypatch.setenv("NUMBER", "5")
+    (folder / "x.yaml").write_text(SMALL.replace("  sequence_length: 8\n", ""))
+    given = json.dumps({"a": [text], "other": "${oc.env:WORD}"})
+    recipe = load(*BUILT, f"data.arguments={given}")
+    recorded = to_yaml(recipe)
+    again = recorded_recipe(recorded, file=folder)
+    assert again == recipe
+    assert to_yaml(again) == recorded
+    assert "secret-word" not in recorded + json.dumps(dataclasses.asdict(recipe))
+    for each in (recipe, again, load_recipe_text(folder, recorded)):
+        assert each.data.arguments["a"][0] == kept
+        resolved = resolve_arguments(each.data.arguments, ("data", "arguments"))
+        assert resolved == {"a": [value], "other": "secret-word"}
+
+
+def load_recipe_text(folder, text):
+    (folder / "y.yaml").write_text(text)
+    return load_recipe(["recipe=y.yaml"], ranks=None).recipe
+
+
+def test_arguments_without_a_value_are_refused(folder, monkeypatch):
+    (folder / "x.yaml").write_text(SMALL.replace("  sequence_length: 8\n", ""))
+    monkeypatch.setenv("WORD", "secret-word")
+    recipe = load(*BUILT, "data.arguments={a: '${oc.env:WORD}'}")
+    monkeypatch.delenv("WORD")
+    what = r"data.arguments.a: \$\{oc.env:WORD\} cannot be interpolated: .*'WORD' not found"
+    with pytest.raises(RecipeError, match=what):
+        call_function("os.path:join", recipe.data.arguments, key="data.builder")
+    with pytest.raises(RecipeError, match=r"data.arguments.a: cannot be interpolated"):
+        load(*BUILT, "data.arguments={a: '${oc.env:WORD}'}")
+    monkeypatch.setenv("WORD", "{a: 1}")
+    with pytest.raises(RecipeError, match="an argument that reads the environment must be a text"):
+        load(*BUILT, "data.arguments=${oc.decode:${oc.env:WORD}}")
+
+
+def test_another_value_of_an_argument_is_noticed_by_its_digest(folder, monkeypatch):
+    (folder / "x.yaml").write_text(SMALL.replace("  sequence_length: 8\n", ""))
+    monkeypatch.setenv("WORD", "secret-word")
+    recipe = load(*BUILT, "data.arguments={a: ['${oc.env:WORD}']}")
+    digests = argument_digests(recipe)
+    assert argument_digests(recipe)["salt"] != digests["salt"]
+    assert "secret-word" not in json.dumps(digests)
+    state = {"recipe": to_yaml(recipe), "environment": digests}
+
+    def check():
+        now = recipe_to_compare(recipe, digests)
+        check_recipe(folder, recipe_of_state(state), now, allow=False)
+
+    check()
+    monkeypatch.setenv("WORD", "another")
+    digest = r"\$\{oc.env:WORD\} \(digest [0-9a-f]{8}\)"
+    with pytest.raises(RecipeError, match=rf'data.arguments.a: \["{digest}"\] -> \["{digest}"\]'):
+        check()
+    assert argument_digests(load()) == {}
 
 
 def test_sections_can_be_merged_with_yaml_anchors(folder):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from launcher.distributed import processes
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.reliability import lock
@@ -42,6 +43,67 @@ except RecipeError as error:
 
 def record(run_dir):
     return max((run_dir / "owner").glob("*.json"))
+
+
+HIDDEN = """
+import os, re, sys, tempfile, time, traceback
+from pathlib import Path
+from launcher.distributed.environment import Environment
+from launcher.distributed.processes import is_running, process_start
+from launcher.errors import RecipeError
+from launcher.reliability import lock
+
+lock.TOUCH_SECONDS, lock.LEASE_SECONDS = 0.1, 60.0
+ready = os.pipe()
+
+def as_user(user, function):
+    if (process := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            function()
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    return process
+
+def own():
+    lock.Ownership.take(run, Environment())
+    os.chmod(run / "owner", 0o777)
+    os.write(ready[1], b"x")
+    time.sleep(100)
+
+def look():
+    assert process_start(first) is None and is_running(first, start)
+    assert lock.current_owner(run)[1] is True
+    try:
+        lock.Ownership.take(run, Environment())
+    except RecipeError as error:
+        print(str(error).partition(" is ")[2])
+
+def look_at_readable_record():
+    owner, alive = lock.current_owner(run)
+    print(owner.pid == first, alive)
+
+with tempfile.TemporaryDirectory() as folder:
+    os.chmod(folder, 0o777)
+    run = Path(folder) / "run"
+    first = as_user(1234, own)
+    try:
+        os.read(ready[0], 1)
+        start = process_start(first)
+        os.waitpid(as_user(1235, look), 0)
+        (record,) = (run / "owner").iterdir()  # the lock was not taken
+        print(oct(record.stat().st_mode & 0o777))
+        record.chmod(0o644)  # as an earlier version wrote it
+        os.waitpid(as_user(1235, look_at_readable_record), 0)
+    finally:
+        os.kill(first, 9)
+        os.waitpid(first, 0)
+    print(is_running(first, start), lock.current_owner(run)[1], flush=True)
+"""
 
 
 def rewrite(run_dir, **changes):
@@ -130,6 +192,63 @@ def test_remote_heartbeat_is_checked_without_comparing_clocks(
     os.utime(record(tmp_path / "run"), (4e9, 4e9))  # the clock of the file server is far ahead
     assert take().name == "00000002.json"
     assert re.search(r"process 1 on node7.*waiting up to 1 s for a heartbeat", caplog.text)
+
+
+def can_hide_processes():
+    command = ["unshare", "--mount", "mount", "-t", "proc", "-o", "hidepid=2", "proc", "/proc"]
+    if os.getuid() != 0 or shutil.which("unshare") is None:
+        return False
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_hide_processes(), reason="requires root and CAP_SYS_ADMIN")
+def test_a_run_of_another_user_is_alive_though_its_process_is_hidden():
+    """With hidepid=2, /proc has no processes of other users. Only its user may read a record."""
+    mounted = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", HIDDEN]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    assert (done.returncode, len(lines)) == (0, 4), done.stderr
+    assert lines[0].startswith("in use: a process of the user 1234; nothing was changed there")
+    assert lines[1:] == ["0o600", "True True", "False False"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "alive"),
+    [(None, True), (PermissionError(), True), (ProcessLookupError(), False)],
+)
+def test_a_process_that_cannot_be_read_is_asked(monkeypatch, answer, alive):
+    def kill(pid, number):
+        assert number == 0
+        if answer is not None:
+            raise answer
+
+    def unreadable(pid):
+        raise PermissionError
+
+    monkeypatch.setattr(processes, "_start", unreadable)
+    monkeypatch.setattr(processes.os, "kill", kill)
+    assert processes.is_running(5, 7) is alive
+
+
+def test_a_refused_start_does_not_take_the_lock(take, tmp_path):
+    """Also where the last owner may still run: on a node that the scheduler has lost."""
+    job = dataclasses.replace(SINGLE_PROCESS, job="17")
+    first = take(job)
+    rewrite(tmp_path / "run", machine="another", host="node7")
+    before = file_contents(tmp_path)
+
+    def refuse():
+        raise RecipeError("another recipe")
+
+    later = dataclasses.replace(job, job_restart_count=1)
+    with pytest.raises(RecipeError, match="another recipe"):
+        RunFolder(tmp_path / "run").take(later, refuse=refuse)
+    assert file_contents(tmp_path) == before
+    first.check()
+    with pytest.raises(RecipeError, match="another recipe"):
+        RunFolder(tmp_path / "new").take(SINGLE_PROCESS, refuse=refuse)
+    assert not (tmp_path / "new").exists()
 
 
 def test_restarted_job_takes_over_and_fences_off_the_owner(take, tmp_path, caplog):
