@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import threading
 import time
 import traceback
@@ -22,7 +23,7 @@ from torch.distributed import HashStore, Store
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import process_start, this_machine
-from launcher.distributed.spawn import end_process
+from launcher.distributed.spawn import end_process, kernel_exit
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -30,6 +31,7 @@ from launcher.errors import (
     EXIT_USAGE,
     RecipeError,
     TrainingError,
+    line_of,
 )
 from launcher.reliability.causes import (
     Account,
@@ -95,7 +97,8 @@ class Neighbours:
 
 
 class FailureWatch:
-    """Reports a failure and ends the run: an exception inside its context ends all ranks.
+    """Reports a failure and ends the run: an exception inside its context ends all ranks. So does
+    code that ends this process itself, by `sys.exit` or `os._exit`, with any status.
 
     Methods that use the store raise RuntimeError if it fails.
     """
@@ -116,6 +119,8 @@ class FailureWatch:
         self.on_end = contextlib.ExitStack()
         """Callbacks that flush and close what the run writes, before a failure ends this
         process."""
+        self.explain_timeout: Callable[[list[int]], list[str]] = lambda silent: []
+        """Lines about what these ranks do; set by the watchdog."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
         """A thread of this rank reports; meanwhile no other thread may end the process."""
@@ -133,6 +138,7 @@ class FailureWatch:
         return store
 
     def __enter__(self) -> FailureWatch:
+        self._process, os._exit = os.getpid(), self._exited
         # Shares rank 0's record in RUN_DIR/owner: any rank may have to write a failure there
         if self.ranks > 1 and self.rank == 0:
             ownership = self.run.ownership
@@ -142,9 +148,26 @@ class FailureWatch:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not isinstance(error, SystemExit):
+        os._exit = kernel_exit
+        if error is not None:
             self.end(self.report_exception(error))
         self.announce_end()
+
+    def _exited(self, status: int) -> NoReturn:
+        """In the place of `os._exit`, which the launcher itself calls only as `kernel_exit`."""
+        if os.getpid() != self._process:  # a process that this rank has forked
+            kernel_exit(status)
+        code = sys._getframe(1)
+        where = f"{os.path.relpath(code.f_code.co_filename)}:{code.f_lineno}"
+        if self.claim():
+            self.report("exit", self._exit_text(f"os._exit({status})", where))
+        elif self.claimed:  # another thread of this rank reports, and ends the process
+            threading.Event().wait()
+        self.end(EXIT_FAILED)
+
+    def _exit_text(self, call: str, where: str) -> str:
+        name, step = self._names([self.rank]), self._last_step() + 1
+        return f"{name} ended itself in step {step}: {call} was called at {where}"
 
     def announce_end(self) -> None:
         """This rank ends in order or has failed: its neighbours must not report it as lost."""
@@ -272,6 +295,8 @@ class FailureWatch:
             return error.reason, f"failed after step {step - 1}: {error}", None
         if isinstance(error, RecipeError):
             return "recipe", str(error), None
+        if isinstance(error, SystemExit):
+            return "exit", self._exit_text(f"sys.exit({error.code})", line_of(error)), None
         if ran_out_of_memory(error):
             phase, number = self.progress.phase, self.progress.micro_batch
             return self._out_of_memory(
@@ -289,8 +314,12 @@ class FailureWatch:
                 text = f"{name} lost the other ranks and their store in step {step}. Is the "
                 return "rank_lost", f"{text}network down, or the node of rank 0?", None
             if silent and late:
+                key = "run.timeout" if self.progress.started else "run.init_timeout"
                 text = f"{self._names(silent)} did not answer in step {step} within the time limit "
-                return "timeout", f"{text}of a collective (run.timeout)", None
+                lines = [f"{text}of a collective ({key})"]
+                with contextlib.suppress(Exception):  # of the store
+                    lines += self.explain_timeout(silent)
+                return "timeout", "\n".join(lines), None
             if silent:
                 return self._loss(silent)
         return "error", f"{name} failed in step {step}: {describe(error)}", None

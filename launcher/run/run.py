@@ -101,7 +101,11 @@ def train(
             post_mortem=post_mortem,
         ) as failures,
         Watch(
-            failures, stop=stop, hang_timeout=settings.hang_timeout, timeout=settings.timeout
+            failures,
+            stop=stop,
+            hang_timeout=settings.hang_timeout,
+            timeout=settings.timeout,
+            init_timeout=settings.init_timeout,
         ) as watch,
     ):
         configure_logging()
@@ -116,6 +120,8 @@ class TrainingRun:
 
     def __init__(self, loaded: LoadedRecipe, rank: Rank, *, resume: str | None) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
+        self._recipe = loaded.recipe
+        self._set_timeout(loaded.recipe.run.init_timeout)
         directory, environment = rank.directory, rank.environment
         # Rank 0 decides: another node may see the folder a little later
         start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
@@ -133,7 +139,9 @@ class TrainingRun:
             skipped_rows=skipped_rows,
             reference=reference_file(directory.path, *sections, recipe.distillation),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
+            heartbeat=self._progress.heartbeat,
         )
+        self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
@@ -174,6 +182,7 @@ class TrainingRun:
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
+        self._progress.heartbeat("model")
         prepared = prepare_model(recipe, device=ranks.device)
         decided = open_keys(loaded.recipe) or open_collectives(recipe, ranks=machine.ranks)
         recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)
