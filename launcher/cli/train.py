@@ -292,11 +292,16 @@ def _send(ranks: Iterable[int], number: signal.Signals) -> None:
 def _run_agent(arguments: list[str]) -> int:
     """Runs torchrun's agent in this process. Unlike torchrun it does not print that a rank failed,
     which the rank has reported; unless a signal has ended it, or LOGLEVEL is set."""
+    quiet = "LOGLEVEL" not in os.environ and "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:  # of the C++ stack of a store whose machine has ended; torch reads it at its import
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    if quiet:  # the ranks warn
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     run: Any = torchrun  # without types
     if "LOGLEVEL" not in os.environ:
         logging.disable()

@@ -48,6 +48,8 @@ from launcher.reliability.run_directory import RunFolder
 
 # Keys of the store
 CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
+_MACHINE = "failed/machine"
+"""The first rank of the machine whose console has the report."""
 _PROCESS = "process/{}".format
 NOTICED, ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
 """Keys by rank: the rank runs and has noticed another rank's claim; it has failed or ended in
@@ -218,15 +220,16 @@ class FailureWatch:
                     return
                 time.sleep(0.1)
 
-    def wait_for_report(self) -> int:
-        """Waits for the rank that claimed, and returns the exit status for all: torchrun's agent
-        kills the ranks of a node soon after one of them has ended."""
+    def wait_for_report(self, *, lost: int = EXIT_FAILED) -> int:
+        """Waits for the rank that claimed, and returns the exit status for all, or `lost` if the
+        store is gone: torchrun's agent kills the ranks of a node soon after one of them has
+        ended."""
         deadline = time.monotonic() + _REPORT_SECONDS
         with contextlib.suppress(Exception):
             while not self.is_set(_REPORTED) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return int(self.store.get(_REPORTED))
-        return EXIT_FAILED
+        return lost
 
     def _set_reported(self, status: int) -> None:
         with contextlib.suppress(Exception):
@@ -241,6 +244,8 @@ class FailureWatch:
         torchrun's agent. If memory ran out, the suggestions of the memory plan follow. All ranks
         end with `status`."""
         self._print(text)
+        with contextlib.suppress(Exception):  # of the store
+            self.store.set(_MACHINE, str(self.rank - self.environment.local_rank))
         step = self._last_step()
         noted = account.noted if account is not None else {}
         try:
@@ -281,13 +286,23 @@ class FailureWatch:
         if not self.claim():
             if self.claimed:  # the watchdog of this rank reports, and ends the process
                 threading.Event().wait()
-            return self.wait_for_report()
+            if not isinstance(error, RecipeError):
+                return self.wait_for_report()
+            if self.environment.local_rank == 0 and not self._reported_here():
+                self._print(str(error))  # each machine may have a console
+            return self.wait_for_report(lost=EXIT_USAGE)
         reason, text, account = self._cause(error)
         if unexpected:
             text += f"\nThe traceback of rank {self.rank} is in {log_file}"
         status = EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
         self.report(reason, text, account, status=status)
         return status
+
+    def _reported_here(self) -> bool:
+        """On the first rank of a machine: whether a rank of this machine reports."""
+        with contextlib.suppress(Exception):  # of the store, whose machine may have ended already
+            return int(self.store.get(_MACHINE)) == self.rank
+        return False
 
     def _cause(self, error: BaseException) -> Cause:
         name, step = self._names([self.rank]), self._last_step() + 1

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from launcher.checkpoint.resume import Resumed
 from launcher.console import configure_logging, task
@@ -24,6 +25,7 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
+from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.auto import (
     detect_machine,
     open_collectives,
@@ -123,6 +125,8 @@ class TrainingRun:
         self._recipe = loaded.recipe
         self._set_timeout(loaded.recipe.run.init_timeout)
         directory, environment = rank.directory, rank.environment
+        several = environment.local_world_size < environment.world_size
+        compare_recipes(loaded.recipe, rank.ranks, several_machines=several)
         # Rank 0 decides: another node may see the folder a little later
         start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
         source, first_day = from_rank_0(start, rank.ranks.group)
@@ -140,6 +144,13 @@ class TrainingRun:
             reference=reference_file(directory.path, *sections, recipe.distillation),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
             heartbeat=self._progress.heartbeat,
+            check_data=partial(
+                compare_content,
+                recipe,
+                ranks=rank.ranks,
+                several_machines=several,
+                reads=environment.local_rank == 0,
+            ),
         )
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
