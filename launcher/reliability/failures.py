@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import sys
 import threading
 import time
 import traceback
@@ -159,8 +158,8 @@ class FailureWatch:
         """In the place of `os._exit`, which the launcher itself calls only as `kernel_exit`."""
         if os.getpid() != self._process:  # a process that this rank has forked
             kernel_exit(status)
-        code = sys._getframe(1)
-        where = f"{os.path.relpath(code.f_code.co_filename)}:{code.f_lineno}"
+        caller = traceback.extract_stack(limit=2)[0]
+        where = f"{os.path.relpath(caller.filename)}:{caller.lineno}"
         if self.claim():
             self.report("exit", self._exit_text(f"os._exit({status})", where))
         elif self.claimed:  # another thread of this rank reports, and ends the process

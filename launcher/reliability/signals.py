@@ -31,9 +31,14 @@ _forked_by_main = False
 
 
 def requests_to_stop() -> list[signal.Signals]:
-    """The signals that are requests: not SIGHUP under nohup, which makes a process ignore it."""
-    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not under_nohup]
+    """The signals that are requests: not those of a terminal that the program which started this
+    process has made it ignore, as nohup does with SIGHUP, and a shell with SIGINT for `&`.
+
+    The agent of a Slurm job makes torchrun ignore SIGUSR1, so its ranks must not ask for that.
+    """
+    terminal = (signal.SIGHUP, signal.SIGINT)
+    ignored = [number for number in terminal if signal.getsignal(number) == signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if number not in ignored]
 
 
 def _before_fork() -> None:

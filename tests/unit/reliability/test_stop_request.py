@@ -50,17 +50,23 @@ def test_sigterm_after_a_warning_is_not_the_second(monkeypatch):
     assert found == [False, False, False, True]
 
 
-def test_a_closed_terminal_is_a_request_but_not_under_nohup():
-    before = signal.getsignal(signal.SIGHUP)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_of_the_terminal_is_a_request_unless_it_is_ignored(number):
+    """As SIGHUP under nohup, and SIGINT after `&` in a script. SIGTERM stops the run then."""
+    before = signal.getsignal(number)
     try:
-        for disposition, request in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
-            signal.signal(signal.SIGHUP, disposition)
+        for disposition, request in ((signal.SIG_DFL, number.name), (signal.SIG_IGN, None)):
+            signal.signal(number, disposition)
             with signals.StopRequest() as stop:
-                signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
+                signal.pthread_kill(threading.get_ident(), number)
                 assert stop.requested() == (request is not None)
                 assert stop.signal == request
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+                assert stop.requested()
+                assert stop.signal == (request or "SIGTERM")
+            assert signal.getsignal(number) == disposition
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_a_stop_at_the_start_keeps_the_last_step(tmp_path):
