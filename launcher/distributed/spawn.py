@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,7 +74,12 @@ def run_ranks(
             stdout = None if console else output
             # In a process group of its own: Ctrl-C reaches only this process, which ends torchrun
             process = subprocess.Popen(
-                command, env=environment, stdout=stdout, stderr=stdout, process_group=0
+                command,
+                env=environment,
+                stdout=stdout,
+                stderr=stdout,
+                process_group=0,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
             try:
                 status: int | None = process.wait(seconds)
@@ -94,6 +100,9 @@ def run_ranks(
 def rank_main(run: Callable[[Any], object]) -> None:
     """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
     prepare_streams()
+    environment = read_environment()
+    if environment.torchrun:
+        end_with_parent(environment.parent)
     setting = json.loads(sys.argv[1])
     file = Path(setting["result"])
     try:
@@ -102,15 +111,16 @@ def rank_main(run: Callable[[Any], object]) -> None:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         file.with_name(f"error_{os.getpid()}").write_text(text)
         raise
-    if read_environment().main:
+    if environment.main:
         file.write_text(json.dumps(result))
 
 
-def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent, a process id, ends (prctl(2),
-    PR_SET_PDEATHSIG). Ends at once if the parent has ended already."""
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent, a process id, ends (prctl(2),
+    PR_SET_PDEATHSIG; a program that it executes keeps that). Ends at once if the parent has ended
+    already. For the kernel, the thread that starts a process is its parent."""
     if _prctl is not None:  # on Linux
-        _prctl(1, signal.SIGKILL)
+        _prctl(1, number)
     if os.getppid() != parent:
         kernel_exit(1)
 

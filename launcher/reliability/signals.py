@@ -145,7 +145,7 @@ class StopRequest:
 
 
 class StartGuard:
-    """Ends a rank that is asked to stop before its watchdog runs.
+    """Ends a rank that is asked to stop, or whose agent ends, before its watchdog runs.
 
     The other ranks may not know of the request, so the rank first tries to meet them: from then on,
     the watchdogs end all ranks together. But it ends at once if it is alone, or if another rank has
@@ -161,7 +161,10 @@ class StartGuard:
 
     def _watch(self) -> None:
         deadline = None
+        environment = self._environment
         while not self._stop.watched.wait(0.2):
+            if environment.torchrun and os.getppid() != environment.parent:
+                end_process(EXIT_FAILED)  # torchrun's agent has ended
             if not self._stop.requested():
                 continue
             if self._others_ended():
