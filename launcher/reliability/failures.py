@@ -321,6 +321,9 @@ class FailureWatch:
             )
         if "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
             return self._killed_by_kernel(f"a loader process of {name}")
+        if "DataLoader worker" in str(error) and "Bus error" in str(error):
+            text = f"a loader process of {name} found no shared memory in step {step}. "
+            return "error", f"{text}{host_memory.shared_text()}", None
         if lost_a_peer(error):
             late = timed_out(error)
             silent = self._silent_ranks(running=late)

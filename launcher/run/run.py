@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 from launcher.checkpoint.resume import Resumed
 from launcher.console import configure_logging, task
 from launcher.data.batching import Position
+from launcher.data.loader import check_shared_memory
+from launcher.data.run_data import RunData
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
@@ -144,13 +145,7 @@ class TrainingRun:
             reference=reference_file(directory.path, *sections, recipe.distillation),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
             heartbeat=self._progress.heartbeat,
-            check_data=partial(
-                compare_content,
-                recipe,
-                ranks=rank.ranks,
-                several_machines=several,
-                reads=environment.local_rank == 0,
-            ),
+            check_data=self._check_data,
         )
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
@@ -184,6 +179,18 @@ class TrainingRun:
 
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
+
+    def _check_data(self, data: RunData) -> None:
+        environment = self._rank.environment
+        compare_content(
+            self._recipe,
+            data,
+            self._ranks,
+            several_machines=environment.local_world_size < environment.world_size,
+            reads=environment.local_rank == 0,
+        )
+        local = environment.local_world_size
+        check_shared_memory(data.training, data.sampler, data.data, ranks=local)
 
     def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str | None) -> PreparedModel:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
