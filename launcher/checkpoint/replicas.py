@@ -55,9 +55,12 @@ class Replicas:
         mine = torch.tensor([own])
         found = torch.empty(len(self._parts), dtype=torch.int64)
         all_gather_single(found, mine, group=self._group)
+        self._compare(found.tolist(), sums)
+
+    def _compare(self, checksums: list[int], sums: dict[str, int]) -> None:
         first: dict[int, int] = {}
-        checksums = zip(self._parts, found.tolist(), strict=True)
-        if any(first.setdefault(part, checksum) != checksum for part, checksum in checksums):
+        every = zip(self._parts, checksums, strict=True)
+        if any(first.setdefault(part, checksum) != checksum for part, checksum in every):
             everyone = gather((self._own, sums), self._group)
             raise TrainingError(_describe(everyone), reason="replicas_differ")
 
