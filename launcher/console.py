@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import math
 import os
@@ -29,6 +30,8 @@ _IRRELEVANT = {
 }
 """Beginnings of warnings that are not shown, by logger. torchao and bitsandbytes cause them when they
 are imported, which transformers and peft do if they are installed. What cannot be loaded is not needed."""
+_advances = itertools.count(1)  # any thread
+_signs = 0
 _stream: str | None = None
 """Where messages are printed; None: nowhere."""
 
@@ -177,6 +180,17 @@ def _progress(terminal: TextIO, total: float) -> Progress:
     return progress
 
 
+def advanced() -> None:
+    """Must be called when long work without heartbeats has got further: tasks do it themselves."""
+    global _signs
+    _signs = next(_advances)
+
+
+def signs_of_life() -> int:
+    """A number that differs after long work of this process has got further, for the watchdog."""
+    return _signs
+
+
 @contextmanager
 def task(what: str, total: float, *, background: bool = False) -> Iterator[Callable[[float], None]]:
     """Shows the progress of a long task: with a bar on a terminal, elsewhere in a log line every 10
@@ -193,6 +207,7 @@ def task(what: str, total: float, *, background: bool = False) -> Iterator[Calla
 
     def advance(amount: float = 1) -> None:
         nonlocal done, last
+        advanced()
         with lock:
             done += amount
             now = time.monotonic()

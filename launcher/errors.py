@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable, Sequence
 
 EXIT_DONE = 0
@@ -44,6 +46,12 @@ class DivergedError(TrainingError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message; the name of its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def line_of(error: BaseException) -> str:
+    """The line of code that raised an exception, as `file:line`; empty if it was never raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

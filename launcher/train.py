@@ -41,6 +41,7 @@ from launcher.errors import (
     EXIT_USAGE,
     RecipeError,
     TrainingError,
+    line_of,
 )
 from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe, to_yaml
@@ -98,6 +99,12 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     except RecipeError as error:  # transformers knows no such key of model.config
         _note_failure(error, "recipe", environment, run)
         return _refuse(error, environment, stop)
+    except SystemExit as error:  # of code that the recipe names: the run did not order it
+        text = f"it ended itself: sys.exit({error.code}) was called at {line_of(error)}"
+        print(f"rank {environment.rank}: {text}", file=sys.stderr, flush=True)
+        environment.tell_agent(text)
+        _note_failure(TrainingError(text), "exit", environment, run)
+        return EXIT_FAILED
     except TrainingError as error:  # raised before the ranks could exchange failures
         if environment.local_rank == 0 or error.reason != "no_gpu":
             print(f"rank {environment.rank}: {error}", file=sys.stderr, flush=True)
@@ -116,8 +123,8 @@ def _decide(
     return choose_resume(recipe, run, arguments=arguments, restarted=restarted)
 
 
-def _killed(run: RunFolder, environment: Environment) -> int:
-    status = report_kill(run, owned=True)
+def _killed(run: RunFolder, environment: Environment, name: str) -> int:
+    status = report_kill(run, name, owned=True)
     return EXIT_DONE if status == EXIT_STOPPED and environment.torchrun else status
 
 

@@ -18,6 +18,7 @@ from tests import limits
 # Idle OpenMP threads must not spin: several test processes share a few cores, and more than half of
 # the CPU time of tests that compute was spinning. Read when torch is loaded, also by child processes
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+limits.take_signals()
 SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "TOKENIZERS_PARALLELISM")
 LONGEST = ("test_train.py", "test_resumed_runs.py", "test_equivalence.py", "test_cluster.py")
 _time_limit = None

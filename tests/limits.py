@@ -26,6 +26,16 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "c
 """Processes that Python or torch starts once. They end with the test process."""
 
 
+def take_signals():
+    """Gives signals that this process ignores or blocks, as after `nohup` or `&` in a script, an empty
+    handler: it still survives them, and the programs that tests start have the default."""
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT)
+    for number in numbers:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
 def marked_processes(mark):
     """Returns the command lines of the live processes whose mark begins with this, by id."""
     found = {}

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from launcher.cli.requests import SIGNALS
 from launcher.cli.status import print_runs, summarize
+from launcher.distributed.spawn import end_with_parent
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RecipeError
 from launcher.recipe.decode import shown
 from launcher.recipe.load import load_recipe
@@ -209,4 +211,6 @@ class LocalSweep:
                 env=environment,
                 stdout=log if several else None,
                 stderr=subprocess.STDOUT if several else None,
+                # The run saves and stops if the sweep is killed
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )

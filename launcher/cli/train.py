@@ -26,6 +26,7 @@ from launcher.errors import (
     EXIT_STOPPED,
     EXIT_USAGE,
     RecipeError,
+    TrainingError,
     first_line,
 )
 from launcher.recipe.decode import dotted
@@ -33,8 +34,8 @@ from launcher.recipe.load import load_recipe
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import (
-    SAME_REQUEST_SECONDS,
     STOP_SIGNALS,
+    Repeats,
     report_kill,
     requests_to_stop,
 )
@@ -104,11 +105,34 @@ def train(
         meeting = _meeting(nodes, node_rank, address, Path(recipe.run.dir).name)
     options = [*meeting, f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
-    # Under torchrun a stopped run exits with 0; status.json has the outcome, if this start wrote it
-    state = run.outcome().get("state")
-    if exit_status == EXIT_DONE and requests.first is not None and state in (None, "running"):
-        state = "stopped"  # before a rank had taken the folder, or could write that
-    return EXIT_STOPPED if state == "stopped" and exit_status != EXIT_USAGE else exit_status
+    return _conclude(exit_status, run, asked=requests.first is not None, nodes=nodes)
+
+
+def _conclude(exit_status: int, run: RunFolder, *, asked: bool, nodes: int) -> int:
+    """The exit status of this command after torchrun's, which agrees with the outcome in the run
+    folder: under torchrun a stopped run exits with 0, as does a process that its own code ends.
+    `asked`: to stop, by a signal."""
+    state = run.outcome().get("state")  # if this start has written it
+    if exit_status == EXIT_USAGE:
+        return EXIT_USAGE
+    if state in ("finished", "stopped"):
+        return EXIT_DONE if state == "finished" else EXIT_STOPPED
+    if state == "failed":
+        return exit_status or EXIT_FAILED
+    if exit_status == EXIT_DONE and asked:
+        return EXIT_STOPPED  # before a rank had taken the folder, or could write that
+    if nodes > 1 or run.read_status().get("state") == "finished":  # by ranks of another machine
+        return exit_status
+    text = "the ranks have ended, but neither finished nor stopped the run"
+    if exit_status == EXIT_DONE:
+        _say(f"{text}: a process that ends itself with status 0 has not failed for torchrun")
+    owner = current_owner(run.path)
+    if state == "running" and (owner is None or owner[1] is False):
+        with contextlib.suppress(OSError, TrainingError):
+            step = run.last_step()
+            run.write_status("failed", step=step, reason="rank_lost", error=text)
+            run.note("failed", step=step, reason="rank_lost")
+    return EXIT_FAILED if exit_status in (EXIT_DONE, EXIT_STOPPED) else exit_status
 
 
 def _train_sweep(
@@ -191,7 +215,8 @@ def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:
 
 class _Requests:
     """Passes requests to stop on to the ranks, and waits for them: torchrun's own handler would
-    kill them after 30 seconds. A second SIGINT, more than two seconds later, kills them at once.
+    kill them after 30 seconds. A second SIGINT or SIGTERM, more than two seconds later, kills them
+    at once.
 
     Signals stay blocked from now on, in the ranks too: one that arrives before a rank has its
     handlers is not lost. torchrun would also end the ranks on SIGHUP under nohup.
@@ -206,16 +231,17 @@ class _Requests:
         threading.Thread(target=self._forward, name="signals", daemon=True).start()
 
     def _forward(self) -> None:
-        since, signaled = 0.0, set[int]()
+        repeats, signaled = Repeats(), set[int]()
         while True:
             arrived = signal.sigtimedwait(self._requests, 0.2)
-            if arrived is not None and self.first is None:
-                self.first, since = signal.Signals(arrived.si_signo), time.monotonic()
-                again = "; press again to stop now" if arrived.si_signo == signal.SIGINT else ""
-                _say(f"{self._what_follows()}{again}")
-            elif arrived is not None and arrived.si_signo == signal.SIGINT:
-                if time.monotonic() - since > SAME_REQUEST_SECONDS:
-                    self._kill()
+            if arrived is not None:
+                number = signal.Signals(arrived.si_signo)
+                if repeats.insists(number):
+                    self._kill(number)
+                if self.first is None:
+                    self.first = number
+                    again = "; press again to stop now" if number == signal.SIGINT else ""
+                    _say(f"{self._what_follows()}{again}")
             if self.first is not None:
                 new = set(_ranks()) - signaled  # restarted ones too
                 signaled |= new
@@ -233,14 +259,14 @@ class _Requests:
             return "all steps are trained: the run completes its end"
         return f"stopping after this step{', saving' * self._saves}"
 
-    def _kill(self) -> NoReturn:
+    def _kill(self, number: signal.Signals) -> NoReturn:
         ranks, owner = _ranks(), current_owner(self._run.path)
         owned = owner is not None and owner[1] is True and owner[0].pid in ranks
         _send(ranks, signal.SIGKILL)
         deadline = time.monotonic() + 5.0
         while any(map(process_start, ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        os._exit(report_kill(self._run, owned=owned))
+        os._exit(report_kill(self._run, number.name, owned=owned))
 
 
 def _say(text: str) -> None:
@@ -267,11 +293,16 @@ def _send(ranks: Iterable[int], number: signal.Signals) -> None:
 def _run_agent(arguments: list[str]) -> int:
     """Runs torchrun's agent in this process. Unlike torchrun it does not print that a rank failed,
     which the rank has reported; unless a signal has ended it, or LOGLEVEL is set."""
+    quiet = "LOGLEVEL" not in os.environ and "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:  # of the C++ stack of a store whose machine has ended; torch reads it at its import
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    if quiet:  # the ranks warn
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     run: Any = torchrun  # without types
     if "LOGLEVEL" not in os.environ:
         logging.disable()

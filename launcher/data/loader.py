@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import queues
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from launcher.console import bytes_as_text
 from launcher.data.batching import NO_SAMPLE, BatchSampler
 from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
+from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
+from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import tree_map_only
 from launcher.recipe import schema
 
+PLENTY = 2**30
+"""Free bytes of /dev/shm with which no micro-batch is loaded to compare its size."""
 TrainingData = MapData | StreamingDataset
 _T = TypeVar("_T")
 Tensors = dict[str, Any]
@@ -133,12 +139,68 @@ def make_loader(
         prefetch_factor=data.prefetch_factor if workers else None,
         persistent_workers=persistent_workers and workers > 0,
         pin_memory=device.type == "cuda" and data.pin_memory is not False,
-        worker_init_fn=prepare_worker_process if workers else None,
+        worker_init_fn=_prepare_loader_process if workers else None,
         # By default each iterator draws its seed from the default generator, which dropout uses
         # too: a resume would draw once more
         generator=torch.Generator().manual_seed(seed),
         **batches,
     )
+
+
+def _prepare_loader_process(worker: int) -> None:
+    prepare_worker_process(worker)
+    queues.Queue._on_queue_feeder_error = _pass_on_problem  # type: ignore[attr-defined]
+
+
+def _pass_on_problem(queue: queues.Queue[Any], error: Exception, dropped: tuple[int, Any]) -> None:
+    """In a loader process, in the place of a micro-batch that could not be passed on: Python prints
+    a traceback and drops it, and the rank would wait for ever."""
+    problem = f"a loader process could not pass on a micro-batch: {first_line(error)}"
+    queue.put((dropped[0], {"error": f"data.workers: {problem}. {host_memory.shared_text()}"}))
+
+
+def check_shared_memory(
+    dataset: TrainingData, sampler: BatchSampler, data: schema.Data, *, ranks: int
+) -> None:
+    """Compares /dev/shm with what the loader processes of these ranks, all of a machine, hold there:
+    the largest of the first micro-batches, or of data with unknown lengths the first one.
+
+    Raises RecipeError if it does not fit. Does nothing where much is free, and for a stream.
+    """
+    memory = host_memory.shared_memory()
+    if not data.workers or isinstance(dataset, StreamingDataset) or memory is None:
+        return
+    if memory[0] >= PLENTY:
+        return
+    lengths, first = dataset.lengths, list(itertools.islice(sampler, 64))
+    if not first:
+        return
+    largest = first[0]
+    if lengths is not None:
+        known = lengths
+        largest = max(first, key=lambda rows: sum(_length(known, index) for index in rows))
+    rows: list[Any] = [dataset[index] for index in largest]
+    size = _bytes(dataset.collate(rows))
+    ahead = data.workers * data.prefetch_factor * ranks
+    if size * ahead > memory[0]:
+        raise RecipeError(
+            f"data.workers: {data.workers} loader processes of each of {ranks} ranks, with "
+            f"{data.prefetch_factor} micro-batches of {bytes_as_text(size)} each, hold "
+            f"{bytes_as_text(size * ahead)} in shared memory. {host_memory.shared_text()}"
+        )
+
+
+def _length(lengths: Sequence[int], index: int) -> int:
+    return 0 if index == NO_SAMPLE else int(lengths[index % len(lengths)])
+
+
+def _bytes(value: object) -> int:
+    """Bytes of the tensors in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def to_device(value: _T, device: torch.device) -> _T:

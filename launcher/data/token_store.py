@@ -31,7 +31,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from launcher.console import task
+from launcher.console import advanced, task
 from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.sources import SourcePart, find_parts, read_all
@@ -190,6 +190,7 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
     """Waits for the store, or with `build` for the lock to build it; None: the store is ready."""
     lock = folder.parent / "locks" / folder.name
     started = logged = time.monotonic()
+    seen = 0
     if build and store_problem(folder):
         try:
             lock.mkdir(parents=True, exist_ok=True)
@@ -206,11 +207,23 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
             except RecipeError as error:  # the folder of the lock cannot be written to
                 raise RecipeError(str(error).replace("run.dir", "data.cache", 1)) from None
         now = time.monotonic()
+        if (size := _written(folder)) != seen:  # the process that tokenizes gets further
+            seen = size
+            advanced()
         if now - logged > _LOGGED_SECONDS:
             logged, name = now, owner[0].describe() if owner else "the node's first rank"
             logger.info(f"waiting for {name} to tokenize ({now - started:.0f} s)")
         time.sleep(min(_POLL_SECONDS, max(0.05, (now - started) / 4)))
     return None
+
+
+def _written(folder: Path) -> int:
+    """Bytes of a store that any process is building."""
+    size = 0
+    for file in folder.parent.glob(f".{folder.name}-*/*"):
+        with contextlib.suppress(OSError):  # it was renamed or removed
+            size += file.stat().st_size
+    return size
 
 
 def _build(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from launcher.distributed.child_stacks import offer_stack
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
 from launcher.recipe import schema
@@ -306,4 +307,5 @@ def prepare_worker_process(worker: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with_parent(parent.pid)
+    offer_stack()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from launcher.console import bytes_as_text
+
 _ROOT = Path("/")
 
 
@@ -45,6 +47,24 @@ def _numbers(file: Path) -> dict[str, int]:
         known = [pair for pair in pairs if len(pair) == 2 and pair[1].isdigit()]
         return {name.rstrip(":"): int(number) for name, number in known}
     return {}
+
+
+def shared_memory() -> tuple[int, int] | None:
+    """Free and all bytes of /dev/shm, through which processes pass tensors; None if there is none."""
+    with contextlib.suppress(OSError):
+        space = os.statvfs(_ROOT / "dev/shm")
+        return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    return None
+
+
+def shared_text() -> str:
+    """How much shared memory is free, and how to get more."""
+    free, size = shared_memory() or (0, 0)
+    return (
+        f"/dev/shm has {bytes_as_text(free)} of {bytes_as_text(size)} free: start the container with "
+        "more (docker: --shm-size=8g or --ipc=host; Kubernetes: a volume with medium: Memory at "
+        "/dev/shm), or set data.workers=0"
+    )
 
 
 def resident() -> int:

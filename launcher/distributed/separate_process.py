@@ -42,7 +42,7 @@ def run_in_process(
     except OSError as error:  # no memory for another process
         why = f"no process to plan in could be started: {error.strerror}"
         raise TrainingError(why) from error
-    if done.returncode:
+    if done.returncode or not done.stdout:  # code that ends the process with 0 gives no answer
         printed = done.stderr.decode(errors="replace").strip()
         raise TrainingError(f"planning ended with status {done.returncode}:\n{printed}")
     answer = pickle.loads(done.stdout)

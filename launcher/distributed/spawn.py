@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,8 @@ TORCHRUN = (sys.executable, "-c", _QUIET_TORCHRUN, "--standalone")
 _SHUTDOWN_SECONDS = 45
 """torchrun gives its ranks 30 seconds to end."""
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process should load nothing
+kernel_exit = os._exit
+"""`os._exit`. A rank replaces that, to notice when other code calls it: `reliability/failures.py`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,12 @@ def run_ranks(
             stdout = None if console else output
             # In a process group of its own: Ctrl-C reaches only this process, which ends torchrun
             process = subprocess.Popen(
-                command, env=environment, stdout=stdout, stderr=stdout, process_group=0
+                command,
+                env=environment,
+                stdout=stdout,
+                stderr=stdout,
+                process_group=0,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
             try:
                 status: int | None = process.wait(seconds)
@@ -92,6 +100,9 @@ def run_ranks(
 def rank_main(run: Callable[[Any], object]) -> None:
     """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
     prepare_streams()
+    environment = read_environment()
+    if environment.torchrun:
+        end_with_parent(environment.parent)
     setting = json.loads(sys.argv[1])
     file = Path(setting["result"])
     try:
@@ -100,17 +111,18 @@ def rank_main(run: Callable[[Any], object]) -> None:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         file.with_name(f"error_{os.getpid()}").write_text(text)
         raise
-    if read_environment().main:
+    if environment.main:
         file.write_text(json.dumps(result))
 
 
-def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent, a process id, ends (prctl(2),
-    PR_SET_PDEATHSIG). Ends at once if the parent has ended already."""
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent, a process id, ends (prctl(2),
+    PR_SET_PDEATHSIG; a program that it executes keeps that). Ends at once if the parent has ended
+    already. For the kernel, the thread that starts a process is its parent."""
     if _prctl is not None:  # on Linux
-        _prctl(1, signal.SIGKILL)
+        _prctl(1, number)
     if os.getppid() != parent:
-        os._exit(1)
+        kernel_exit(1)
 
 
 def end_process(status: int) -> NoReturn:
@@ -120,4 +132,4 @@ def end_process(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # nothing may keep the process from ending
             stream.flush()
-    os._exit(status)
+    kernel_exit(status)

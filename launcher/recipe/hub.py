@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,14 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         raise RecipeError(f"{key}: no such folder: {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        """A progress bar. A download that gets further is no hang."""
+
+        def update(self, n: float | None = 1) -> Any:
+            advanced()
+            return super().update(n)
 
     patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
     try:
@@ -150,7 +159,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         pass
     logger.info(f"fetching {name} from the hub")
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=Bar))
     except Exception as error:  # no network, no such repository, no access: many classes
         raise _not_fetched(f"{key}: {name} is not in the hub's cache", error) from None
 

@@ -69,7 +69,8 @@ class Run(Section):
     """Seconds that a collective may take after the first step. NCCL's take at least hang_timeout:
     the report of a hang names the rank that is behind."""
     init_timeout: Seconds = 1800
-    """Seconds that the first collectives may take, while other ranks still load and compile."""
+    """Seconds without progress of any rank until the first step is done, while ranks load and
+    compile, and in a checkpoint or an export; then the run ends, to be restarted."""
     float32_matmul: Literal["highest", "high", "medium"] = "high"
     """Precision of float32 matrix products on CUDA: highest is float32, high is TF32."""
     max_steps: PositiveInt | None = None
@@ -86,8 +87,8 @@ class Run(Section):
     """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
     steps that diverged."""
     hang_timeout: Seconds = 480
-    """Seconds without a heartbeat of a rank after which the run logs the ranks that are behind and
-    ends, to be restarted."""
+    """Seconds without a heartbeat of a rank in a step after which the run logs the ranks that are
+    behind and ends, to be restarted."""
 
 
 class Model(Section):

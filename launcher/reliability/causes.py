@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from launcher.errors import TrainingError, first_line
+from launcher.errors import TrainingError, first_line, line_of
 
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _PEER_SIGNS = (
@@ -63,8 +61,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 def describe(error: BaseException) -> str:
     """One line: the exception's type and message, and the line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    where = f" ({line})" if (line := line_of(error)) else ""
     return f"{type(error).__name__}: {first_line(error) if str(error) else 'no message'}{where}"
 
 

@@ -22,7 +22,7 @@ from torch.distributed import HashStore, Store
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import is_running, process_start, this_machine
-from launcher.distributed.spawn import end_process
+from launcher.distributed.spawn import end_process, kernel_exit
 from launcher.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -30,6 +30,7 @@ from launcher.errors import (
     EXIT_USAGE,
     RecipeError,
     TrainingError,
+    line_of,
 )
 from launcher.reliability.causes import (
     Account,
@@ -46,6 +47,8 @@ from launcher.reliability.run_directory import RunFolder
 
 # Keys of the store
 CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
+_MACHINE = "failed/machine"
+"""The first rank of the machine whose console has the report."""
 _PROCESS = "process/{}".format
 NOTICED, ENDED = "failed/noticed_{}".format, "failed/rank_{}".format
 """Keys by rank: the rank runs and has noticed another rank's claim; it has failed or ended in
@@ -93,7 +96,8 @@ class Neighbours:
 
 
 class FailureWatch:
-    """Reports a failure and ends the run: an exception inside its context ends all ranks.
+    """Reports a failure and ends the run: an exception inside its context ends all ranks. So does
+    code that ends this process itself, by `sys.exit` or `os._exit`, with any status.
 
     Methods that use the store raise RuntimeError if it fails.
     """
@@ -114,6 +118,8 @@ class FailureWatch:
         self.on_end = contextlib.ExitStack()
         """Callbacks that flush and close what the run writes, before a failure ends this
         process."""
+        self.explain_timeout: Callable[[list[int]], list[str]] = lambda silent: []
+        """Lines about what these ranks do; set by the watchdog."""
         self.neighbours = Neighbours(environment)
         self.claimed = False
         """A thread of this rank reports; meanwhile no other thread may end the process."""
@@ -131,6 +137,7 @@ class FailureWatch:
         return store
 
     def __enter__(self) -> FailureWatch:
+        self._process, os._exit = os.getpid(), self._exited
         # Shares rank 0's record in RUN_DIR/owner: any rank may have to write a failure there
         if self.ranks > 1 and self.rank == 0:
             ownership = self.run.ownership
@@ -140,9 +147,26 @@ class FailureWatch:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not isinstance(error, SystemExit):
+        os._exit = kernel_exit
+        if error is not None:
             self.end(self.report_exception(error))
         self.announce_end()
+
+    def _exited(self, status: int) -> NoReturn:
+        """In the place of `os._exit`, which the launcher itself calls only as `kernel_exit`."""
+        if os.getpid() != self._process:  # a process that this rank has forked
+            kernel_exit(status)
+        caller = traceback.extract_stack(limit=2)[0]
+        where = f"{os.path.relpath(caller.filename)}:{caller.lineno}"
+        if self.claim():
+            self.report("exit", self._exit_text(f"os._exit({status})", where))
+        elif self.claimed:  # another thread of this rank reports, and ends the process
+            threading.Event().wait()
+        self.end(EXIT_FAILED)
+
+    def _exit_text(self, call: str, where: str) -> str:
+        name, step = self._names([self.rank]), self._last_step() + 1
+        return f"{name} ended itself in step {step}: {call} was called at {where}"
 
     def announce_end(self) -> None:
         """This rank ends in order or has failed: its neighbours must not report it as lost."""
@@ -193,15 +217,16 @@ class FailureWatch:
                     return
                 time.sleep(0.1)
 
-    def wait_for_report(self) -> int:
-        """Waits for the rank that claimed, and returns the exit status for all: torchrun's agent
-        kills the ranks of a node soon after one of them has ended."""
+    def wait_for_report(self, *, lost: int = EXIT_FAILED) -> int:
+        """Waits for the rank that claimed, and returns the exit status for all, or `lost` if the
+        store is gone: torchrun's agent kills the ranks of a node soon after one of them has
+        ended."""
         deadline = time.monotonic() + _REPORT_SECONDS
         with contextlib.suppress(Exception):
             while not self.is_set(_REPORTED) and time.monotonic() < deadline:
                 time.sleep(0.2)
             return int(self.store.get(_REPORTED))
-        return EXIT_FAILED
+        return lost
 
     def _set_reported(self, status: int) -> None:
         with contextlib.suppress(Exception):
@@ -216,6 +241,8 @@ class FailureWatch:
         torchrun's agent. If memory ran out, the suggestions of the memory plan follow. All ranks
         end with `status`."""
         self._print(text)
+        with contextlib.suppress(Exception):  # of the store
+            self.store.set(_MACHINE, str(self.rank - self.environment.local_rank))
         step = self._last_step()
         noted = account.noted if account is not None else {}
         try:
@@ -256,7 +283,11 @@ class FailureWatch:
         if not self.claim():
             if self.claimed:  # the watchdog of this rank reports, and ends the process
                 threading.Event().wait()
-            return self.wait_for_report()
+            if not isinstance(error, RecipeError):
+                return self.wait_for_report()
+            if self.environment.local_rank == 0 and not self._reported_here():
+                self._print(str(error))  # each machine may have a console
+            return self.wait_for_report(lost=EXIT_USAGE)
         reason, text, account = self._cause(error)
         if unexpected:
             text += f"\nThe traceback of rank {self.rank} is in {log_file}"
@@ -264,12 +295,20 @@ class FailureWatch:
         self.report(reason, text, account, status=status)
         return status
 
+    def _reported_here(self) -> bool:
+        """On the first rank of a machine: whether a rank of this machine reports."""
+        with contextlib.suppress(Exception):  # of the store, whose machine may have ended already
+            return int(self.store.get(_MACHINE)) == self.rank
+        return False
+
     def _cause(self, error: BaseException) -> Cause:
         name, step = self._names([self.rank]), self._last_step() + 1
         if isinstance(error, TrainingError):
             return error.reason, f"failed after step {step - 1}: {error}", None
         if isinstance(error, RecipeError):
             return "recipe", str(error), None
+        if isinstance(error, SystemExit):
+            return "exit", self._exit_text(f"sys.exit({error.code})", line_of(error)), None
         if ran_out_of_memory(error):
             phase, number = self.progress.phase, self.progress.micro_batch
             return self._out_of_memory(
@@ -280,6 +319,9 @@ class FailureWatch:
             )
         if "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
             return self._killed_by_kernel(f"a loader process of {name}")
+        if "DataLoader worker" in str(error) and "Bus error" in str(error):
+            text = f"a loader process of {name} found no shared memory in step {step}. "
+            return "error", f"{text}{host_memory.shared_text()}", None
         if lost_a_peer(error):
             late = timed_out(error)
             silent = self._silent_ranks(running=late)
@@ -287,8 +329,12 @@ class FailureWatch:
                 text = f"{name} lost the other ranks and their store in step {step}. Is the "
                 return "rank_lost", f"{text}network down, or the node of rank 0?", None
             if silent and late:
+                key = "run.timeout" if self.progress.started else "run.init_timeout"
                 text = f"{self._names(silent)} did not answer in step {step} within the time limit "
-                return "timeout", f"{text}of a collective (run.timeout)", None
+                lines = [f"{text}of a collective ({key})"]
+                with contextlib.suppress(Exception):  # of the store
+                    lines += self.explain_timeout(silent)
+                return "timeout", "\n".join(lines), None
             if silent:
                 return self._loss(silent)
         return "error", f"{name} failed in step {step}: {describe(error)}", None

@@ -19,7 +19,10 @@ class Progress:
         self.micro_batch = 0
         """The current micro-batch, from 1; 0: none of this step has begun."""
         self.slow_phase: str | None = "start"
-        """A phase without a time limit, such as loading, compilation or a checkpoint."""
+        """A phase in which heartbeats are rare, such as loading, compilation or a checkpoint: the
+        limit is run.init_timeout, not run.hang_timeout."""
+        self.started = False
+        """The first step of this start is done."""
         self.preparing = True
         """No step has begun, so a requested stop has nothing to save."""
 
@@ -32,15 +35,16 @@ class Progress:
     def step_done(self, step: int) -> None:
         """Must be called when a step has ended."""
         self.step, self.beats, self.micro_batch, self.slow_phase = step, 0, 0, None
+        self.started = True
 
     def slow_until_step(self, phase: str) -> None:
-        """Suspends hang detection until the next step is done."""
+        """Until the next step is done, the limit is that of a slow phase."""
         self.slow_phase = phase
         self.heartbeat(phase)
 
     @contextlib.contextmanager
     def slow(self, phase: str) -> Iterator[None]:
-        """Suspends hang detection, for long work without heartbeats."""
+        """For long work without heartbeats: the limit is that of a slow phase."""
         before, self.slow_phase = self.slow_phase, phase
         self.heartbeat(phase)
         try:

@@ -31,9 +31,14 @@ _forked_by_main = False
 
 
 def requests_to_stop() -> list[signal.Signals]:
-    """The signals that are requests: not SIGHUP under nohup, which makes a process ignore it."""
-    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not under_nohup]
+    """The signals that are requests: not those of a terminal that the program which started this
+    process has made it ignore, as nohup does with SIGHUP, and a shell with SIGINT for `&`.
+
+    The agent of a Slurm job makes torchrun ignore SIGUSR1, so its ranks must not ask for that.
+    """
+    terminal = (signal.SIGHUP, signal.SIGINT)
+    ignored = [number for number in terminal if signal.getsignal(number) == signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if number not in ignored]
 
 
 def _before_fork() -> None:
@@ -62,9 +67,26 @@ def _in_forked_process() -> None:
 os.register_at_fork(before=_before_fork, after_in_child=_in_forked_process)
 
 
+class Repeats:
+    """Notices requests that are repeated to end the run at once. Slurm's SIGTERM at the end of the
+    time after its warning, SIGUSR1, is none: the run may still be saving."""
+
+    def __init__(self) -> None:
+        self._first: dict[signal.Signals, float] = {}
+
+    def insists(self, number: signal.Signals) -> bool:
+        """Whether this is a SIGINT after any earlier request, or the second SIGTERM."""
+        now = time.monotonic()
+        earlier = self._first.values() if number == signal.SIGINT else ()
+        since = min(earlier, default=self._first.get(number, now))
+        self._first.setdefault(number, now)
+        known = number in (signal.SIGINT, signal.SIGTERM)
+        return known and now - since > SAME_REQUEST_SECONDS
+
+
 class StopRequest:
-    """Remembers a request to stop; the ranks agree on it at the next step. A second SIGINT, more
-    than two seconds later, ends the process at once.
+    """Remembers a request to stop; the ranks agree on it at the next step. A second SIGINT or
+    SIGTERM, more than two seconds later, ends the process at once, in any phase.
 
     Python runs a signal handler when the main thread returns from a call, but a collective may
     never return. So the signals are blocked, and any thread reads those that arrived (`look`).
@@ -77,9 +99,10 @@ class StopRequest:
         """The source of the request: the name of a signal, or a file."""
         self.watched = threading.Event()
         """The watchdog runs and acts on requests, or there is no rank any more."""
-        self.on_kill: Callable[[], int] = lambda: EXIT_FAILED
-        """Called before a second SIGINT ends this process; returns the exit status."""
-        self._first: float | None = None
+        self.on_kill: Callable[[str], int] = lambda name: EXIT_FAILED
+        """Called with the name of the signal before a second SIGINT or SIGTERM ends this process;
+        returns the exit status."""
+        self._repeats = Repeats()
         self._requests = requests_to_stop()
         self._handlers: dict[int, Any] = {}
 
@@ -98,12 +121,9 @@ class StopRequest:
             self._note(signal.Signals(arrived.si_signo))
 
     def _note(self, number: signal.Signals) -> None:
-        now = time.monotonic()
-        if self._first is None:
-            self.ask(number.name)
-            self._first = now
-        elif number == signal.SIGINT and now - self._first > SAME_REQUEST_SECONDS:
-            end_process(self.on_kill())
+        self.ask(number.name)
+        if self._repeats.insists(number):
+            end_process(self.on_kill(number.name))
 
     def __enter__(self) -> StopRequest:
         global _rank
@@ -125,7 +145,7 @@ class StopRequest:
 
 
 class StartGuard:
-    """Ends a rank that is asked to stop before its watchdog runs.
+    """Ends a rank that is asked to stop, or whose agent ends, before its watchdog runs.
 
     The other ranks may not know of the request, so the rank first tries to meet them: from then on,
     the watchdogs end all ranks together. But it ends at once if it is alone, or if another rank has
@@ -141,7 +161,10 @@ class StartGuard:
 
     def _watch(self) -> None:
         deadline = None
+        environment = self._environment
         while not self._stop.watched.wait(0.2):
+            if environment.torchrun and os.getppid() != environment.parent:
+                end_process(EXIT_FAILED)  # torchrun's agent has ended
             if not self._stop.requested():
                 continue
             if self._others_ended():
@@ -178,20 +201,20 @@ def report_stop_at_start(run: RunFolder | None, source: str) -> None:
             run.release()
 
 
-def report_kill(run: RunFolder, *, owned: bool) -> int:
-    """Reports that a second SIGINT ends the ranks of this start; returns the exit status. `owned`:
-    a rank of this start has taken the folder."""
+def report_kill(run: RunFolder, name: str, *, owned: bool) -> int:
+    """Reports that a second signal of this name ends the ranks of this start; returns the exit
+    status. `owned`: a rank of this start has taken the folder."""
     state, step = run.outcome().get("state"), run.last_step()
     if state in ("finished", "stopped"):
-        _print(f"SIGINT again: the run is {state} already")
+        _print(f"{name} again: the run is {state} already")
         return EXIT_DONE if state == "finished" else EXIT_STOPPED
     text = "the ranks are killed before the first step"
     if state is not None:
         text = "the ranks are killed; steps since the last checkpoint are lost"
-    _print(f"SIGINT again: {text}")
-    if owned:
+    _print(f"{name} again: {text}")
+    if owned and state != "failed":
         with contextlib.suppress(OSError, TrainingError):
-            run.write_status("failed", step=step, reason="killed", error=f"SIGINT twice: {text}")
+            run.write_status("failed", step=step, reason="killed", error=f"{name} twice: {text}")
             run.note("failed", step=step, reason="killed")
     return EXIT_FAILED
 

@@ -5,8 +5,10 @@ to stop, or that a signal has arrived. Through the store that the ranks share, i
 rank has failed, that a process of this node was killed, or that a rank hangs.
 
 The first rank without a heartbeat (`Progress`) for run.hang_timeout asks all ranks for their stacks
-and reports which one is behind. A rank that does not answer is stopped or swapped out, or a call
-keeps its interpreter's lock. A call of the store blocks while the agent that hosts it is stopped
+and reports which one is behind. In phases where heartbeats are rare, such as the start or a
+checkpoint, the run hangs if no rank has got further for run.init_timeout; there, tasks that advance
+(`console.task`) are signs of life, too. A rank that does not answer is stopped or swapped out, or a
+call keeps its interpreter's lock. A call of the store blocks while the agent that hosts it is stopped
 (SIGSTOP, a frozen node); it then fails after run.hang_timeout (`limit_store_calls`).
 """
 
@@ -23,6 +25,8 @@ import time
 import traceback
 from typing import Any
 
+from launcher.console import signs_of_life
+from launcher.distributed.child_stacks import last_call, stacks_of_children
 from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
 from launcher.libraries.private import flight_recorder
@@ -42,28 +46,44 @@ _STORE_LOST_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
 """Time for the ranks to write their stacks when one hangs."""
 # Keys of the store
-_SLOW, _HANG, _ANSWER = "watch/slow", "watch/hang", "watch/answer_{}".format
+_SLOW, _LIFE = "watch/slow", "watch/life"
+_HANG, _ANSWER = "watch/hang", "watch/answer_{}".format
 
 Answer = dict[str, Any]
 """A rank's position in its code, and the states of its neighbours' processes."""
+
+
+def _behind(answers: dict[int, Answer]) -> list[int]:
+    """The ranks with the fewest steps and heartbeats; of these, those that wait for no other."""
+    first = min(answer["position"] for answer in answers.values())
+    slowest = sorted(rank for rank in answers if answers[rank]["position"] == first)
+    return [rank for rank in slowest if not answers[rank]["waits"]] or slowest
 
 
 class Watch:
     """The watchdog of one rank, as long as its context lasts. Every rank must enter it."""
 
     def __init__(
-        self, failures: FailureWatch, *, stop: StopRequest, hang_timeout: float, timeout: float
+        self,
+        failures: FailureWatch,
+        *,
+        stop: StopRequest,
+        hang_timeout: float,
+        timeout: float,
+        init_timeout: float,
     ) -> None:
-        """`timeout` limits, too, how long this rank waits for another one in a slow phase."""
+        """`timeout` limits, too, how long this rank waits for another one in a slow phase, and
+        `init_timeout` how long all ranks may be in slow phases without a sign of life."""
         self._failures, self._stop, self._hang_timeout = failures, stop, hang_timeout
-        self._timeout = max(hang_timeout, timeout)
+        self._timeout, self._init_timeout = max(hang_timeout, timeout), init_timeout
         self._run, self._progress, self._store = failures.run, failures.progress, failures.store
         self._rank, self._ranks = failures.rank, failures.ranks
         self._period = min(_ROUND_SECONDS, max(0.2, hang_timeout / 10))
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = False
-        self._position = (-1, -1)
+        self._position = (-1, -1, -1)
         self._idle_seconds = self._waited_seconds = 0.0
+        self._lives, self._life_seen, self._life_shown = True, 0, 0.0
         self._counted_as_slow = self._answered = False
         self._store_fails_since: float | None = None
         self._noticed_claim_at: float | None = None
@@ -78,6 +98,7 @@ class Watch:
         with contextlib.suppress(Exception):  # of the store; the first round tries again
             # Now, because a rank that has not published its process cannot be reported as lost
             self._failures.neighbours.find(self._store)
+        self._failures.explain_timeout = self._explain_timeout
         self._thread.start()
         self._stop.watched.set()
         return self
@@ -128,12 +149,15 @@ class Watch:
         # If no thread of Python can run, because a call keeps the interpreter's lock, a thread of C
         # writes the stacks to the log
         faulthandler.dump_traceback_later(self._hang_timeout + 2 * self._period, file=2)
-        position = (self._progress.step, self._progress.beats)
+        slow = self._progress.slow_phase is not None
+        # In a step, a checkpoint that is still being written is no sign of life
+        position = (self._progress.step, self._progress.beats, signs_of_life() if slow else 0)
         if position == self._position:
             self._idle_seconds += elapsed
             self._waited_seconds += elapsed
         else:
             self._idle_seconds = self._waited_seconds = 0.0
+            self._lives = True
         self._position = position
         self._stop.look()
         environment = self._failures.environment
@@ -167,11 +191,26 @@ class Watch:
         if slow != self._counted_as_slow:
             self._store.add(_SLOW, 1 if slow else -1)
             self._counted_as_slow = slow
-        if self._idle_seconds >= self._hang_timeout:
-            patient = slow or self._waited_seconds < self._timeout
-            if patient and self._store.add(_SLOW, 0) > 0:
+        if slow:
+            self._look_at_slow_phase()
+        elif self._idle_seconds >= self._hang_timeout:
+            if self._waited_seconds < self._timeout and self._store.add(_SLOW, 0) > 0:
                 self._idle_seconds = 0.0
             else:
+                self._report_hang()
+
+    def _look_at_slow_phase(self) -> None:
+        """Tells the other ranks of signs of life, and reports a hang if no rank has shown one."""
+        now, often = time.monotonic(), self._init_timeout / 10
+        if self._lives and now - self._life_shown > often / 2:
+            self._lives, self._life_shown = False, now
+            self._store.add(_LIFE, 1)
+        if self._idle_seconds >= often:
+            self._idle_seconds = 0.0
+            life = self._store.add(_LIFE, 0)
+            if life != self._life_seen:
+                self._life_seen, self._waited_seconds = life, 0.0
+            elif self._waited_seconds >= self._init_timeout:
                 self._report_hang()
 
     def _other_claimed(self) -> None:
@@ -240,21 +279,38 @@ class Watch:
     def _describe(self, answers: dict[int, Answer], missing: list[int]) -> str:
         """Which rank is behind, where, and where the others wait. The missing ranks did not
         answer."""
-        first = min(answer["position"] for answer in answers.values())
-        slowest = [rank for rank in answers if answers[rank]["position"] == first]
-        behind = missing or sorted(slowest)
         limit, key = self._hang_timeout, "run.hang_timeout"
-        if self._waited_seconds >= self._timeout > limit:
+        if self._progress.slow_phase is not None:
+            limit, key = self._init_timeout, "run.init_timeout, for slow phases"
+            key = (
+                key if self._progress.started else "run.init_timeout, until the first step is done"
+            )
+        elif self._waited_seconds >= self._timeout > limit:
             limit, key = self._timeout, "run.timeout, while another rank is in a slow phase"
         lines = [f"no sign of life for {limit:g} s ({key})"]
+        behind = missing or _behind(answers)
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
+        lines += self._describe_ranks(answers, behind)
+        lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
+        return "\n".join(lines)
+
+    def _explain_timeout(self, silent: list[int]) -> list[str]:
+        """What these ranks do, which have made a collective of this one exceed its time limit."""
+        self._answer()
+        answers = dict[int, Answer]()
+        missing = [rank for rank in self._ask_others(answers) if rank != self._rank]
+        return self._describe_ranks(answers, missing or silent)
+
+    def _describe_ranks(self, answers: dict[int, Answer], behind: list[int]) -> list[str]:
+        lines = []
         for rank in behind[:8]:
             name = f"rank {rank} of {self._ranks}"
             if rank in answers:
                 what = f"it runs without progress; {answers[rank]['phase']}"
                 lines.append(f"{name} ({answers[rank]['process']}) is behind: {what}")
                 lines.append(f"  at {answers[rank]['where']}")
+                lines += [f"  {line}" for line in answers[rank]["children"]]
             else:
                 lines.append(f"{name} is behind: its process does not answer")
                 seen = (answer["neighbours"].get(str(rank), []) for answer in answers.values())
@@ -262,8 +318,7 @@ class Watch:
         for rank in [rank for rank in answers if rank not in behind][:2]:
             answer = answers[rank]
             lines.append(f"rank {rank} waits {answer['phase']}; at {answer['where']}")
-        lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
-        return "\n".join(lines)
+        return lines
 
     def _answer(self) -> Answer:
         """Writes stacks, states of neighbours and the flight recorder; publishes a summary."""
@@ -279,6 +334,9 @@ class Watch:
         lines = [f"rank {self._rank}, {process}, {time.ctime()}: {phase}\n{stacks}"]
         for rank, state in neighbours.items():
             lines += [f"rank {rank}, as seen by rank {self._rank}", *state, ""]
+        children = stacks_of_children()
+        for pid, stack in children.items():
+            lines += [f"process {pid}, which loads data for rank {self._rank}", stack]
         with contextlib.suppress(OSError, TrainingError):
             self._run.check()
             folder.mkdir(parents=True, exist_ok=True)
@@ -290,6 +348,11 @@ class Watch:
             "process": process,
             "phase": phase,
             "where": where,
+            "waits": hang_report.waits_for_ranks(),
+            "children": [
+                f"its loader process {pid} is at {last_call(stack)}"
+                for pid, stack in list(children.items())[:4]
+            ],
             "neighbours": neighbours,
         }
         with contextlib.suppress(Exception):

@@ -155,7 +155,14 @@ def _resolve_by_plan(
     chosen, overrides, why = answer
     lines = "".join(f"\n      {override}" for override in overrides)
     logger.info(f"auto: {why}{lines}")
-    return chosen
+    return _with_own(chosen, recipe)
+
+
+def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
+    """Rank 0's recipe with the sections of this rank that no choice changes: machines may have
+    other folders, caches and loader processes."""
+    model = dataclasses.replace(chosen.model, path=own.model.path)
+    return dataclasses.replace(chosen, run=own.run, model=model, lora=own.lora, data=own.data)
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
@@ -206,7 +213,7 @@ def resolve_collectives(
     chosen, reasons = cast("tuple[Recipe, list[str]]", from_rank_0(answer, ranks.group))
     for why in reasons:
         logger.info(f"auto: {why}")
-    return chosen
+    return _with_own(chosen, recipe)
 
 
 def _profiles(

@@ -19,6 +19,7 @@ from launcher.checkpoint.reader import (
     read_state,
     verify_together,
 )
+from launcher.checkpoint.replicas import Replicas
 from launcher.checkpoint.resume import (
     Resumed,
     check_content,
@@ -77,6 +78,7 @@ class CheckpointManager:
             optimizer=training.optimizer,
             before_write=run.check,
         )
+        self._replicas = Replicas(self._tensors, self._ranks.group)
         if self._settings.every_steps is not None:
             local = rank_state(self._module, self._ranks.device)
             self._checkpointer.prepare(self._tensors, local=local)
@@ -182,11 +184,13 @@ class CheckpointManager:
         scores: Mapping[str, float],
         evaluated: bool = True,
     ) -> None:
-        """Starts a save, whose outcome `report` logs. Raises the same errors as `report`.
+        """Starts a save, whose outcome `report` logs. Raises the same errors as `report`, and
+        TrainingError if copies of parameters differ between ranks: nothing is saved then.
 
         `scores` are the results of an evaluation after this step; `evaluated` is False if that was
         interrupted.
         """
+        self._replicas.check()
         step, metric = position.step, self._settings.keep_best
         if metric is not None:
             self.finish()  # whether the previous one was saved decides which is the best

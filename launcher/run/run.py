@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from launcher.checkpoint.resume import Resumed
 from launcher.console import configure_logging, task
 from launcher.data.batching import Position
+from launcher.data.loader import check_shared_memory
+from launcher.data.run_data import RunData
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
@@ -24,6 +26,7 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
+from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.auto import (
     detect_machine,
     open_collectives,
@@ -101,7 +104,11 @@ def train(
             post_mortem=post_mortem,
         ) as failures,
         Watch(
-            failures, stop=stop, hang_timeout=settings.hang_timeout, timeout=settings.timeout
+            failures,
+            stop=stop,
+            hang_timeout=settings.hang_timeout,
+            timeout=settings.timeout,
+            init_timeout=settings.init_timeout,
         ) as watch,
     ):
         configure_logging()
@@ -116,7 +123,11 @@ class TrainingRun:
 
     def __init__(self, loaded: LoadedRecipe, rank: Rank, *, resume: str | None) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
+        self._recipe = loaded.recipe
+        self._set_timeout(loaded.recipe.run.init_timeout)
         directory, environment = rank.directory, rank.environment
+        several = environment.local_world_size < environment.world_size
+        compare_recipes(loaded.recipe, rank.ranks, several_machines=several)
         # Rank 0 decides: another node may see the folder a little later
         start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
         source, first_day = from_rank_0(start, rank.ranks.group)
@@ -133,7 +144,10 @@ class TrainingRun:
             skipped_rows=skipped_rows,
             reference=reference_file(directory.path, *sections, recipe.distillation),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
+            heartbeat=self._progress.heartbeat,
+            check_data=self._check_data,
         )
+        self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
@@ -166,6 +180,18 @@ class TrainingRun:
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
 
+    def _check_data(self, data: RunData) -> None:
+        environment = self._rank.environment
+        compare_content(
+            self._recipe,
+            data,
+            self._ranks,
+            several_machines=environment.local_world_size < environment.world_size,
+            reads=environment.local_rank == 0,
+        )
+        local = environment.local_world_size
+        check_shared_memory(data.training, data.sampler, data.data, ranks=local)
+
     def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str | None) -> PreparedModel:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
@@ -174,6 +200,7 @@ class TrainingRun:
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
+        self._progress.heartbeat("model")
         prepared = prepare_model(recipe, device=ranks.device)
         decided = open_keys(loaded.recipe) or open_collectives(recipe, ranks=machine.ranks)
         recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)

@@ -262,7 +262,7 @@ def rows_in_order(
     )
     steps = -(-(len(dataset) - first) // (micro_batch_size * ranks.data_size))
     with forward_only(wrapped), task(what, steps) as advance:
-        for collated in loader:
+        for collated in map(raise_error, loader):
             micro_batch = to_device(collated["tensors"], ranks.device)
             with wrapped.forward_context():
                 rows = compute(micro_batch, collated)

@@ -124,8 +124,11 @@ def assemble(
     skipped_rows: Path | None = None,
     reference: ReferenceFile | TeacherFile | None = None,
     hooks: Hooks | None = None,
+    heartbeat: Callable[[str], None] = lambda phase: None,
+    check_data: Callable[[RunData], None] = lambda data: None,
 ) -> Training:
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
+    Calls `heartbeat` with each part that it begins to build, and `check_data` when the data is open.
     With `build_data` this process tokenizes what is not cached (one process of a node).
     `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
     log-probabilities that losses on pairs or of distillation compare with, or gets them."""
@@ -133,6 +136,7 @@ def assemble(
     ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
+    heartbeat("data")
     data = open_run_data(
         recipe.data,
         recipe.batch,
@@ -151,8 +155,10 @@ def assemble(
         build=build_data,
         skipped_rows=None if ranks.context_rank or ranks.tensor_rank else skipped_rows,
     )
+    check_data(data)
     if isinstance(reference, TeacherFile):  # before the model takes memory
         data = _with_teacher(data, recipe, prepared, ranks, reference)
+    heartbeat("strategy")
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
     if recipe.preference is not None:

@@ -7,6 +7,7 @@ hang     The rank sleeps in this step.
 memory   FAULT=memory:RANK:STEP:ROWS: the rank runs out of memory in this step if a micro-batch has
          more than ROWS rows.
 kill     The rank kills itself in this step.
+exit     The rank calls sys.exit(0) in this step.
 block    The rank kills itself, and all other ranks block in this step in a C call. The call does
          not return, raises nothing and does not hold the GIL, like an NCCL collective with a dead
          peer.
@@ -99,6 +100,8 @@ def install():
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ..."
                 )
+            if kind == "exit":
+                sys.exit(0)
             if kind == "kill":
                 time.sleep(2)  # rank 0 has received the metrics of the previous step by then
                 kill_this_rank()

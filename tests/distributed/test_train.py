@@ -297,6 +297,11 @@ FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
             "rank 1 of 2 failed in step 3: ValueError: a fault of this test (tests/distributed/faulty_train.py",
         ),
         pytest.param(
+            "exit:1:3",
+            "rank 1 of 2 ended itself in step 3: sys.exit(0) was called at tests/distributed/faulty_train.py",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "kill:1:3",
             "rank 1 of 2 ended without an error message in step 3",
             marks=pytest.mark.long,
@@ -328,7 +333,9 @@ def test_failure_of_one_rank_ends_all_ranks(fault, shown, tmp_path):
     assert outcome["error"].startswith(shown)
     assert (
         outcome["reason"]
-        == {"raise": "error", "kill": "rank_lost", "hang": "timeout"}[fault.split(":")[0]]
+        == {"raise": "error", "exit": "exit", "kill": "rank_lost", "hang": "timeout"}[
+            fault.split(":")[0]
+        ]
     )
     raised = "ValueError: a fault of this test"
     assert (raised in (tmp_path / "run/log/rank_1.log").read_text()) == ("raise" in fault)

@@ -91,7 +91,9 @@ def main():
             progress=progress,
             post_mortem=None,
         ) as failures,
-        Watch(failures, stop=stop, hang_timeout=float(hang_timeout), timeout=600) as watch,
+        Watch(
+            failures, stop=stop, hang_timeout=float(hang_timeout), timeout=600, init_timeout=600
+        ) as watch,
     ):
         if fault == "early":
             if ranks.rank == 1:

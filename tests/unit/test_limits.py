@@ -60,3 +60,25 @@ def test_failed_test_shows_logs_and_leaves_no_process(tmp_path):
     assert done.returncode == 1, done.stdout
     assert "rank_0.log:\nwhat rank 0 printed" in done.stdout
     assert "tests of this session left processes behind: " in done.stdout
+
+
+def test_signals_that_the_shell_ignores_have_their_default_in_tests():
+    """`nohup make test &` ignored SIGHUP and SIGINT, also in the programs that tests start."""
+    shown = "import signal; print([signal.getsignal(n).name for n in (1, 15)], signal.getsignal(2))"
+    code = (
+        "import os, signal, subprocess, sys\n"
+        "from tests.limits import take_signals\n"
+        "take_signals()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        f"subprocess.run([sys.executable, '-c', {shown!r}], check=True)"
+    )
+    script = 'trap \'\' HUP INT TERM; exec "$0" -c "$1"'
+    printed = subprocess.run(
+        ["bash", "-c", script, sys.executable, code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    assert printed.startswith("['SIG_DFL', 'SIG_DFL'] <built-in function default_int_handler>")

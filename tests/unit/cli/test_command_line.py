@@ -191,7 +191,7 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
     for ended in (lambda arguments: 1, lambda arguments: 0):
         monkeypatch.setattr(train, "_run_agent", ended)
         command = ["train", "recipe=x.yaml", "--gpus", "2", f"run.dir={run.path}"]
-        assert main(command) == ended([])
+        assert main(command) == 1, "nobody has ordered that its ranks end with 0"
     monkeypatch.setattr(
         train, "_run_agent", lambda arguments: run.write_status("stopped", step=9) or 0
     )
@@ -207,23 +207,62 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
 def test_a_request_to_stop_reaches_the_ranks_though_the_console_is_gone():
     """As after `launcher train ... 2>&1 | tee log` and Ctrl-C, which ends tee first, or after the
-    end of an ssh connection. Under nohup, the latter is no request, also where torchrun has set a
-    handler."""
+    end of an ssh connection. A signal that is ignored, as under nohup, is no request, also where
+    torchrun has set a handler."""
     code = (
         "import os, signal, subprocess, sys; from pathlib import Path\n"
         "from launcher.cli.train import RunFolder, _Requests\n"
         "rank = subprocess.Popen(['sleep', '120'])\n"
-        "nohup = len(sys.argv) > 1 and signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "_Requests(run=RunFolder(Path('absent'))); signal.signal(signal.SIGHUP, lambda *_: rank.kill())\n"
-        "os.kill(os.getpid(), signal.SIGHUP)\n"
-        "if len(sys.argv) > 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "number = int(sys.argv[1])\n"
+        "if len(sys.argv) > 2: signal.signal(number, signal.SIG_IGN)\n"
+        "_Requests(run=RunFolder(Path('absent'))); signal.signal(number, lambda *_: rank.kill())\n"
+        "os.kill(os.getpid(), number)\n"
+        "if len(sys.argv) > 2: os.kill(os.getpid(), signal.SIGTERM)\n"
         "os._exit(-rank.wait(60))"
     )
-    for arguments, expected in ((), signal.SIGHUP), (("nohup",), signal.SIGTERM):
-        command = [sys.executable, "-c", code, *arguments]
+    for number, *ignored in (
+        (signal.SIGHUP,),
+        (signal.SIGHUP, "ignored"),
+        (signal.SIGINT, "ignored"),
+    ):
+        expected = signal.SIGTERM if ignored else number
+        command = [sys.executable, "-c", code, str(int(number)), *ignored]
         with open("/dev/full", "w") as full:
             ended = subprocess.run(command, stderr=full, timeout=300, check=False)
         assert ended.returncode == expected
+
+
+@pytest.mark.parametrize(
+    ("ended", "state", "status"),
+    [
+        (0, "finished", 0),
+        (1, "finished", 0),  # a rank crashed after the end
+        (0, "running", 1),
+        (75, "running", 1),  # a process that ended itself
+        (1, "running", 1),
+        (0, None, 1),
+        (0, "failed", 1),
+        (1, "stopped", 75),
+        (2, "failed", 2),
+    ],
+)
+def test_exit_status_agrees_with_the_outcome(ended, state, status, folder, monkeypatch):
+    """torchrun's status is 0 if a process ends itself with 0."""
+    run = RunFolder(folder / "runs/small")
+    run.path.mkdir(parents=True)
+
+    def agent(arguments):
+        if state is not None:
+            run.write_status(state, step=3)
+        return ended
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
+    monkeypatch.setattr(train, "_run_agent", agent)
+    command = ["train", "recipe=x.yaml", "--gpus", "2", f"run.dir={run.path}"]
+    assert main(command) == status
+    recorded = run.read_status().get("state")
+    assert recorded == ("failed" if state == "running" else state)
 
 
 def test_train_starts_ranks(folder, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from launcher.data.batching import NO_SAMPLE, Position, RankBatchSampler, SampleOrder
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
-from launcher.data.loader import make_loader
+from launcher.data.loader import check_shared_memory, make_loader
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
+from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.recipe import schema
@@ -227,3 +229,43 @@ def test_evaluations_draw_the_same_numbers():
         found += [[one["tensors"]["batch"] for one in loader] for _ in range(2)]
     assert found[0] == found[1] == found[2] == found[3]
     assert len({sample[1] for one in found[0] for sample in one["samples"]}) == 6
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_batch_that_a_loader_process_cannot_pass_on_is_reported():
+    """With 64 MB of /dev/shm, Python dropped it, and the run waited for ever."""
+    data = CustomData(train=[1.0], collate=lambda rows: {"x": Unsendable()}, loss=torch.zeros)
+    loader = make_loader(
+        CustomDataset([1.0, 2.0], data, "x"),
+        [[0], [1]],
+        schema.Data(workers=1),
+        seed=0,
+        persistent_workers=False,
+        device=torch.device("cpu"),
+    )
+    for batch in loader:
+        start = (
+            "data.workers: a loader process could not pass on a micro-batch: [Errno 28] No space"
+        )
+        assert batch["error"].startswith(start)
+        assert "--shm-size" in batch["error"]
+
+
+def test_micro_batches_that_do_not_fit_into_shared_memory_are_refused(monkeypatch):
+    data = CustomData(
+        train=[1.0], collate=lambda rows: {"x": [torch.zeros(len(rows), 2**18)]}, loss=torch.zeros
+    )
+    dataset, batches = CustomDataset([1.0] * 4, data, "x"), [[0, 1], [2, 3]]
+    section = schema.Data(workers=2, prefetch_factor=3)
+    for free, fits in ((24 * 2**20, True), (11 * 2**20, False)):
+        monkeypatch.setattr(host_memory, "shared_memory", lambda free=free: (free, 64 * 2**20))
+        with nullcontext() if fits else pytest.raises(RecipeError) as raised:
+            check_shared_memory(dataset, batches, section, ranks=1)
+    assert raised.value.problems[0].startswith(
+        "data.workers: 2 loader processes of each of 1 ranks, with 3 micro-batches of 2.0 MiB each, "
+        "hold 12.0 MiB in shared memory. /dev/shm has 11.0 MiB of 64.0 MiB free: "
+    )

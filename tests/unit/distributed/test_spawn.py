@@ -1,9 +1,16 @@
 """torchrun of `run_ranks`."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
+import pytest
+
+from launcher.distributed.processes import process_start
 from launcher.distributed.spawn import TORCHRUN
+from tests import REPOSITORY
 
 
 def test_torchrun_is_ended_without_a_traceback(tmp_path):
@@ -23,3 +30,73 @@ def test_torchrun_is_ended_without_a_traceback(tmp_path):
         assert process.returncode == 143
     finally:
         process.kill()
+
+
+RANK = """
+import os, sys, time
+from launcher.distributed.spawn import rank_main
+def run(setting):
+    print(os.getppid(), os.getpid(), flush=True)
+    time.sleep(1000)
+rank_main(run)
+"""
+GUARDED = """
+import os, sys, time
+from launcher.distributed.environment import read_environment
+from launcher.reliability.signals import StartGuard, StopRequest
+with StopRequest() as stop:
+    StartGuard(stop, read_environment())
+    print(os.getppid(), os.getpid(), flush=True)
+    time.sleep(1000)
+"""
+STARTS = {
+    "ranks": "run_ranks('ranks', {}, ranks=1, console=True)",
+    "sweep": "LocalSweep._start(sweep, Path('run'), 1, []).wait()",
+    "guard": "os.execvp(TORCHRUN[0], [*TORCHRUN, '--nproc-per-node=1', 'guard.py'])",
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "killed"),
+    [
+        ("ranks", 0),
+        ("sweep", 0),
+        pytest.param("ranks", 1, marks=pytest.mark.long),
+        pytest.param("guard", 0, marks=pytest.mark.long),
+    ],
+)
+def test_processes_end_with_the_one_that_started_them(start, killed, tmp_path):
+    """SIGKILL of a self-test or a sweep left ranks computing: of the process that starts them, or of
+    the torchrun in between. So did that of an agent whose ranks had no watchdog yet."""
+    (tmp_path / "ranks.py").write_text(RANK)
+    (tmp_path / "guard.py").write_text(GUARDED)
+    code = (
+        "import os, sys, types\nfrom pathlib import Path\n"
+        "from launcher.cli.sweep import LocalSweep\n"
+        "from launcher.distributed.spawn import TORCHRUN, run_ranks\n"
+        "shown = 'import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(1000)'\n"
+        "sweep = types.SimpleNamespace(runs={Path('run'): [sys.executable, '-c', shown]})\n"
+        + STARTS[start]
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    started = []
+    try:
+        while len(words := process.stdout.readline().split()) != 2 or not words[0].isdecimal():
+            assert process.poll() is None
+        started = [int(word) for word in words]
+        os.kill([process.pid, started[0]][killed], signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while any(map(process_start, started)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(process_start, started))
+    finally:
+        for each in (process.pid, *started):
+            if process_start(each) is not None:
+                os.kill(each, signal.SIGKILL)
+        process.wait()

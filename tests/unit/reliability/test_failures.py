@@ -11,6 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from launcher import console
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import process_start, this_machine
@@ -76,7 +77,7 @@ class Rank0:
             progress=progress,
             post_mortem=None,
         )
-        timeouts = {"hang_timeout": 60, "timeout": 600} | timeouts
+        timeouts = {"hang_timeout": 60, "timeout": 600, "init_timeout": 1800} | timeouts
         self.watch = Watch(self.failures, stop=StopRequest(), **timeouts)
         self.watch.__enter__()
 
@@ -277,6 +278,78 @@ def test_wait_for_a_slow_rank_ends_with_the_timeout_of_collectives(start):
     status = rank.wait_for_status()
     assert status["reason"] == "hang"
     assert "no sign of life for 1 s (run.timeout, while another rank" in status["error"]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_every_slow_phase_has_a_limit(start, started):
+    """The start, a checkpoint or an export in which no rank gets further ran for ever."""
+    rank = start(hang_timeout=0.2, init_timeout=1.0)
+    rank.failures.progress.started = started
+    rank.failures.progress.slow_phase = "export"
+    rank.store.set("failed/rank_1", "")
+    status = rank.wait_for_status()
+    assert status["reason"] == "hang"
+    which = "for slow phases" if started else "until the first step is done"
+    assert f"no sign of life for 1 s (run.init_timeout, {which})" in status["error"]
+
+
+def test_signs_of_life_of_any_rank_extend_a_slow_phase(start):
+    """Of this rank, whose task advances, and of the others, which say so in the store."""
+    rank = start(hang_timeout=0.2, init_timeout=1.0)
+    rank.store.set("failed/rank_1", "")
+    for sign in (console.advanced, lambda: rank.store.add("watch/life", 1)):
+        for _ in range(20):
+            sign()
+            assert not rank.end.wait(0.1)
+    assert rank.wait_for_status()["reason"] == "hang"
+
+
+def test_the_rank_that_does_not_wait_for_others_is_behind():
+    """In the start all ranks may have as many heartbeats."""
+    waits = [True, False, True]
+    answers = {rank: {"position": [0, 3], "waits": wait} for rank, wait in enumerate(waits)}
+    assert watchdog._behind(answers) == [1]
+    answers[2]["position"] = [0, 2]
+    assert watchdog._behind(answers) == [2]
+
+
+@pytest.mark.parametrize("call", ["sys.exit(0)", "os._exit(0)", "sys.exit('no')", "os._exit(75)"])
+def test_a_process_that_ends_itself_has_failed(call, tmp_path):
+    """It counted as done, or as stopped, and another rank looked guilty."""
+    script = tmp_path / "rank.py"
+    script.write_text(ENDS_ITSELF.format(folder=str(tmp_path), call=call))
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.returncode == 1, ended
+    status = RunFolder(tmp_path).read_status()
+    assert (status["state"], status["reason"]) == ("failed", "exit")
+    said = call.replace("'", "")
+    text = f"rank 0 of 1 ended itself in step 5: {said} was called at "
+    assert status["error"].startswith(text), status
+    assert status["error"].splitlines()[0].endswith("rank.py:17")
+    assert text in ended.stderr
+
+
+ENDS_ITSELF = """
+import os, pathlib, sys
+from launcher.distributed.environment import Environment
+from launcher.reliability.failures import FailureWatch
+from launcher.reliability.progress import Progress
+from launcher.reliability.run_directory import RunFolder
+
+run, progress = RunFolder(pathlib.Path({folder!r})), Progress()
+run.log.mkdir()
+progress.step = 4
+alone = Environment()
+watch = FailureWatch(
+    None, environment=alone, run=run, console=sys.stderr, progress=progress, post_mortem=None
+)
+with watch:
+    if os.fork():
+        {call}
+    os._exit(9)  # a process that the rank has forked may end itself
+"""
 
 
 def test_stop_request_after_rank_loss_reports_the_loss(start, neighbour, monkeypatch):

@@ -29,25 +29,44 @@ def test_stop_requests(monkeypatch):
         send(signal.SIGINT)
         assert not ended, "a signal within two seconds is the same request"
         clock[0] += 3
-        send(signal.SIGTERM)
         send(signal.SIGUSR1)
         assert not ended, "the run is saving"
         send(signal.SIGINT)
         assert ended == [1], "a second SIGINT ends it at once"
+        send(signal.SIGTERM)
+        assert ended == [1, 1], "and so does a second SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_closed_terminal_is_a_request_but_not_under_nohup():
-    before = signal.getsignal(signal.SIGHUP)
+def test_sigterm_after_a_warning_is_not_the_second(monkeypatch):
+    """Slurm sends SIGUSR1, and SIGTERM at the end of the time: the run may still be saving."""
+    clock = [100.0]
+    monkeypatch.setattr(signals, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    repeats = signals.Repeats()
+    found = []
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        found.append(repeats.insists(number))
+        clock[0] += 3
+    assert found == [False, False, False, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_of_the_terminal_is_a_request_unless_it_is_ignored(number):
+    """As SIGHUP under nohup, and SIGINT after `&` in a script. SIGTERM stops the run then."""
+    before = signal.getsignal(number)
     try:
-        for disposition, request in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
-            signal.signal(signal.SIGHUP, disposition)
+        for disposition, request in ((signal.SIG_DFL, number.name), (signal.SIG_IGN, None)):
+            signal.signal(number, disposition)
             with signals.StopRequest() as stop:
-                signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
+                signal.pthread_kill(threading.get_ident(), number)
                 assert stop.requested() == (request is not None)
                 assert stop.signal == request
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+                assert stop.requested()
+                assert stop.signal == (request or "SIGTERM")
+            assert signal.getsignal(number) == disposition
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_a_stop_at_the_start_keeps_the_last_step(tmp_path):
@@ -93,12 +112,12 @@ def test_second_sigint_says_what_is_lost(state, owned, status, text, tmp_path, c
     if state is not None:
         RunFolder(tmp_path).write_status(state, step=5)
     before = run.read_status()
-    assert signals.report_kill(run, owned=owned) == status
-    assert capsys.readouterr().err == f"SIGINT again: {text}\n"
+    assert signals.report_kill(run, "SIGTERM", owned=owned) == status
+    assert capsys.readouterr().err == f"SIGTERM again: {text}\n"
     after = run.read_status()
     if owned and state in ("running", None):
         assert (after["state"], after["reason"]) == ("failed", "killed")
-        assert after["error"] == f"SIGINT twice: {text}"
+        assert after["error"] == f"SIGTERM twice: {text}"
         assert run.read_events()[-1]["event"] == "failed"
     else:
         assert after == before

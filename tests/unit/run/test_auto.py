@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,8 @@ def test_separate_process_receives_recipe_and_machine():
         run_in_process(300, make_plan, missing, machine())
     with pytest.raises(TrainingError, match=r"planning took more than 0\.01 s"):
         run_in_process(0.01, make_plan, RECIPE, machine())
+    with pytest.raises(TrainingError, match="planning ended with status 0"):
+        run_in_process(300, sys.exit, 0)
 
 
 # When gradients are reduced and weights freed
