@@ -12,7 +12,12 @@ from typing import Annotated
 
 import typer
 
-from launcher.checkpoint.files import list_checkpoints, read_marker, verify
+from launcher.checkpoint.files import (
+    DamagedCheckpointError,
+    list_checkpoints,
+    read_marker,
+    verify,
+)
 from launcher.cli.tables import fitting_table, make_table, plain, print_parts
 from launcher.console import bytes_as_text, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
@@ -154,12 +159,15 @@ def summarize(path: Path, now: float) -> Summary:
     except OSError as error:
         checkpoints, summary.damaged = [], [str(error)]
     for checkpoint in checkpoints:
-        if problem := verify(checkpoint, deep=False):
-            summary.damaged.append(f"{checkpoint.name}: {problem}")
-        else:
-            marker = read_marker(checkpoint)
+        try:
+            marker, problem = read_marker(checkpoint), verify(checkpoint, deep=False)
+        except DamagedCheckpointError as error:
+            marker, problem = None, error.problem
+        if marker is not None and not problem:
             size = sum(file.bytes for file in marker.files.values())
             summary.checkpoints.append((marker.step, marker.time, size))
+        elif checkpoint.is_dir():  # else the run has deleted it meanwhile
+            summary.damaged.append(f"{checkpoint.name}: {problem}")
     return summary
 
 

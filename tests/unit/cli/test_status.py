@@ -263,6 +263,13 @@ def test_pipes_and_huge_numbers_in_a_run_folder(run, capsys):
     assert "step_00000075: commit.json is not a regular file" in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_damaged(run, monkeypatch):
+    expected, listed = describe_all(run), status.list_checkpoints
+    gone = run.path / "checkpoints/step_00000099"
+    monkeypatch.setattr(status, "list_checkpoints", lambda folder: [*listed(folder), gone])
+    assert describe_all(run) == expected
+
+
 def test_folder_that_cannot_be_listed_is_refused(run, capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
