@@ -23,7 +23,7 @@ from launcher.console import bytes_as_text, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import shown
 from launcher.reliability.json_files import Json, last_line, read_jsonl
-from launcher.reliability.lock import current_owner
+from launcher.reliability.lock import current_owner, last_heartbeat
 from launcher.reliability.run_directory import RunFolder
 
 _STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
@@ -140,7 +140,8 @@ def summarize(path: Path, now: float) -> Summary:
         state, reason = "died", "its process ended without a message, or its machine was lost"
     events = run.read_events()
     verdicts = [event["text"] for event in events if event["event"] == "verdict"]
-    liveness = {True: "alive", False: "ended", None: "no heartbeat for some minutes"}[alive]
+    heard = f"on another machine, its last heartbeat at {date_text(last_heartbeat(path))}"
+    liveness = {True: "alive", False: "ended", None: heard}[alive]
     summary = Summary(
         path,
         state,

@@ -42,7 +42,7 @@ from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
-from launcher.reliability.lock import OwnedError, Ownership, current_owner
+from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,7 @@ def _identity(part: SourcePart) -> list[object]:
 def _wait(folder: Path, *, build: bool) -> Ownership | None:
     """Waits for the store, or with `build` for the lock to build it; None: the store is ready."""
     lock = folder.parent / "locks" / folder.name
+    silence = Silence(lock)
     started = logged = time.monotonic()
     if build and store_problem(folder):
         try:
@@ -198,9 +199,10 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
             raise RecipeError(f"data.cache: {what}") from None
     while store_problem(folder):
         owner = current_owner(lock) if build else None
-        if build and (owner is None or not owner[1]):  # free, or its process may have ended
+        silent = silence.ended_lease()
+        if build and (owner is None or owner[1] is False or (owner[1] is None and silent)):
             try:
-                return Ownership.take(lock, Environment())
+                return Ownership.take(lock, Environment(), silence=silence)
             except OwnedError:
                 pass
             except RecipeError as error:  # the folder of the lock cannot be written to

@@ -270,6 +270,20 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_damaged(run, monkeyp
     assert describe_all(run) == expected
 
 
+def test_a_remote_owner_is_not_judged_by_the_clock_of_this_machine(run, capsys):
+    """The clock of a file server may be hours ahead: a dead owner was called alive until then."""
+    taken = Ownership.take(run.path, SINGLE_PROCESS)
+    record = run.path / "owner" / taken.name
+    values = json.loads(record.read_text()) | {"machine": "another", "host": "node7"}
+    record.write_text(json.dumps(values))
+    os.utime(record, (4e9, 4e9))
+    assert main.main(["status", str(run.path)]) == 0
+    printed = capsys.readouterr().out
+    assert "on another machine, its last heartbeat at 2096-" in printed
+    assert "alive" not in printed
+    taken.release()
+
+
 def test_folder_that_cannot_be_listed_is_refused(run, capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))

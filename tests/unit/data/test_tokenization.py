@@ -255,6 +255,21 @@ def test_process_waits_while_another_process_tokenizes(
     assert found == [["x"]], "the lock must be taken over after the heartbeat stops"
 
 
+def test_a_time_stamp_in_the_future_blocks_nobody(tmp_path, cache, open_files, monkeypatch):
+    """A killed process of another machine, by a file server whose clock is ahead: its lock was
+    respected until the local clock had caught up."""
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.5)
+    file, found = write(tmp_path / "a.jsonl", ["x"]), []
+    other = {"machine": "other", "host": "node7"}
+    _, record, remote = lock_of_another_process(cache, open_files, file, **other)
+    record.write_text(remote)
+    os.utime(record, (4e9, 4e9))
+    waiting = threading.Thread(target=lambda: found.append(texts_of(open_files(file))), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert found == [["x"]]
+
+
 def test_waiting_process_polls_less_often_over_time(tmp_path, open_files, monkeypatch):
     """A thousand ranks may poll the same file system for hours."""
     now, slept, file = [0.0], [], write(tmp_path / "a.jsonl", ["x"])
