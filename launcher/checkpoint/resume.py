@@ -154,10 +154,11 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
-    known = (before.keys() & now.keys()) - {"parts", "content"}
+    known = (before.keys() & now.keys()) - {"parts", "content", "sample"}
     old, new = ({key: data[key] for key in before if key in known} for data in (before, now))
     lines = [_line(key.removeprefix("files."), *values) for key, *values in _differences(old, new)]
-    if not lines and content is not None and content_now is not None:
+    digests = ((before.get(key), now.get(key)) for key in ("content", "sample"))
+    if not lines and any(None not in both and both[0] != both[1] for both in digests):
         names = list(before.get("files", {}))
         listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
         lines = [f"{listed}: other content in as many bytes"]

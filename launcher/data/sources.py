@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import functools
 import glob
+import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -167,6 +169,51 @@ def file_part(file: Path) -> SourcePart:
         return SourcePart(str(file), form, size=file.stat().st_size)
     except OSError as error:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+# Changed files
+
+_SAMPLED_FILES, _SAMPLED_BYTES = 1000, 4096
+
+
+def file_states(parts: Sequence[SourcePart]) -> list[list[object]]:
+    """For each part, what changes with the content of its files: name, size, times and inode. A
+    program may write other content of the same size and set the time back, but not that of the
+    change (ctime). A hub data set has its name: it keeps the version that was read first."""
+    states: list[list[object]] = []
+    for part in parts:
+        if part.form == "hub" and not os.path.isdir(part.name):
+            states.append([part.name, part.validation])
+            continue
+        of_files = []
+        for file in _files(part):
+            state = os.stat(file)
+            times = [state.st_mtime_ns, state.st_ctime_ns]
+            of_files.append([str(file.resolve()), state.st_size, *times, state.st_ino])
+        states.append([part.validation, *of_files])
+    return states
+
+
+def content_sample(parts: Sequence[SourcePart]) -> str:
+    """A digest of the beginning, the middle and the end of each file; of evenly spaced files if
+    these are many. Raises OSError."""
+    files = [file for part in parts for file in _files(part)]
+    digest = hashlib.sha256()
+    for file in files[:: -(-len(files) // _SAMPLED_FILES) or 1]:
+        with file.open("rb") as stream:
+            end = stream.seek(0, os.SEEK_END)
+            for start in (0, end // 2, max(0, end - _SAMPLED_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def _files(part: SourcePart) -> list[Path]:
+    """The files of a part; none of a data set of the hub."""
+    path = Path(part.name)
+    if part.form in ("hub", "hub_stream"):
+        return sorted(path.rglob("*.arrow")) if path.is_dir() else []
+    return [path]
 
 
 # Reading

@@ -45,7 +45,7 @@ from launcher.data.collation import (
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.packing import first_names, no_targets
-from launcher.data.sources import Row, SourcePart, read_rows
+from launcher.data.sources import Row, SourcePart, content_sample, read_rows
 from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
@@ -270,7 +270,11 @@ class StreamingDataset(IterableDataset[Collated]):
         self.seed, self.skipped_rows = seed, skipped_rows
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}
-        self.fingerprint = {"files": self._files, **encoder.fingerprint()}
+        try:
+            sample = content_sample(parts)
+        except OSError as error:
+            raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
+        self.fingerprint = {"files": self._files, "sample": sample, **encoder.fingerprint()}
         self.skipped: list[dict[str, str]] = []
         shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]

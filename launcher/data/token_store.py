@@ -34,7 +34,13 @@ from torch.utils.data import DataLoader
 from launcher.console import task
 from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
-from launcher.data.sources import SourcePart, find_parts, read_all
+from launcher.data.sources import (
+    SourcePart,
+    content_sample,
+    file_states,
+    find_parts,
+    read_all,
+)
 from launcher.data.splitting import first_rows, split
 from launcher.data.store_files import MappedArray, commit, remove_damaged, store_problem
 from launcher.data.tokenizer import prepare_worker_process
@@ -139,7 +145,11 @@ def open_store(
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     parts = find_parts(patterns, kind=data.kind, validation=validation)
     limit = None if validation else data.limit
-    content = [_FORMAT, encoder.identity(), data.on_error, [_identity(part) for part in parts]]
+    try:
+        files = [file_states(parts), content_sample(parts)]
+    except OSError as error:
+        raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
+    content = [_FORMAT, encoder.identity(), data.on_error, *files]
     content += [] if limit is None else [limit]
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
     folder = cache_folder(data.cache) / name
@@ -172,18 +182,6 @@ def check_range(encoded: Encoded, model: ModelInputs) -> None:
     if model.classes is not None and (category or 0) >= model.classes:
         what = f"{model.classes} classes, 0 to {model.classes - 1} (model.num_labels)"
         raise RecipeError(f"{row.where}: label {category}, but the model has {what}")
-
-
-def _identity(part: SourcePart) -> list[object]:
-    """Changes with a file's content."""
-    if part.form == "hub" and not os.path.isdir(part.name):
-        return [part.name, part.validation]
-    if part.form == "hub":
-        files = sorted(Path(part.name).rglob("*.arrow"))
-        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        return [str(Path(part.name).resolve()), part.validation, states]
-    state = os.stat(part.name)
-    return [str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns]
 
 
 def _wait(folder: Path, *, build: bool) -> Ownership | None:

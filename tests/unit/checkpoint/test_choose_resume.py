@@ -191,6 +191,17 @@ def test_appended_rows_are_detected_and_the_file_is_named(fingerprint, streaming
     assert len(check(before, now, allow=True)) == len(lines)
 
 
+def test_edited_files_of_a_stream_are_noticed(fingerprint):
+    """A stream has no digest of its tokens: the beginning, middle and end of files are compared."""
+    before = fingerprint(streaming=True)
+    text = fingerprint.b.read_text()
+    fingerprint.b.write_text(text.replace("31", "51"))
+    line = f"{fingerprint.a}, {fingerprint.b}: other content in as many bytes"
+    assert list(data_changes(before, fingerprint(streaming=True))) == [line]
+    del before["sample"]  # by an earlier version
+    assert list(data_changes(before, fingerprint(streaming=True))) == []
+
+
 def test_added_removed_and_edited_files_are_named(fingerprint):
     """Without a digest of the content, only the file sizes are compared."""
     a, b, c = fingerprint.a, fingerprint.b, fingerprint.b.with_name("c.jsonl")

@@ -389,6 +389,29 @@ def test_store_is_tokenized_once(tmp_path, cache, messages):
     assert len(messages()) == 2 * len(store_names(cache)) == 6
 
 
+@pytest.mark.parametrize("how", ["in place", "replaced", "folder"])
+def test_a_file_of_the_same_size_and_time_is_noticed(tmp_path, cache, how):
+    """Its old tokens were used."""
+    if how == "folder":
+        Dataset.from_list([{"text": "ab"}]).save_to_disk(tmp_path / "rows")
+        Dataset.from_list([{"text": "xy"}]).save_to_disk(tmp_path / "other")
+        pattern = tmp_path / "rows"
+        (file,), (other,) = (list((tmp_path / name).glob("*.arrow")) for name in ("rows", "other"))
+    else:
+        pattern = file = write(tmp_path / "a.jsonl", [{"text": "ab"}])
+        other = write(tmp_path / "other.jsonl", [{"text": "xy"}])
+    state = file.stat()
+    assert other.stat().st_size == state.st_size
+    assert documents_of(create_store(pattern, cache=cache)) == [[97, 98, END]]
+    if how == "replaced":
+        other.replace(file)
+    else:
+        file.write_bytes(other.read_bytes())
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    load_data_set.cache_clear()
+    assert documents_of(create_store(pattern, cache=cache)) == [[120, 121, END]]
+
+
 def damage(file, size):
     if size is None:
         file.unlink()
