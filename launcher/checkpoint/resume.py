@@ -297,9 +297,22 @@ def choose_resume(
     """The source of `decide`, for the process that writes to the folder. Raises RecipeError like
     `decide`, or if another run's record would be lost."""
     decision = decide(recipe, run, arguments=arguments, restarted=restarted)
-    if decision.not_continued is not None:
+    if decision.not_continued is not None and not _saved_nothing(recipe, run):
         run.refuse_if_used(decision.not_continued)
     return decision.source
+
+
+def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
+    """Whether the folder holds starts of this run only, which ended before they saved anything.
+    Another start loses nothing but their metrics. Not with checkpoint.resume: never."""
+    if recipe.checkpoint.resume != "auto" or not run.has_saved_nothing():
+        return False
+    try:
+        before = yaml.safe_load((run.path / "recipe.yaml").read_text(encoding="utf-8"))
+        changes = recipe_changes(before, yaml.safe_load(to_yaml(recipe)), altering=True)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        return False
+    return not changes or recipe.checkpoint.allow_changes
 
 
 def _finished(

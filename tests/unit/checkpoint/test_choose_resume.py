@@ -332,6 +332,48 @@ def test_folder_without_checkpoint_is_refused_unless_restarted(tmp_path):
     assert choose(tmp_path, restarted=True) == "never"
 
 
+SAVED = {
+    "a checkpoint": lambda run: checkpoint(run.path, 4),
+    "a damaged checkpoint": lambda run: (run.path / "checkpoints/step_00000004").mkdir(
+        parents=True
+    ),
+    "a checkpoint that was deleted": lambda run: run.note("saved", step=4),
+    "a resume": lambda run: run.note("resumed", step=4),
+    "an export": lambda run: run.export.mkdir(),
+    "the end": lambda run: run.write_status("finished", step=9),
+    "another recipe": lambda run: (run.path / "recipe.yaml").write_text(
+        (run.path / "recipe.yaml").read_text().replace("seed: 1234", "seed: 7")
+    ),
+    "no recipe": lambda run: (run.path / "recipe.yaml").write_text("[]"),
+    "no start": lambda run: run.events.unlink(),
+}
+
+
+@pytest.mark.parametrize("saved", [None, *SAVED])
+def test_a_run_that_has_saved_nothing_starts_again(tmp_path, saved):
+    """One that was killed before its first checkpoint was refused by the same command."""
+    run = RunFolder(tmp_path)
+    run.note_start(environment(), from_scratch=True)
+    run.create(to_yaml(load_recipe(["recipe=fsdp", f"run.dir={tmp_path}"], ranks=None).recipe))
+    run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    run.write_status("running", step=1)
+    (tmp_path / "checkpoints/step_00000004.writing-12ab").mkdir(parents=True)
+    if saved is None:
+        assert choose(tmp_path) == "never"
+        with pytest.raises(RecipeError, match="holds a run already"):
+            choose(tmp_path, "never")
+        return
+    SAVED[saved](run)
+    if saved == "a checkpoint":
+        assert choose(tmp_path) == "auto"
+        return
+    if saved == "a damaged checkpoint":
+        assert choose(tmp_path) == "auto", "the resume reports it"
+        return
+    with pytest.raises(RecipeError, match="holds a run already"):
+        choose(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["recipe.yaml", "samples.jsonl", "hf"])
 def test_files_that_no_run_wrote_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")
