@@ -221,7 +221,8 @@ def _losses(
         except (OSError, files.DamagedCheckpointError) as error:
             raise RecipeError(f"command line: --loss: {first_line(error)}") from None
     title = f"losses with the weights of {checkpoint or run / 'hf'}"
-    for line in read_jsonl(run / "metrics.jsonl"):
+    wanted = f'"step": {step},'.encode()
+    for line in read_jsonl(run / "metrics.jsonl", wanted=lambda line: wanted in line):
         if line.get("step") == step and line.get("loss") is not None:
             title += f"; the step's loss in training was {line['loss']}"
     print(title)
