@@ -305,10 +305,11 @@ def choose_resume(
 def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
     """Whether the folder holds starts of this run only, which ended before they saved anything.
     Another start loses nothing but their metrics. Not with checkpoint.resume: never."""
-    if recipe.checkpoint.resume != "auto" or not run.has_saved_nothing():
+    file = run.path / "recipe.yaml"
+    if recipe.checkpoint.resume != "auto" or not file.is_file() or not run.has_saved_nothing():
         return False
     try:
-        before = yaml.safe_load((run.path / "recipe.yaml").read_text(encoding="utf-8"))
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
         changes = recipe_changes(before, yaml.safe_load(to_yaml(recipe)), altering=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         return False
@@ -402,6 +403,8 @@ def earlier_strategy(
 
 def _read_recorded(checkpoint: Path) -> _Recorded | None:
     """None if the checkpoint is damaged."""
+    if not (checkpoint / STATE).is_file():  # a pipe would block
+        return None
     try:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = yaml.safe_load(state["recipe"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -166,6 +167,8 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     """
     file, template = data.chat_template, None
     if kind in _WITH_TEMPLATE and file is not None:
+        if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
+            raise RecipeError(f"data.chat_template: {file}: is not a regular file")
         try:
             template = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

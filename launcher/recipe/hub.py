@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -125,6 +126,14 @@ def _load_saved(folder: str, splits: list[str]) -> Any:
     raise RecipeError(f"data: {folder}: has no split {' or '.join(splits)}; {named}")
 
 
+def _refuse_pipes(folder: str, key: str) -> None:
+    """Raises RecipeError if the folder holds a pipe, socket or device, which would block a reader."""
+    with contextlib.suppress(OSError):  # reported by whoever reads the folder
+        for path in Path(folder).iterdir():
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise RecipeError(f"{key}: {path} is not a regular file")
+
+
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache.
 
@@ -132,6 +141,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     Raises RecipeError if it can be neither found nor fetched.
     """
     if os.path.isdir(name):
+        _refuse_pipes(name, key)
         return Path(name)
     if not is_model_id(name):
         raise RecipeError(f"{key}: no such folder: {name}")

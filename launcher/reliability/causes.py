@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from launcher.errors import TrainingError, first_line
+from launcher.errors import TrainingError, first_line, message_of
 
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _PEER_SIGNS = (
@@ -27,7 +27,7 @@ _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_
 
 def _matches(error: BaseException, signs: tuple[str, ...]) -> bool:
     known = isinstance(error, RuntimeError) and not isinstance(error, TrainingError)
-    return known and any(sign in str(error).lower() for sign in signs)
+    return known and any(sign in message_of(error).lower() for sign in signs)
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -65,7 +65,9 @@ def describe(error: BaseException) -> str:
     """One line: the exception's type and message, and the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error) if str(error) else 'no message'}{where}"
+    return (
+        f"{type(error).__name__}: {first_line(error) if message_of(error) else 'no message'}{where}"
+    )
 
 
 @dataclass

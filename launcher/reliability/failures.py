@@ -30,6 +30,7 @@ from launcher.errors import (
     EXIT_USAGE,
     RecipeError,
     TrainingError,
+    message_of,
 )
 from launcher.reliability.causes import (
     Account,
@@ -280,7 +281,7 @@ class FailureWatch:
                     error, step=step - 1, phase=phase, micro_batch=number
                 ),
             )
-        if "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
+        if "DataLoader worker" in message_of(error) and host_memory.killed_since(self._killed):
             return self._killed_by_kernel(f"a loader process of {name}")
         if lost_a_peer(error):
             late = timed_out(error)

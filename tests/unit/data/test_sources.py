@@ -349,6 +349,23 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path, content):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_pipe_in_a_folder_is_refused(tmp_path, name):
+    """Its reader would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    message = f"^data.tokenizer: {tmp_path / name} is not a regular file"
+    for read in (load_tokenizer, tokenizer_identity):
+        with pytest.raises(RecipeError, match=message):
+            read(str(tmp_path))
+
+
+def test_a_pipe_as_chat_template_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "template")
+    data = schema.Data(kind="chat", chat_template=str(tmp_path / "template"))
+    with pytest.raises(RecipeError, match=r"data.chat_template: .*is not a regular file"):
+        make_encoder("chat", data, tokenizer="bytes")
+
+
 # Stores
 
 
