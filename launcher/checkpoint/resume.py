@@ -41,6 +41,7 @@ _HARMLESS = (
     "data.persistent_workers",
     "data.pin_memory",
     "data.processes",
+    "data.max_document",
     "data.cache",
     "data.validation",
 )

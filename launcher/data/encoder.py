@@ -26,7 +26,7 @@ from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.columns import Weights, read_column, read_integers, read_margin, read_weights
 from launcher.data.pairs import different, with_shared_prompt
 from launcher.data.rendering import load_template, render, render_text
-from launcher.data.sources import Row, Values
+from launcher.data.sources import Row, SourcePart, Values, in_batches, read_all
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
@@ -120,6 +120,15 @@ class Encoder:
         """The column with the system prompt."""
         return self.settings.get("system_column") or "system"
 
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether lists of numbers are read as arrays (`read_rows`)."""
+        return self.kind == "tokens"
+
+    def read(self, parts: Iterable[SourcePart]) -> Iterator[Row]:
+        """The rows of all parts."""
+        return read_all(parts, column=self.text_column, arrays=self.reads_arrays)
+
     def identity(self) -> list[object]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         tokenizer, template, *day = self.fingerprint().values()
@@ -144,8 +153,7 @@ class Encoder:
         Raises RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _KINDS[self.kind]
-        rows = iter(rows)
-        while batch := list(itertools.islice(rows, batch_rows)):
+        for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
                 if row.values is not None:

@@ -145,7 +145,8 @@ class _Shard:
         if shuffle:
             random.Random(f"{key} {stream.seed}").shuffle(parts)
         for number in range(first_part, len(parts)):
-            rows = read_rows(parts[number], column=stream.encoder.text_column)
+            encoder = stream.encoder
+            rows = read_rows(parts[number], column=encoder.text_column, arrays=encoder.reads_arrays)
             if shuffle:
                 generator = random.Random(f"{key} part {number} {stream.seed}")
                 rows = _through_buffer(rows, stream.buffer_rows, generator)
@@ -280,6 +281,8 @@ class StreamingDataset(IterableDataset[Collated]):
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         order += [encoder.settings] if encoder.settings else []
+        if data.on_error == "skip" and data.max_document != schema.Data.max_document:
+            order.append(data.max_document)  # larger documents are left out
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)

@@ -200,6 +200,10 @@ class Ownership:
         """The name of the record."""
         return self._record.name
 
+    def process_of(self, name: str) -> Owner | None:
+        """The process of an earlier record, by its name; None if it is not known."""
+        return _read(self._record.with_name(name))
+
     def check(self) -> None:
         """Raises TrainingError (reason superseded) if another job took over."""
         _, newest = _newest(self._record.parent)

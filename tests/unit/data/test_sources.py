@@ -429,6 +429,48 @@ def test_a_file_of_the_same_size_and_time_is_noticed(tmp_path, cache, how):
     assert documents_of(create_store(pattern, cache=cache)) == [[120, 121, END]]
 
 
+@pytest.mark.parametrize("kind", ["int32", "int64", "uint16", "large"])
+def test_tokens_of_arrow_are_arrays(tmp_path, cache, kind):
+    """Lists of Python integers took a hundred times longer. The results are those of .jsonl."""
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "weights": [1.0, 0.5, 2.0]},
+        {"input_ids": [8], "labels": None, "weights": [3.0]},
+        {"input_ids": [], "labels": [], "weights": []},
+        {"input_ids": [9, 300], "labels": [9, -100], "weights": [1.0, 1.0]},
+    ]
+    made = pyarrow.large_list if kind == "large" else pyarrow.list_
+    ids = made(pyarrow.int64() if kind == "large" else getattr(pyarrow, kind)())
+    fields = {"input_ids": ids, "labels": made(pyarrow.int64()), "weights": made(pyarrow.float32())}
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    write(tmp_path / "a.jsonl", rows)
+    stores = []
+    for name in ("a.jsonl", "a.parquet", "saved"):
+        data = schema.Data(kind="tokens", cache=str(cache), weights_column="weights")
+        stores.append(open_store((str(tmp_path / name),), data, tokenizer=None, build=True))
+    assert documents_of(stores[0]) == [[5, 6, 7], [8], [9, 300]]
+    assert len({store.fingerprint["content"] for store in stores}) == 1
+    arrays = [row.values for row in read_rows(file_part(tmp_path / "a.parquet"), arrays=True)]
+    assert all(isinstance(row["input_ids"], np.ndarray) for row in arrays)
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ([[1.5]], r"a.parquet row 1: input_ids must be a list of whole numbers"),
+        ([[1], [2**40]], r"a.parquet row 2: input_ids has an id beyond 32 bits"),
+        ([[1], [2, None]], r"a.parquet row 2: input_ids must be a list of whole numbers"),
+        ([[1], [-3]], r"a.parquet row 2: input_ids must not be negative; got -3"),
+    ],
+)
+def test_wrong_tokens_of_arrow_are_refused(tmp_path, cache, column, problem):
+    write(tmp_path / "a.parquet", [{"input_ids": ids} for ids in column])
+    data = schema.Data(kind="tokens", cache=str(cache))
+    with pytest.raises(RecipeError, match=problem):
+        open_store((str(tmp_path / "a.parquet"),), data, tokenizer=None, build=True)
+
+
 def damage(file, size):
     if size is None:
         file.unlink()
