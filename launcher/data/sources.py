@@ -75,8 +75,8 @@ class SourcePart:
     def too_large(self, what: str, size: int | None = None) -> str:
         """The problem of a larger document. size: in bytes; None: not known."""
         has = "more" if size is None else f"{bytes_as_text(size)}, more"
-        limit = f"{bytes_as_text(self.max_document)} (data.max_document)"
-        return f"{what} has {has} than {limit}; divide it, or raise that key"
+        limit = bytes_as_text(self.max_document)
+        return f"{what} has {has} than {limit} (data.max_document); divide it, or raise that key"
 
 
 @dataclass(frozen=True, slots=True)
