@@ -78,7 +78,8 @@ def remove_damaged(folder: Path, aside: Path) -> None:
 
 
 _PROGRESS, _SKIPPED = "progress.json", "skipped.jsonl"
-_ARRAYS = ("ids", "labels", "weights", "lengths", "classes")
+_NOTED = ("ids.bin", "labels.bin", "weights.bin", "lengths.bin", "classes.bin", _SKIPPED)
+"""The files to which `StoreWriter` appends."""
 _SAVE_SECONDS = 20.0
 """Between two records of how far a tokenization is."""
 
@@ -146,8 +147,7 @@ class StoreWriter:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        names = [f"{name}.bin" for name in _ARRAYS] + [_SKIPPED]
-        files = [self._folder / name for name in names]
+        files = [self._folder / name for name in _NOTED]
         sizes = {file.name: file.stat().st_size for file in files if file.exists()}
         noted = {"tasks": self._tasks, "done": self.done, "sums": self.sums, "sizes": sizes}
         replace_text(self._folder / _PROGRESS, json.dumps(noted))
@@ -201,7 +201,8 @@ def saved_progress(folder: Path, tasks: int) -> dict[str, Any]:
     try:
         noted = json.loads((folder / _PROGRESS).read_bytes())
         whole = all((folder / name).stat().st_size >= size for name, size in noted["sizes"].items())
-        return noted if noted["tasks"] == tasks and whole else {}
+        known = noted["sizes"].keys() <= {*_NOTED}
+        return noted if noted["tasks"] == tasks and whole and known else {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
 
