@@ -42,7 +42,7 @@ _NOT_TEXT = {
     *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
 }
 
-MAX_DOCUMENT = 256 << 20
+MAX_DOCUMENT = 64 << 20
 """Bytes; see data.max_document."""
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""

@@ -225,7 +225,7 @@ class Data(Section):
     preference; null: the day (UTC) of the run's first start."""
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
-    max_document: ByteSize = "256MiB"
+    max_document: ByteSize = "64MiB"
     """The largest document, line or row, and the largest .json file, without compression; larger
     ones cannot be used (on_error). Tokenizing a document takes many times its size as memory, in
     each process."""

@@ -102,7 +102,7 @@ SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGTkmgt])([Ii]?)[Bb]"
 Size = Annotated[
     str, refuse_unless(size_in_bytes, "must be a size such as 40GiB, or a number from 0 to 1")
 ]
-ByteSize = Annotated[str, refuse_unless(size_in_bytes, "must be a size such as 256MiB")]
+ByteSize = Annotated[str, refuse_unless(size_in_bytes, "must be a size such as 64MiB")]
 _FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Function = Annotated[str, form(_FUNCTION, "must be `package.module:function`")]
 Metric = Annotated[
