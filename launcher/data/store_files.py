@@ -10,7 +10,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ import xxhash
 
 from launcher.errors import RecipeError, first_line
 from launcher.reliability.json_files import replace_text
-
-if TYPE_CHECKING:
-    from launcher.data.token_store import TokenStore
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +110,8 @@ class StoreWriter:
         for file in self._files.values():
             file.close()
 
-    def add(self, store: TokenStore) -> None:
-        """Appends the documents of a store."""
+    def add(self, store: Any) -> None:
+        """Appends the documents of a TokenStore."""
         if store.weights is not None:  # then all documents have weights
             self._append("weights", store.weights)
         if store.labels is not None and not (self._folder / "labels.bin").exists():
@@ -213,9 +210,9 @@ def _copy_beginning(source: Path, target: Path, size: int) -> None:
             size -= written.write(block)
 
 
-def spilled(store: TokenStore, name: Path) -> TokenStore:
-    """The same documents, with their arrays in files `NAME.FIELD`, which `remove_spilled` removes:
-    processes exchange their names only."""
+def spilled(store: Any, name: Path) -> Any:
+    """The same documents of a TokenStore, with their arrays in files `NAME.FIELD`, which
+    `remove_spilled` removes: processes exchange their names only."""
     arrays: dict[str, Any] = {}
     for field in _SPILLED:
         values = getattr(store, field)
@@ -226,7 +223,7 @@ def spilled(store: TokenStore, name: Path) -> TokenStore:
     return replace(store, **arrays)
 
 
-def remove_spilled(store: TokenStore) -> None:
+def remove_spilled(store: Any) -> None:
     """Removes the files of `spilled`."""
     for field in _SPILLED:
         if isinstance(values := getattr(store, field), MappedArray):
