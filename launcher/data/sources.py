@@ -262,8 +262,8 @@ def in_batches(
 
 def read_rows(part: SourcePart, *, column: str = "text", arrays: bool = False) -> Iterator[Row]:
     """A text file is one row, its content in `column`. A file without rows is a problem, except for
-    an empty text file. arrays: lists of numbers in a .parquet file or data set are numpy arrays, not
-    lists, which take a hundred times longer. Raises RecipeError if the file cannot be opened."""
+    an empty text file. arrays: lists of numbers in a .parquet file or data set are numpy arrays,
+    not lists, which take many times longer. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
         if part.form == "text":
