@@ -128,7 +128,7 @@ def _write(
     trust_run: bool,
     held: contextlib.ExitStack,
 ) -> Path | None:
-    """Returns the checkpoint that it took the weights from, which `held` keeps; None: RUN_DIR/hf."""
+    """Returns the checkpoint that it took the weights from, which `held` keeps; None: hf."""
     weights, checkpoint = run / "hf", None
     # The adapter alone does not say which weights were quantized, and a merged model has none
     exported = base != "quantized" and not ema and any(weights.glob("*.safetensors"))

@@ -457,8 +457,8 @@ def _arrow_rows(part: SourcePart, batch: Any, before: int, *, arrays: bool) -> I
 
 
 def _column(column: Any) -> Sequence[Any]:
-    """The values of a column of Arrow: lists of numbers as numpy arrays, of int32 where the integers
-    of all rows fit."""
+    """The values of a column of Arrow: lists of numbers as numpy arrays, of int32 where the
+    integers of all rows fit."""
     import pyarrow
 
     of_lists = pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)
