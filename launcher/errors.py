@@ -43,9 +43,17 @@ class DivergedError(TrainingError):
         super().__init__(message, reason=reason)
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an exception; empty if the exception's own code fails to make it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message; the name of its type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(message_of(error).strip().splitlines()), type(error).__name__)
 
 
 def line_of(error: BaseException) -> str:

@@ -73,6 +73,9 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             run.take(environment, refuse=decide)
             guard.run = run
             resume = decide()  # again: the last owner may have saved after it
+            if resume == "never" and (lost := run.last_step()):
+                what = "ended before its first checkpoint, so this one starts from scratch"
+                print(f"note: the last start, at step {lost}, {what}", flush=True)
             if resume != "never" and (dropped := run.dropped_overrides(arguments)):
                 listed = " ".join(map(shown, dropped))
                 print(f"note: the last start had {listed}, this one has not", flush=True)

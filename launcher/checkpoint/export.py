@@ -222,6 +222,8 @@ def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bo
 
 
 def _read_object(file: Path) -> Json:
+    if file.exists() and not file.is_file():  # a pipe would block
+        raise RecipeError(f"export: {file} is not a regular file")
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:

@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -335,12 +335,50 @@ def newest_valid(
     return None
 
 
+# Reading and deleting at the same time
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around reading a checkpoint: `prune` does not delete it meanwhile, also from another machine.
+
+    It is a shared lock (flock) of the marker, which ends with its process. A file system without
+    locks, or a path without a marker, has no protection.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            if (path / MARKER).is_file():
+                marker = stack.enter_context((path / MARKER).open("rb"))
+                fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def _discard_unread(path: Path) -> None:
+    """Deletes a checkpoint unless a process reads it (`reading`). Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no locks, or no right to write: it is deleted
+            marker = stack.enter_context((path / MARKER).open("r+b"))  # NFS locks such files only
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        discard(path)
+
+
 # Deleting
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint, renaming it first so that it is never seen half deleted."""
-    shutil.rmtree(path.rename(_renamed(path, "deleting")))
+    """Deletes a checkpoint, renaming it first so that it is never seen half deleted. Of a link to
+    one, only the link is deleted. Raises OSError."""
+    _remove(path.rename(_renamed(path, "deleting")))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
@@ -351,7 +389,11 @@ def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
         if step_of(path) <= step:
             continue
         if step_of(path) > refused and verify(path, deep=False) is None:
-            discard(path)
+            aside = path.rename(_renamed(path, "deleting"))
+            try:
+                _remove(aside)
+            except OSError as error:  # it does not count any more, and the next prune tries again
+                logger.warning(f"{aside} cannot be deleted: {error.strerror or error}")
             continue
         aside = path.rename(_renamed(path, "invalid"))
         logger.warning(f"{path.name} is not valid, and was renamed to {aside}; delete it yourself")
@@ -359,21 +401,33 @@ def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
 
 def prune(
     folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
-) -> None:
-    """Deletes scratch folders and old checkpoints. No save may be in progress. Raises OSError.
+) -> dict[str, str]:
+    """Deletes scratch folders and old checkpoints. No save may be in progress. Returns what could
+    not be deleted, and why. Raises OSError if the folder cannot be read.
 
     Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), those of `best_step`
-    and of multiples of `keep_every`, and all that are not valid.
+    and of multiples of `keep_every`, all that are not valid, and until the next call those that
+    another process reads (`reading`). A link is deleted, and not what it points to.
     """
-    for entry in list(os.scandir(folder)):
-        if _SCRATCH.fullmatch(entry.name):
-            shutil.rmtree(entry.path)
+    leftovers = [Path(entry.path) for entry in os.scandir(folder) if _SCRATCH.fullmatch(entry.name)]
     checkpoints = list_checkpoints(folder)
     valid = [path for path in checkpoints if verify(path, deep=False) is None]
-    for path in valid[:-keep_last]:
-        step = step_of(path)
-        if not (keep_every is not None and step % keep_every == 0) and step != best_step:
-            discard(path)
+    old = [
+        path
+        for path in valid[:-keep_last]
+        if not (keep_every is not None and step_of(path) % keep_every == 0)
+        and step_of(path) != best_step
+    ]
+    problems = {}
+    for path in (*leftovers, *old):
+        try:
+            if path in old:
+                _discard_unread(path)
+            else:
+                _remove(path)
+        except OSError as error:  # one that cannot be deleted does not keep the others
+            problems[path.name] = error.strerror or str(error)
+    return problems
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:

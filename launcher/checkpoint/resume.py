@@ -41,6 +41,7 @@ _HARMLESS = (
     "data.persistent_workers",
     "data.pin_memory",
     "data.processes",
+    "data.max_document",
     "data.cache",
     "data.validation",
 )
@@ -167,10 +168,11 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
-    known = (before.keys() & now.keys()) - {"parts", "content"}
+    known = (before.keys() & now.keys()) - {"parts", "content", "sample"}
     old, new = ({key: data[key] for key in before if key in known} for data in (before, now))
     lines = [_line(key.removeprefix("files."), *values) for key, *values in _differences(old, new)]
-    if not lines and content is not None and content_now is not None:
+    digests = ((before.get(key), now.get(key)) for key in ("content", "sample"))
+    if not lines and any(None not in both and both[0] != both[1] for both in digests):
         names = list(before.get("files", {}))
         listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
         lines = [f"{listed}: other content in as many bytes"]
@@ -309,9 +311,23 @@ def choose_resume(
     """The source of `decide`, for the process that writes to the folder. Raises RecipeError like
     `decide`, or if another run's record would be lost."""
     decision = decide(recipe, run, arguments=arguments, restarted=restarted)
-    if decision.not_continued is not None:
+    if decision.not_continued is not None and not _saved_nothing(recipe, run):
         run.refuse_if_used(decision.not_continued)
     return decision.source
+
+
+def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
+    """Whether the folder holds starts of this run only, which ended before they saved anything.
+    Another start loses nothing but their metrics. Not with checkpoint.resume: never."""
+    file = run.path / "recipe.yaml"
+    if recipe.checkpoint.resume != "auto" or not file.is_file() or not run.has_saved_nothing():
+        return False
+    try:
+        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        changes = recipe_changes(before, yaml.safe_load(to_yaml(recipe)), altering=True)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        return False
+    return not changes or recipe.checkpoint.allow_changes
 
 
 def _finished(
@@ -403,6 +419,8 @@ def earlier_strategy(
 
 def _read_recorded(checkpoint: Path) -> _Recorded | None:
     """None if the checkpoint is damaged."""
+    if not (checkpoint / STATE).is_file():  # a pipe would block
+        return None
     try:
         state = json.loads((checkpoint / STATE).read_text())
         recipe = recipe_of_state(state)

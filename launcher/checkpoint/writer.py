@@ -24,7 +24,7 @@ from launcher.checkpoint import files
 from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
 from launcher.checkpoint.staging import StagingBuffer
-from launcher.console import task
+from launcher.console import bytes_as_text, task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel, gather
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
@@ -145,6 +145,8 @@ class Checkpointer:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._current: Save | None = None
         self._ended: list[Save] = []
+        self._not_deleted: set[str] = set()
+        """Names of old checkpoints that could not be deleted, which were reported."""
         optimizer.register_step_pre_hook(lambda *_: self._wait_staged())
 
     def prepare(self, tensors: Tensors, *, local: Tensors) -> None:
@@ -326,9 +328,19 @@ class Checkpointer:
             return
         keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
         try:
-            files.prune(self.folder, keep_last, keep_every, self.best_step)
+            problems = files.prune(self.folder, keep_last, keep_every, self.best_step)
+            free = shutil.disk_usage(self.folder).free
         except OSError as problem:
             logger.warning(f"old checkpoints could not be deleted: {problem}")
+            return
+        for name, why in problems.items():
+            step = name.partition(".")[0]  # the name changes when it is deleted, and that fails
+            if step not in self._not_deleted:
+                self._not_deleted.add(step)
+                logger.warning(
+                    f"old checkpoint {self.folder / name} could not be deleted: {why}; delete it "
+                    f"yourself ({bytes_as_text(free)} are free there). This warning is not repeated"
+                )
 
     def _reason(self, problem: Exception) -> str:
         text = str(problem) if isinstance(problem, OSError) else repr(problem)

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launcher.checkpoint.files import MARKER, checkpoint_name, list_checkpoints, step_of
+from launcher.checkpoint.files import (
+    MARKER,
+    DamagedCheckpointError,
+    checkpoint_name,
+    list_checkpoints,
+    step_of,
+)
 from launcher.cli.app import flag, option
 from launcher.cli.export import find_checkpoint
 from launcher.cli.requests import Terminated
@@ -77,15 +83,19 @@ def chat(
         raise RecipeError(f"command line: {wrong} must be {limits}")
     if system is not None and any("\ud800" <= character <= "\udfff" for character in system):
         raise RecipeError("command line: system: holds bytes that are not UTF-8")
-    folder, checkpoint = _find(run, step)
+    with contextlib.ExitStack() as held:
+        folder, checkpoint = _find(run, step, held)
 
-    import torch
+        import torch
 
-    from launcher.training.chat import Sampling, open_chat_model
+        from launcher.training.chat import Sampling, open_chat_model
 
-    model = open_chat_model(folder, checkpoint=checkpoint, plain=plain, trust_run=trust_run)
-    on_gpu = torch.cuda.is_available() and not cpu
-    model.load(torch.device("cuda" if on_gpu else "cpu"))
+        try:
+            model = open_chat_model(folder, checkpoint=checkpoint, plain=plain, trust_run=trust_run)
+            on_gpu = torch.cuda.is_available() and not cpu
+            model.load(torch.device("cuda" if on_gpu else "cpu"))
+        except DamagedCheckpointError as error:
+            raise RecipeError(f"command line: {error}") from None
     if model.template is None:
         print(f"{folder}: no chat template; each line is completed", file=sys.stderr)
         if system is not None:
@@ -95,8 +105,9 @@ def chat(
     return EXIT_DONE
 
 
-def _find(run: Path, step: int | None) -> tuple[Path, bool]:
-    """The folder with the weights, and whether it is a checkpoint. Raises RecipeError."""
+def _find(run: Path, step: int | None, held: contextlib.ExitStack) -> tuple[Path, bool]:
+    """The folder with the weights, and whether it is a checkpoint, which `held` keeps. Raises
+    RecipeError."""
     if step is not None:
         folder = run / "checkpoints" / checkpoint_name(step)
         if not (folder / MARKER).is_file():
@@ -107,7 +118,7 @@ def _find(run: Path, step: int | None) -> tuple[Path, bool]:
                 there = f"give the folder of a run, such as {next(runs, 'runs/quickstart')}"
             raise RecipeError(f"command line: step={step}: {run} has no such checkpoint; {there}")
         run = folder
-    found = find_checkpoint(run)
+    found = find_checkpoint(run, held)
     if found is not None:
         return found, True
     for folder in (run, run / "hf"):

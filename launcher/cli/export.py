@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +24,13 @@ from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.schema import Dtype
 from launcher.reliability.run_directory import RunFolder
+
+_MOST_DELETED = 5
+"""How often another checkpoint is taken because the run has deleted the one that was found."""
+
+
+class _DeletedError(Exception):
+    """A run that trains deleted a checkpoint before it was locked."""
 
 
 def export(
@@ -64,7 +72,10 @@ def export(
     Takes the newest checkpoint, or RUN_DIR/hf where that is of the same step, and prints the step.
 
     --verify compares weights, logits, tokenizer, chat template and end tokens of OUT with the
-    newest checkpoint; an OUT that exists is not written. Exit status 3: they differ.
+    checkpoint that it was written from, or an OUT that exists, which is not written, with the
+    newest one. Exit status 3: they differ.
+
+    The run may train meanwhile: it deletes no checkpoint that is read.
 
     \b
     Example:
@@ -73,28 +84,37 @@ def export(
     configure_logging(stream="stderr")
     if base is not None and not merged and not verify:
         raise RecipeError("command line: base: needs merged=true")
-    if not (verify and out.is_dir() and any(out.iterdir())):
+    with contextlib.ExitStack() as held:
+        checkpoint = None
+        if not (verify and out.is_dir() and any(out.iterdir())):
+            try:
+                checkpoint = _write(
+                    *(run, out, dtype),
+                    merged=merged,
+                    base=base,
+                    ema=weights == "ema",
+                    trust_run=trust_run,
+                    held=held,
+                )
+            except (OSError, DamagedCheckpointError) as error:
+                raise RecipeError(f"export: {out} was not written: {error}") from None
+            except KeyboardInterrupt as request:
+                written = out.is_dir() and any(out.iterdir())
+                request.add_note(f"{out} was {'' if written else 'not '}written")
+                raise
+        if not verify:
+            return EXIT_DONE
         try:
-            _write(
-                *(run, out, dtype),
-                merged=merged,
-                base=base,
-                ema=weights == "ema",
-                trust_run=trust_run,
+            checkpoint = checkpoint or find_checkpoint(run, held)
+            return _verify(
+                run, out, checkpoint, base=base, ema=weights == "ema", trust_run=trust_run
             )
         except (OSError, DamagedCheckpointError) as error:
-            raise RecipeError(f"export: {out} was not written: {error}") from None
+            what = f"{out} could not be compared with {run}"
+            raise RecipeError(f"export: --verify: {what}: {error}") from None
         except KeyboardInterrupt as request:
-            written = out.is_dir() and any(out.iterdir())
-            request.add_note(f"{out} was {'' if written else 'not '}written")
+            request.add_note(f"{out} was written, and not compared with the run")
             raise
-    if not verify:
-        return EXIT_DONE
-    try:
-        return _verify(run, out, base=base, ema=weights == "ema", trust_run=trust_run)
-    except KeyboardInterrupt as request:
-        request.add_note(f"{out} was written, and not compared with the run")
-        raise
 
 
 def _write(
@@ -106,15 +126,17 @@ def _write(
     base: str | None,
     ema: bool,
     trust_run: bool,
-) -> None:
+    held: contextlib.ExitStack,
+) -> Path | None:
+    """Returns the checkpoint that it took the weights from, which `held` keeps; None: hf."""
     weights, checkpoint = run / "hf", None
     # The adapter alone does not say which weights were quantized, and a merged model has none
     exported = base != "quantized" and not ema and any(weights.glob("*.safetensors"))
     if merged and exported and not (weights / "adapter_config.json").is_file():
-        exported = find_checkpoint(run) is None
+        exported = find_checkpoint(run, held) is None
     step = RunFolder(run).exported_step() if exported else None
     if step is None or _newest_step(run) > step:
-        checkpoint = find_checkpoint(run)
+        checkpoint = find_checkpoint(run, held)
         valid = files.read_marker(checkpoint).step if checkpoint is not None else None
         if step is not None and valid is not None and valid <= step:
             checkpoint = None  # the newer ones are damaged
@@ -147,6 +169,7 @@ def _write(
     reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
     source = f"{checkpoint or weights}, {'of an unknown step' if step is None else f'step {step}'}"
     print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
+    return checkpoint
 
 
 def _newest_step(run: Path) -> float:
@@ -155,8 +178,15 @@ def _newest_step(run: Path) -> float:
     return files.step_of(listed[-1]) if listed else -math.inf
 
 
-def _verify(run: Path, out: Path, *, base: str | None, ema: bool, trust_run: bool) -> int:
-    checkpoint = find_checkpoint(run)
+def _verify(
+    run: Path,
+    out: Path,
+    checkpoint: Path | None,
+    *,
+    base: str | None,
+    ema: bool,
+    trust_run: bool,
+) -> int:
     if checkpoint is None:
         raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
@@ -168,14 +198,31 @@ def _verify(run: Path, out: Path, *, base: str | None, ema: bool, trust_run: boo
     return EXIT_NO if differences else EXIT_DONE
 
 
-def find_checkpoint(run: Path) -> Path | None:
-    """`run` if it is a checkpoint, else the newest valid one of that run; None if there is none."""
+def find_checkpoint(run: Path, held: contextlib.ExitStack) -> Path | None:
+    """`run` if it is a checkpoint, else the newest valid one of that run; None if there is none.
+    Until `held` is closed, a run that trains does not delete it."""
     if (run / MARKER).is_file():
+        held.enter_context(files.reading(run))
         problem = files.verify(run)
         if problem is not None:
             raise RecipeError(f"command line: {run} is damaged: {problem}")
         return run
-    try:
-        return newest_valid(list_checkpoints(run / "checkpoints"))
-    except (NoneLeftError, UnreadableError) as error:
-        raise RecipeError(f"command line: {error}") from None
+
+    def check(path: Path) -> str | None:
+        held.enter_context(files.reading(path))
+        problem = files.verify(path)
+        if problem is not None and not path.is_dir():
+            raise _DeletedError
+        return problem
+
+    for _ in range(_MOST_DELETED):
+        try:
+            return newest_valid(list_checkpoints(run / "checkpoints"), check)
+        except _DeletedError:  # the run trains, and has written a newer one
+            continue
+        except (NoneLeftError, UnreadableError) as error:
+            raise RecipeError(f"command line: {error}") from None
+    raise RecipeError(
+        f"command line: {run}: the run deleted {_MOST_DELETED} checkpoints before they were read; "
+        "give the path of one that it keeps (checkpoint.keep_every), or stop the run"
+    )

@@ -103,7 +103,8 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
             opened = replace(opened, seed=recipe.run.seed)  # of the first epoch
         return opened
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
-    parts = find_parts(patterns, kind=data.kind)
+    most = data.max_document_bytes
+    parts = find_parts(patterns, kind=data.kind, max_document=most)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
     store = store_rows(list(encoder.encode_rows(rows)), data.on_error)

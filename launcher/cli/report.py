@@ -42,13 +42,17 @@ from launcher.recipe.decode import DEFAULT
 from launcher.recipe.find import recipe_names
 from launcher.recipe.load import load_recipe, recorded_recipe, to_yaml
 from launcher.recipe.schema import Recipe
-from launcher.reliability.json_files import Json, read_jsonl
+from launcher.reliability.json_files import Json, read_jsonl, thinned_jsonl
 from launcher.reliability.run_directory import RunFolder
 
 _SAMPLES = 8
 """Answers that the page shows."""
+_SAMPLE_BYTES = 16 << 20
+"""Of the end of samples.jsonl that are read."""
 _LOG_LINES, _LOG_BYTES = 40, 16 << 10
 """Of the end of a log that the page shows."""
+_MOST_RECORDS = 20_000
+"""Lines of metrics.jsonl that are read, evenly spaced, beside evaluations and skipped steps."""
 _MOST_KEYS = 6
 """Keys with different values that the overview of several runs shows; more are in their own table
 only."""
@@ -119,7 +123,8 @@ def _read_run(path: Path, name: str) -> _ReportedRun:
         recipe = recorded_recipe(text, file=file, strict=True)
     except (OSError, RecipeError) as error:
         problem = f"{file} cannot be read: {error}"
-    records = [record for record in read_jsonl(run.metrics) if record.get("step") is not None]
+    lines = thinned_jsonl(run.metrics, most=_MOST_RECORDS, keep=(b'"eval_', b'"skipped": true'))
+    records = [record for record in lines if record.get("step") is not None]
     events, summary = run.read_events(), summarize(path, time.time())
     start: float = (records or [{}])[0].get("time") or 0.0
     if summary.attempts:
@@ -243,7 +248,7 @@ def _memory(runs: list[_ReportedRun]) -> Charts:
 def _samples(runs: list[_ReportedRun]) -> Iterator[Table]:
     """Answers generated in the last evaluation of each run."""
     for run in runs:
-        samples = read_jsonl(run.summary.path / "samples.jsonl")
+        samples = read_jsonl(run.summary.path / "samples.jsonl", size=_SAMPLE_BYTES)
         step = samples[-1].get("step") if samples else None
         last = [sample for sample in samples if sample.get("step") == step]
         if last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -160,15 +161,18 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         build=True,
         skipped_rows=None,
     )
-    for checkpoint in _checkpoints(run)[-1:]:
+    for checkpoint in reversed(_checkpoints(run)):
         try:
             recorded = read_state(checkpoint).get("data") or {}
             changes = list(data_changes(recorded, opened.fingerprint))
         except (ValueError, TypeError, AttributeError) as error:  # it may hold any JSON
+            if not checkpoint.is_dir():  # the run trains, and has deleted it: any other one will do
+                continue
             raise RecipeError(f"{checkpoint} is damaged: {first_line(error)}") from None
         if changes:
             what = "the data has changed since the run, and with it the order of samples:"
             raise RecipeError([f"{run}: {what}", *(f"  {line}" for line in changes)])
+        break
     return opened
 
 
@@ -179,6 +183,18 @@ def _checkpoints(run: Path) -> list[Path]:
     except OSError as error:
         raise RecipeError(f"{run / 'checkpoints'} cannot be read: {error.strerror}") from None
     return [path for path in listed if files.verify(path, deep=False) is None]
+
+
+def _nearest(run: Path, step: int, held: contextlib.ExitStack) -> Path | None:
+    """The newest valid checkpoint before a step, else the first one after it; None: there is none.
+    Until `held` is closed, a run that trains does not delete it."""
+    checkpoints = _checkpoints(run)
+    before = [path for path in checkpoints if files.step_of(path) < step]
+    for path in (*reversed(before), *checkpoints[len(before) :]):
+        held.enter_context(files.reading(path))
+        if files.verify(path) is None:
+            return path
+    return None
 
 
 def _losses(
@@ -192,22 +208,24 @@ def _losses(
 
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
-    checkpoints = _checkpoints(run)
-    before = [path for path in checkpoints if files.step_of(path) < step]
-    nearest = [*reversed(before), *checkpoints[len(before) :]]
-    checkpoint = next((path for path in nearest if files.verify(path) is None), None)
-    if checkpoint is not None:
-        weights: Any = open_checkpoint_weights(checkpoint, trust_run=trust_run)
-    elif (run / "hf").is_dir():
-        weights = open_exported_weights(run / "hf")
-    else:
-        raise RecipeError(f"command line: --loss: {run} has neither a checkpoint nor hf/")
+    with contextlib.ExitStack() as held:
+        checkpoint = _nearest(run, step, held)
+        try:
+            if checkpoint is not None:
+                weights: Any = open_checkpoint_weights(checkpoint, trust_run=trust_run)
+            elif (run / "hf").is_dir():
+                weights = open_exported_weights(run / "hf")
+            else:
+                raise RecipeError(f"command line: --loss: {run} has neither a checkpoint nor hf/")
+            model, losses = weights.load(device), []
+        except (OSError, files.DamagedCheckpointError) as error:
+            raise RecipeError(f"command line: --loss: {first_line(error)}") from None
     title = f"losses with the weights of {checkpoint or run / 'hf'}"
-    for line in read_jsonl(run / "metrics.jsonl"):
+    wanted = f'"step": {step},'.encode()
+    for line in read_jsonl(run / "metrics.jsonl", wanted=lambda line: wanted in line):
         if line.get("step") == step and line.get("loss") is not None:
             title += f"; the step's loss in training was {line['loss']}"
     print(title)
-    model, losses = weights.load(device), []
     for row in rows:
         collated = row.dataset.collate([row.sample])
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,13 +13,18 @@ from typing import Annotated
 
 import typer
 
-from launcher.checkpoint.files import list_checkpoints, read_marker, verify
+from launcher.checkpoint.files import (
+    DamagedCheckpointError,
+    list_checkpoints,
+    read_marker,
+    verify,
+)
 from launcher.cli.tables import fitting_table, make_table, plain, print_parts
 from launcher.console import bytes_as_text, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import shown
-from launcher.reliability.json_files import Json, last_line, read_jsonl
-from launcher.reliability.lock import current_owner
+from launcher.reliability.json_files import Json, last_line, sample_jsonl
+from launcher.reliability.lock import current_owner, last_heartbeat
 from launcher.reliability.run_directory import RunFolder
 
 _STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
@@ -135,7 +141,8 @@ def summarize(path: Path, now: float) -> Summary:
         state, reason = "died", "its process ended without a message, or its machine was lost"
     events = run.read_events()
     verdicts = [event["text"] for event in events if event["event"] == "verdict"]
-    liveness = {True: "alive", False: "ended", None: "no heartbeat for some minutes"}[alive]
+    heard = f"on another machine, its last heartbeat at {date_text(last_heartbeat(path))}"
+    liveness = {True: "alive", False: "ended", None: heard}[alive]
     summary = Summary(
         path,
         state,
@@ -154,12 +161,15 @@ def summarize(path: Path, now: float) -> Summary:
     except OSError as error:
         checkpoints, summary.damaged = [], [str(error)]
     for checkpoint in checkpoints:
-        if problem := verify(checkpoint, deep=False):
-            summary.damaged.append(f"{checkpoint.name}: {problem}")
-        else:
-            marker = read_marker(checkpoint)
+        try:
+            marker, problem = read_marker(checkpoint), verify(checkpoint, deep=False)
+        except DamagedCheckpointError as error:
+            marker, problem = None, error.problem
+        if marker is not None and not problem:
             size = sum(file.bytes for file in marker.files.values())
             summary.checkpoints.append((marker.step, marker.time, size))
+        elif checkpoint.is_dir():  # else the run has deleted it meanwhile
+            summary.damaged.append(f"{checkpoint.name}: {problem}")
     return summary
 
 
@@ -200,13 +210,25 @@ def read_attempts(events: list[Json]) -> list[Attempt]:
 def time_spent(summary: Summary) -> dict[str, float]:
     """Where the time of a run went, in seconds: `counted` in steps of the result, `repeated` in
     `repeated_steps` that were lost (by the mean step), `between` without a process before a
-    restart, and the `rest` add up to `wall`, which has no time before a resume by the user."""
+    restart, and the `rest` add up to `wall`, which has no time before a resume by the user. Of a
+    long run, `counted` is an estimate by a sample of the steps."""
     attempts, counted = summary.attempts, 0.0
     first = trained = attempts[0].resumed
-    for record in read_jsonl(RunFolder(summary.path).metrics):
-        if record.get("step_seconds") and record.get("step"):  # a mean since the last line
-            counted += record["step_seconds"] * (record["step"] - trained)
-            trained = record["step"]
+    before: list[float] = []
+    for group in sample_jsonl(RunFolder(summary.path).metrics):
+        # Seconds of a step, a mean since the last line
+        timed = [
+            (record["step"], record["step_seconds"])
+            for record in group
+            if record.get("step_seconds") and record.get("step")
+        ]
+        seconds = [value for _, value in timed]
+        for index, (step, mean) in enumerate(timed):
+            if index == 0 and before:  # between two groups
+                mean = statistics.fmean(before + seconds)
+            counted += mean * (step - trained)
+            trained = step
+        before = seconds or before
     pairs = list(itertools.pairwise(attempts))
     steps = sum(max(0, (old.reached or 0) - new.resumed) for old, new in pairs)
     gaps = [

@@ -49,8 +49,18 @@ def read_integers(row: Values, column: str) -> Ids:
     values = row.get(column)
     if values is None:
         raise RowError(f"no column {column!r}; columns: {', '.join(row)}")
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise RowError(f"{column} must be a list of whole numbers")
+    wrong = RowError(f"{column} must be a list of whole numbers")
+    if isinstance(values, np.ndarray):  # of a .parquet file
+        if values.dtype == np.int32:
+            return values
+        if values.dtype.kind not in "iu":
+            raise wrong
+        limits = np.iinfo(np.int32)
+        if values.size and (values.max() > limits.max or values.min() < limits.min):
+            raise RowError(f"{column} has an id beyond 32 bits")
+        return values.astype(np.int32)
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise wrong
     try:
         return np.array(values, dtype=np.int32)
     except OverflowError:
@@ -72,6 +82,8 @@ def read_weights(row: Values, column: str, tokens: int | None = None) -> Weights
     """A number, or a list with one number for each of `tokens` tokens: (1,) or (tokens,). Raises
     RowError."""
     value = row.get(column)
+    if isinstance(value, np.ndarray):  # of a .parquet file
+        value = value.tolist()
     values = value if isinstance(value, list) and tokens is not None else [value]
     if any(type(number) not in (int, float) for number in values):
         form = "a number" + (", or a list with one for each token" if tokens is not None else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.columns import Weights, read_column, read_integers, read_margin, read_weights
 from launcher.data.pairs import different, with_shared_prompt
 from launcher.data.rendering import load_template, render, render_text
-from launcher.data.sources import Row, Values
+from launcher.data.sources import Row, SourcePart, Values, in_batches, read_all
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
@@ -119,6 +120,15 @@ class Encoder:
         """The column with the system prompt."""
         return self.settings.get("system_column") or "system"
 
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether lists of numbers are read as arrays (`read_rows`)."""
+        return self.kind == "tokens"
+
+    def read(self, parts: Iterable[SourcePart]) -> Iterator[Row]:
+        """The rows of all parts."""
+        return read_all(parts, column=self.text_column, arrays=self.reads_arrays)
+
     def identity(self) -> list[object]:
         """Changes whenever the ids of a row could. Loads no tokenizer."""
         tokenizer, template, *day = self.fingerprint().values()
@@ -143,8 +153,7 @@ class Encoder:
         Raises RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _KINDS[self.kind]
-        rows = iter(rows)
-        while batch := list(itertools.islice(rows, batch_rows)):
+        for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
                 if row.values is not None:
@@ -166,6 +175,8 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     """
     file, template = data.chat_template, None
     if kind in _WITH_TEMPLATE and file is not None:
+        if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
+            raise RecipeError(f"data.chat_template: {file}: is not a regular file")
         try:
             template = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -50,7 +50,8 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
         assert isinstance(source.train, tuple)
         mine = [row for row in rows if row.source == name]
         encoder = make_encoder(source.kind, source, tokenizer=tokenizer)
-        parts = find_parts(source.train, kind=source.kind)
+        most = source.max_document_bytes
+        parts = find_parts(source.train, kind=source.kind, max_document=most)
         file_rows: Any = read_all(parts, column=encoder.text_column)
         # A store does not record where documents come from: read the rows again. Tokenize them
         # only if some have no document

@@ -222,7 +222,7 @@ def open_run_data(
         assert isinstance(data.train, tuple)
         assert isinstance(sampler, RankBatchSampler)
         training = StreamingDataset(
-            find_parts(data.train, kind=data.kind),
+            find_parts(data.train, kind=data.kind, max_document=data.max_document_bytes),
             make_encoder(data.kind, data, tokenizer=tokenizer),
             sampler=sampler,
             data=data,

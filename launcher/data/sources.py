@@ -9,16 +9,21 @@ from __future__ import annotations
 import csv
 import functools
 import glob
+import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
+
+from launcher.console import bytes_as_text
 from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
 from launcher.recipe.hub import (
@@ -36,6 +41,11 @@ _NOT_TEXT = {
     *(".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".tar", *COMPRESSED),
     *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
 }
+
+MAX_DOCUMENT = 64 << 20
+"""Bytes; see data.max_document."""
+_MOST_ROWS, _MOST_BYTES = 128, 16 << 20
+"""Of a .parquet file or data set that are read at once."""
 
 Form = Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
 Values = dict[str, Any]
@@ -59,6 +69,14 @@ class SourcePart:
     """Which split of a hub data set to use if its id names none."""
     most: int | None = None
     """Rows that are read at most; None: all."""
+    max_document: int = MAX_DOCUMENT
+    """Bytes, without compression; a larger document, line or row cannot be used."""
+
+    def too_large(self, what: str, size: int | None = None) -> str:
+        """The problem of a larger document. size: in bytes; None: not known."""
+        has = "more" if size is None else f"{bytes_as_text(size)}, more"
+        limit = bytes_as_text(self.max_document)
+        return f"{what} has {has} than {limit} (data.max_document); divide it, or raise that key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,8 @@ class Row:
     values: Values | None
     """None: it cannot be read."""
     problem: str = ""
+    size: int = 0
+    """Bytes, about."""
 
     @property
     def where(self) -> str:
@@ -106,13 +126,17 @@ def _count_lines(file: str, block: int, size: int) -> int:
 
 
 def find_parts(
-    patterns: tuple[str, ...], *, kind: str, validation: bool = False
+    patterns: tuple[str, ...],
+    *,
+    kind: str,
+    validation: bool = False,
+    max_document: int = MAX_DOCUMENT,
 ) -> list[SourcePart]:
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
     A folder means all files below it, except hidden files, caches and binaries. For kinds
-    (data.kind) other than text, it means only files of rows. Raises RecipeError if a pattern
-    matches nothing, or a text file where rows are needed.
+    (data.kind) other than text, it means only files of rows. max_document: in bytes. Raises
+    RecipeError if a pattern matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, SourcePart] = {}
     for pattern in patterns:
@@ -132,7 +156,7 @@ def find_parts(
                 what = f"kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
                 raise RecipeError(f"{file}: {what}")
             parts.setdefault(part.name, part)
-    return list(parts.values())
+    return [replace(part, max_document=max_document) for part in parts.values()]
 
 
 def _inside(folder: Path, kind: str) -> list[Path]:
@@ -169,15 +193,85 @@ def file_part(file: Path) -> SourcePart:
         raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
 
 
+# Changed files
+
+_SAMPLED_FILES, _SAMPLED_BYTES = 1000, 4096
+
+
+def file_states(parts: Sequence[SourcePart]) -> list[list[object]]:
+    """For each part, what changes with the content of its files: name, size, times and inode. A
+    program may write other content of the same size and set the time back, but not that of the
+    change (ctime). A hub data set has its name: it keeps the version that was read first."""
+    states: list[list[object]] = []
+    for part in parts:
+        if part.form == "hub" and not os.path.isdir(part.name):
+            states.append([part.name, part.validation])
+            continue
+        of_files = []
+        for file in _files(part):
+            state = os.stat(file)
+            times = [state.st_mtime_ns, state.st_ctime_ns]
+            of_files.append([str(file.resolve()), state.st_size, *times, state.st_ino])
+        states.append([part.validation, *of_files])
+    return states
+
+
+def content_sample(parts: Sequence[SourcePart]) -> str:
+    """A digest of the beginning, the middle and the end of each file; of evenly spaced files if
+    these are many. Raises OSError."""
+    files = [file for part in parts for file in _files(part)]
+    digest = hashlib.sha256()
+    for file in files[:: -(-len(files) // _SAMPLED_FILES) or 1]:
+        with file.open("rb") as stream:
+            end = stream.seek(0, os.SEEK_END)
+            for start in (0, end // 2, max(0, end - _SAMPLED_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def _files(part: SourcePart) -> list[Path]:
+    """The files of a part; none of a data set of the hub."""
+    path = Path(part.name)
+    if part.form in ("hub", "hub_stream"):
+        return sorted(path.rglob("*.arrow")) if path.is_dir() else []
+    return [path]
+
+
 # Reading
 
+_Item = TypeVar("_Item")
 
-def read_rows(part: SourcePart, *, column: str = "text") -> Iterator[Row]:
+
+def in_batches(
+    items: Iterable[_Item], *, most: int, size: Callable[[_Item], int]
+) -> Iterator[list[_Item]]:
+    """Lists of up to `most` items, with fewer if these have 16 MiB together. size: of an item, in
+    bytes."""
+    batch: list[_Item] = []
+    held = 0
+    for item in items:
+        batch.append(item)
+        held += size(item)
+        if len(batch) == most or held >= _MOST_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def read_rows(part: SourcePart, *, column: str = "text", arrays: bool = False) -> Iterator[Row]:
     """A text file is one row, its content in `column`. A file without rows is a problem, except for
-    an empty text file. Raises RecipeError if the file cannot be opened."""
+    an empty text file. arrays: lists of numbers in a .parquet file or data set are numpy arrays,
+    not lists, which take many times longer. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
-        rows = _text(part, column) if part.form == "text" else _READERS[part.form](part)
+        if part.form == "text":
+            rows = _text(part, column)
+        elif arrays and part.form in _ARRAY_READERS:
+            rows = _ARRAY_READERS[part.form](part)
+        else:
+            rows = _READERS[part.form](part)
         for row in itertools.islice(rows, part.most):
             empty = False
             yield row
@@ -187,22 +281,29 @@ def read_rows(part: SourcePart, *, column: str = "text") -> Iterator[Row]:
         yield Row(part, 0, None, "it has no rows; remove it, or leave it out of the patterns")
 
 
-def read_all(parts: Iterable[SourcePart], *, column: str = "text") -> Iterator[Row]:
+def read_all(
+    parts: Iterable[SourcePart], *, column: str = "text", arrays: bool = False
+) -> Iterator[Row]:
     """The rows of all parts, one part after the other (`read_rows`)."""
     for part in parts:
-        yield from read_rows(part, column=column)
+        yield from read_rows(part, column=column, arrays=arrays)
 
 
-def _content(part: SourcePart) -> bytes:
+def _content(part: SourcePart) -> bytes | None:
+    """None: more than part.max_document. A small compressed file may hold many gigabytes."""
     with open_binary(part.name) as stream:
-        return stream.read()
+        content = stream.read(part.max_document + 1)
+    return None if len(content) > part.max_document else content
 
 
 def _text(part: SourcePart, column: str) -> Iterator[Row]:
     content = _content(part)
+    if content is None:
+        yield Row(part, 0, None, part.too_large("the file, one document,"))
+        return
     try:
         if text := content.decode("utf-8-sig"):
-            yield Row(part, 0, {column: text})
+            yield Row(part, 0, {column: text}, size=len(content))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         problem = f"not UTF-8 text (byte {error.start}); convert it, or leave it out"
@@ -222,9 +323,11 @@ def _parse_json(content: bytes) -> tuple[Any, str]:
         return None, f"not JSON that can be read: {error}"
 
 
-def _object(part: SourcePart, number: int, value: object, problem: str = "") -> Row:
+def _object(
+    part: SourcePart, number: int, value: object, problem: str = "", *, size: int = 0
+) -> Row:
     if not problem and isinstance(value, dict):
-        return Row(part, number, value)
+        return Row(part, number, value, size=size)
     wrong = f'must be an object such as {{"text": ...}}; got {type(value).__name__}'
     return Row(part, number, None, problem or wrong)
 
@@ -234,16 +337,26 @@ def _jsonl(part: SourcePart) -> Iterator[Row]:
         if part.start:
             stream.seek(part.start)
         left = sys.maxsize if part.end is None else part.end - part.start
-        for number, line in enumerate(stream, start=1):
-            if left <= 0:
+        for number in itertools.count(1):
+            if left <= 0 or not (line := stream.readline(part.max_document + 1)):
                 return
             left -= len(line)
-            if line.strip():
-                yield _object(part, number, *_parse_json(line.rstrip()))
+            if len(line) > part.max_document:
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(1 << 20)
+                    left -= len(line)
+                yield Row(part, number, None, part.too_large("the line"))
+            elif line.strip():
+                yield _object(part, number, *_parse_json(line.rstrip()), size=len(line))
 
 
 def _json(part: SourcePart) -> Iterator[Row]:
-    rows, problem = _parse_json(_content(part))
+    content = _content(part)
+    if content is None:
+        what = part.too_large("the file, which is read as a whole,")
+        yield Row(part, 0, None, f"{what}; or write one object per line, as .jsonl")
+        return
+    rows, problem = _parse_json(content)
     if "Extra data" in problem:
         problem += "; if it has one object per line, name it .jsonl"
     elif not problem and not isinstance(rows, list):
@@ -252,16 +365,16 @@ def _json(part: SourcePart) -> Iterator[Row]:
         yield Row(part, 0, None, problem)
         return
     for number, row in enumerate(rows, start=1):
-        yield _object(part, number, row)
+        yield _object(part, number, row, size=len(content) // len(rows))
 
 
 def _csv(part: SourcePart) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(part.max_document)
     # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
     with io.TextIOWrapper(
         open_binary(part.name), encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as stream:
-        reader = csv.reader(stream, strict=True)
+        reader = csv.reader(_csv_lines(part, stream), strict=True)
         header: list[str] = []
         while True:
             line, problem = reader.line_num + 1, ""
@@ -282,11 +395,20 @@ def _csv(part: SourcePart) -> Iterator[Row]:
                 if not header:
                     return
             elif header and fields:
-                yield Row(part, line, dict(zip(header, fields, strict=True)))
+                values = dict(zip(header, fields, strict=True))
+                yield Row(part, line, values, size=sum(map(len, fields)))
             header = header or fields
 
 
-def _parquet(part: SourcePart) -> Iterator[Row]:
+def _csv_lines(part: SourcePart, stream: io.TextIOWrapper) -> Iterator[str]:
+    while line := stream.readline(part.max_document + 1):
+        if len(line) > part.max_document:
+            what = part.too_large("the line")
+            raise csv.Error(f"{what}; the rest of the file is not read")
+        yield line
+
+
+def _parquet(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -295,10 +417,11 @@ def _parquet(part: SourcePart) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(part.name, buffer_size=1 << 20) as file:
             end = file.metadata.num_row_groups if part.end is None else part.end
             number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-            for batch in file.iter_batches(128, row_groups=list(range(part.start, end))):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(part, number, _without_nulls(values))
+            groups = list(range(part.start, end))
+            at_once = _rows_at_once(file.metadata.row_group(group) for group in groups)
+            for batch in file.iter_batches(at_once, row_groups=groups):
+                yield from _arrow_rows(part, batch, number, arrays=arrays)
+                number += batch.num_rows
     except FileNotFoundError:
         raise
     except (pyarrow.ArrowException, OSError) as error:
@@ -306,31 +429,98 @@ def _parquet(part: SourcePart) -> Iterator[Row]:
         yield Row(part, 0, None, problem)
 
 
+def _rows_at_once(groups: Iterable[Any]) -> int:
+    """Rows of these row groups that have about _MOST_BYTES."""
+    sizes = [group.total_byte_size / max(1, group.num_rows) for group in groups]
+    return max(1, min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, *sizes, 0.0))))
+
+
+def _arrow_rows(part: SourcePart, batch: Any, before: int, *, arrays: bool) -> Iterator[Row]:
+    """The rows of a batch of Arrow, the first of which follows `before` others."""
+    if batch.nbytes > part.max_document:
+        for index in range(batch.num_rows):
+            row = batch.slice(index, 1)
+            if row.nbytes > part.max_document:
+                yield Row(part, before + index + 1, None, part.too_large("the row", row.nbytes))
+            else:
+                values = _without_nulls(row.to_pylist()[0])
+                yield Row(part, before + index + 1, values, size=row.nbytes)
+        return
+    size = batch.nbytes // max(1, batch.num_rows)
+    if not arrays:
+        for number, values in enumerate(batch.to_pylist(), start=before + 1):
+            yield Row(part, number, _without_nulls(values), size=size)
+        return
+    columns = [_column(column) for column in batch.columns]
+    for number, of_row in enumerate(zip(*columns, strict=True), start=before + 1):
+        yield Row(part, number, dict(zip(batch.schema.names, of_row, strict=True)), size=size)
+
+
+def _column(column: Any) -> Sequence[Any]:
+    """The values of a column of Arrow: lists of numbers as numpy arrays, of int32 where the
+    integers of all rows fit."""
+    import pyarrow
+
+    of_lists = pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)
+    kind = column.type.value_type if of_lists else None
+    numbers = of_lists and (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind))
+    if not numbers or column.values.null_count:
+        return [_clean(value) for value in column.to_pylist()]
+    values, bounds = column.values.to_numpy(), column.offsets.to_numpy().tolist()
+    if values.dtype.kind in "iu" and values.size:
+        limits = np.iinfo(np.int32)
+        if limits.min <= values.min() and values.max() <= limits.max:
+            values = values.astype(np.int32, copy=False)
+    lists = [values[start:end] for start, end in itertools.pairwise(bounds)]
+    if column.null_count:
+        lists = [
+            one if there else None for one, there in zip(lists, column.is_valid(), strict=True)
+        ]
+    return lists
+
+
 def _hub(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
     end = len(rows) if part.end is None else part.end
     for number, values in enumerate(rows.select(range(part.start, end)), start=part.start + 1):
-        yield Row(part, number, _without_nulls(values))
+        yield _hub_row(part, number, values)
+
+
+def _hub_arrays(part: SourcePart) -> Iterator[Row]:
+    rows = load_data_set(part.name, validation=part.validation)
+    end, number = len(rows) if part.end is None else part.end, part.start
+    rows = rows.select(range(part.start, end)).with_format("arrow")
+    for table in rows.iter(batch_size=_MOST_ROWS):
+        for batch in table.combine_chunks().to_batches():
+            yield from _arrow_rows(part, batch, number, arrays=True)
+            number += batch.num_rows
+
+
+def _hub_row(part: SourcePart, number: int, values: Values) -> Row:
+    size = sum(len(value) for value in values.values() if isinstance(value, str))
+    if size > part.max_document:
+        return Row(part, number, None, part.too_large("the row", size))
+    return Row(part, number, _without_nulls(values), size=size)
 
 
 def _hub_stream(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation, streaming=True)
     shard = rows.shard(num_shards=part.end, index=part.start)
     for number, values in enumerate(shard, start=1):
-        yield Row(part, number, _without_nulls(values))
+        yield _hub_row(part, number, values)
 
 
 def _without_nulls(row: Values) -> Values:
     """A row of Arrow without the null fields of its structs, at every depth. All structs of a
     column have the same fields, so most of these nulls were not in the data that was converted.
     Null columns and null items of lists stay."""
+    return {column: _clean(value) for column, value in row.items()}
 
-    def clean(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: clean(item) for key, item in value.items() if item is not None}
-        return [clean(item) for item in value] if isinstance(value, list) else value
 
-    return {column: clean(value) for column, value in row.items()}
+def _clean(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items() if item is not None}
+    return [_clean(item) for item in value] if isinstance(value, list) else value
 
 
 _READERS = {
@@ -340,4 +530,8 @@ _READERS = {
     "csv": _csv,
     "hub": _hub,
     "hub_stream": _hub_stream,
+}
+_ARRAY_READERS: dict[str, Callable[[SourcePart], Iterator[Row]]] = {
+    "parquet": functools.partial(_parquet, arrays=True),
+    "hub": _hub_arrays,
 }

@@ -58,7 +58,8 @@ def _line_starts(part: SourcePart, size: int) -> Iterator[int]:
     with open(part.name, "rb") as stream:
         while at < end:
             stream.seek(at - 1)
-            stream.readline()
+            while (line := stream.readline(1 << 20)) and not line.endswith(b"\n"):
+                pass
             if (start := stream.tell()) >= end:
                 return
             yield start

@@ -7,14 +7,23 @@ import logging
 import mmap
 import os
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from launcher.errors import RecipeError, first_line
+from launcher.reliability.json_files import replace_text
 
 logger = logging.getLogger(__name__)
+
+COUNTS = ("empty", "cut_documents", "cut_tokens")
+"""Fields of a TokenStore that are sums over its parts."""
+_SPILLED = ("ids", "labels", "offsets", "classes", "weights")
 
 
 class MappedArray(np.memmap[Any, Any]):
@@ -63,6 +72,162 @@ def remove_damaged(folder: Path, aside: Path) -> None:
     except OSError as error:
         what = f"{folder} is damaged ({problem}) and cannot be removed: {error.strerror}"
         raise RecipeError(f"data.cache: {what}") from None
+
+
+_PROGRESS, _SKIPPED = "progress.json", "skipped.jsonl"
+_NOTED = ("ids.bin", "labels.bin", "weights.bin", "lengths.bin", "classes.bin", _SKIPPED)
+"""The files to which `StoreWriter` appends."""
+_SAVE_SECONDS = 20.0
+"""Between two records of how far a tokenization is."""
+
+
+class StoreWriter:
+    """Writes the parts of a store, one after another, and notes from time to time how far they are
+    on the disk: after a crash, another process continues there."""
+
+    def __init__(self, folder: Path, tasks: int, left: Path | None = None) -> None:
+        """folder: of the files, which exists. tasks: number of parts. left: the folder of a process
+        that may still run and write, from which what it had noted is copied."""
+        self._folder, self._tasks = folder, tasks
+        self.done = 0
+        """Parts that are written."""
+        self.sums: dict[str, int] = {"largest_id": -1}
+        self._saved = time.monotonic()
+        self._files: dict[str, BinaryIO] = {}
+        source = left or folder
+        noted = saved_progress(source, tasks)
+        for name, size in noted.get("sizes", {}).items():
+            if left is not None:
+                _copy_beginning(left / name, folder / name, size)
+            os.truncate(folder / name, size)
+        if noted:
+            self.done, self.sums = noted["done"], noted["sums"]
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, store: Any) -> None:
+        """Appends the documents of a TokenStore."""
+        if store.weights is not None:  # then all documents have weights
+            self._append("weights", store.weights)
+        if store.labels is not None and not (self._folder / "labels.bin").exists():
+            if "ids.bin" in self._files:  # the first store with labels
+                self._files["ids.bin"].flush()
+            if (ids := self._folder / "ids.bin").exists():
+                shutil.copyfile(ids, self._folder / "labels.bin")
+        labelled = store.labels is not None or (self._folder / "labels.bin").exists()
+        self._append("ids", store.ids)
+        if labelled:
+            self._append("labels", store.targets)
+        self._append("lengths", np.diff(store.offsets))
+        if store.classes is not None:
+            self._append("classes", store.classes)
+        for row in store.skipped:
+            self._open(_SKIPPED).write(json.dumps(row).encode() + b"\n")
+        largest = (int(ids.max(initial=-1)) for ids in (store.ids, store.targets))
+        self.sums["largest_id"] = max(self.sums["largest_id"], *largest)
+        for name in COUNTS:
+            self.sums[name] = self.sums.get(name, 0) + getattr(store, name)
+
+    def part_done(self) -> None:
+        """All documents of the next part are appended."""
+        self.done += 1
+        if time.monotonic() - self._saved >= _SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Notes how far the store is, once its files are on the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        files = [self._folder / name for name in _NOTED]
+        sizes = {file.name: file.stat().st_size for file in files if file.exists()}
+        noted = {"tasks": self._tasks, "done": self.done, "sums": self.sums, "sizes": sizes}
+        replace_text(self._folder / _PROGRESS, json.dumps(noted))
+        self._saved = time.monotonic()
+
+    def finish(self) -> dict[str, Any]:
+        """Completes the files of the store. Returns what goes to meta.json."""
+        self.__exit__()
+        offsets = np.cumsum(np.concatenate([[0], self._read("lengths", np.int64)]), dtype=np.int64)
+        np.save(self._folder / "offsets.npy", offsets)
+        if (self._folder / "classes.bin").exists():
+            np.save(self._folder / "classes.npy", self._read("classes", np.int32))
+        skipped = self._folder / _SKIPPED
+        lines = skipped.read_text().splitlines() if skipped.exists() else []
+        for name in ("lengths.bin", "classes.bin", _SKIPPED, _PROGRESS):
+            (self._folder / name).unlink(missing_ok=True)
+        (self._folder / "ids.bin").touch()
+        checksum, sizes = xxhash.xxh3_128(), {}
+        for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin"):
+            file = self._folder / name
+            if file.exists():
+                sizes[name] = file.stat().st_size
+            if sizes.get(name):
+                checksum.update(name.encode())
+                checksum.update(np.memmap(file, mode="r").data)
+        return {
+            "documents": len(offsets) - 1,
+            "tokens": int(offsets[-1]),
+            "skipped": [json.loads(line) for line in lines],
+            **dict.fromkeys(COUNTS, 0),
+            **self.sums,
+            "content": checksum.hexdigest(),
+            "sizes": sizes,
+        }
+
+    def _open(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("ab")
+        return self._files[name]
+
+    def _append(self, name: str, values: npt.NDArray[Any]) -> None:
+        self._open(f"{name}.bin").write(np.ascontiguousarray(values).data)
+
+    def _read(self, name: str, dtype: type) -> npt.NDArray[Any]:
+        file = self._folder / f"{name}.bin"
+        return np.fromfile(file, dtype=dtype) if file.exists() else np.zeros(0, dtype=dtype)
+
+
+def saved_progress(folder: Path, tasks: int) -> dict[str, Any]:
+    """What `StoreWriter.save` noted in a folder; empty if there is nothing that can be used."""
+    try:
+        noted = json.loads((folder / _PROGRESS).read_bytes())
+        whole = all((folder / name).stat().st_size >= size for name, size in noted["sizes"].items())
+        known = noted["sizes"].keys() <= {*_NOTED}
+        return noted if noted["tasks"] == tasks and whole and known else {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _copy_beginning(source: Path, target: Path, size: int) -> None:
+    with source.open("rb") as read, target.open("wb") as written:
+        while size and (block := read.read(min(size, 16 << 20))):
+            size -= written.write(block)
+
+
+def spilled(store: Any, name: Path) -> Any:
+    """The same documents of a TokenStore, with their arrays in files `NAME.FIELD`, which
+    `remove_spilled` removes: processes exchange their names only."""
+    arrays: dict[str, Any] = {}
+    for field in _SPILLED:
+        values = getattr(store, field)
+        if values is not None and values.size:
+            file = name.with_name(f"{name.name}.{field}")
+            values.tofile(file)
+            arrays[field] = MappedArray(file, dtype=values.dtype, mode="r")
+    return replace(store, **arrays)
+
+
+def remove_spilled(store: Any) -> None:
+    """Removes the files of `spilled`."""
+    for field in _SPILLED:
+        if isinstance(values := getattr(store, field), MappedArray):
+            os.unlink(str(values.filename))
 
 
 def commit(scratch: Path, folder: Path) -> None:

@@ -45,7 +45,7 @@ from launcher.data.collation import (
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.packing import first_names, no_targets
-from launcher.data.sources import Row, SourcePart, read_rows
+from launcher.data.sources import Row, SourcePart, content_sample, read_rows
 from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
@@ -145,7 +145,8 @@ class _Shard:
         if shuffle:
             random.Random(f"{key} {stream.seed}").shuffle(parts)
         for number in range(first_part, len(parts)):
-            rows = read_rows(parts[number], column=stream.encoder.text_column)
+            encoder = stream.encoder
+            rows = read_rows(parts[number], column=encoder.text_column, arrays=encoder.reads_arrays)
             if shuffle:
                 generator = random.Random(f"{key} part {number} {stream.seed}")
                 rows = _through_buffer(rows, stream.buffer_rows, generator)
@@ -270,12 +271,18 @@ class StreamingDataset(IterableDataset[Collated]):
         self.seed, self.skipped_rows = seed, skipped_rows
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}
-        self.fingerprint = {"files": self._files, **encoder.fingerprint()}
+        try:
+            sample = content_sample(parts)
+        except OSError as error:
+            raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
+        self.fingerprint = {"files": self._files, "sample": sample, **encoder.fingerprint()}
         self.skipped: list[dict[str, str]] = []
         shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         order += [encoder.settings] if encoder.settings else []
+        if data.on_error == "skip" and data.max_document != schema.Data.max_document:
+            order.append(data.max_document)  # larger documents are left out
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)

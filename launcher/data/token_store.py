@@ -19,7 +19,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,21 +29,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch.utils.data import DataLoader
 
 from launcher.console import advanced, task
 from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
-from launcher.data.sources import SourcePart, find_parts, read_all
+from launcher.data.sources import (
+    SourcePart,
+    content_sample,
+    file_states,
+    find_parts,
+    in_batches,
+)
 from launcher.data.splitting import first_rows, split
-from launcher.data.store_files import MappedArray, commit, remove_damaged, store_problem
+from launcher.data.store_files import (
+    COUNTS,
+    MappedArray,
+    StoreWriter,
+    commit,
+    remove_damaged,
+    remove_spilled,
+    saved_progress,
+    spilled,
+    store_problem,
+)
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
-from launcher.reliability.lock import OwnedError, Ownership, current_owner
+from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +66,15 @@ _FORMAT = 6
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096
-"""Rows held in memory with their text."""
+"""Rows held in memory with their text, at most."""
+_MEMORY_BYTES = 64 << 20
+"""Ids of a task that are held in memory."""
+_SPILL = "spill-"
+"""Beginning of the names of files with the documents of a large task."""
 _SHOWN_PROBLEMS = 5
 _POLL_SECONDS = 5.0
 """The longest pause between two checks of the cache: a thousand ranks may wait."""
 _LOGGED_SECONDS = 60.0
-
-_COUNTS = ("empty", "cut_documents", "cut_tokens")
-"""Fields of a TokenStore that are sums over its parts."""
 
 _Int32s = npt.NDArray[np.int32]
 
@@ -137,10 +154,16 @@ def open_store(
     Raises RecipeError if a file or row cannot be used, or does not fit the model.
     """
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
-    parts = find_parts(patterns, kind=data.kind, validation=validation)
+    most = data.max_document_bytes
+    parts = find_parts(patterns, kind=data.kind, validation=validation, max_document=most)
     limit = None if validation else data.limit
-    content = [_FORMAT, encoder.identity(), data.on_error, [_identity(part) for part in parts]]
+    try:
+        files = [file_states(parts), content_sample(parts)]
+    except OSError as error:
+        raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
+    content = [_FORMAT, encoder.identity(), data.on_error, *files]
     content += [] if limit is None else [limit]
+    content += [] if data.on_error == "fail" else [most]  # those rows are not in the store
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
     folder = cache_folder(data.cache) / name
     lock = _wait(folder, build=build)
@@ -149,7 +172,7 @@ def open_store(
             scratch = folder.with_name(f".{name}-{lock.name}")
             remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
             if not folder.is_dir():
-                _build(folder, scratch, parts, encoder, replace(data, limit=limit))
+                _build(folder, scratch, parts, encoder, replace(data, limit=limit), lock=lock)
         finally:
             lock.release()
     store = _load(folder, parts, encoder)
@@ -157,7 +180,7 @@ def open_store(
     too_large = model.vocabulary is not None and store.largest_id >= model.vocabulary
     if too_large or (model.classes is not None and classes > model.classes):
         # A store does not record the origin of its documents: read the rows again
-        for encoded in encoder.encode_rows(read_all(parts, column=encoder.text_column)):
+        for encoded in encoder.encode_rows(encoder.read(parts)):
             check_range(encoded, model)
     return store
 
@@ -174,21 +197,10 @@ def check_range(encoded: Encoded, model: ModelInputs) -> None:
         raise RecipeError(f"{row.where}: label {category}, but the model has {what}")
 
 
-def _identity(part: SourcePart) -> list[object]:
-    """Changes with a file's content."""
-    if part.form == "hub" and not os.path.isdir(part.name):
-        return [part.name, part.validation]
-    if part.form == "hub":
-        files = sorted(Path(part.name).rglob("*.arrow"))
-        states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        return [str(Path(part.name).resolve()), part.validation, states]
-    state = os.stat(part.name)
-    return [str(Path(part.name).resolve()), state.st_size, state.st_mtime_ns]
-
-
 def _wait(folder: Path, *, build: bool) -> Ownership | None:
     """Waits for the store, or with `build` for the lock to build it; None: the store is ready."""
     lock = folder.parent / "locks" / folder.name
+    silence = Silence(lock)
     started = logged = time.monotonic()
     seen = 0
     if build and store_problem(folder):
@@ -199,9 +211,10 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
             raise RecipeError(f"data.cache: {what}") from None
     while store_problem(folder):
         owner = current_owner(lock) if build else None
-        if build and (owner is None or not owner[1]):  # free, or its process may have ended
+        silent = silence.ended_lease()
+        if build and (owner is None or owner[1] is False or (owner[1] is None and silent)):
             try:
-                return Ownership.take(lock, Environment())
+                return Ownership.take(lock, Environment(), silence=silence)
             except OwnedError:
                 pass
             except RecipeError as error:  # the folder of the lock cannot be written to
@@ -227,16 +240,28 @@ def _written(folder: Path) -> int:
 
 
 def _build(
-    folder: Path, scratch: Path, parts: list[SourcePart], encoder: Encoder, data: schema.Data
+    folder: Path,
+    scratch: Path,
+    parts: list[SourcePart],
+    encoder: Encoder,
+    data: schema.Data,
+    *,
+    lock: Ownership,
 ) -> None:
+    """Tokenizes into `scratch`, which becomes `folder`. If this process is killed or interrupted,
+    what it had noted stays there, and the next one continues after it."""
     size = sum(part.size for part in parts) / 2**20
     logger.info(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
-    for leftover in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    started = time.monotonic()
+    started, keep, tasks = time.monotonic(), True, _tasks(parts, data.limit)
     try:
-        scratch.mkdir()
-        meta = _write(scratch, _tokenize(parts, encoder, data))
+        with _continued(folder, scratch, len(tasks), lock) as writer:
+            for stores in _tokenize(tasks, encoder, data, done=writer.done, spill=scratch):
+                for store in stores:
+                    writer.add(store)
+                    remove_spilled(store)
+                writer.part_done()
+            meta = writer.finish()
+        keep = False
         if not meta["documents"]:
             problem, skipped = f"data: no document with text in {len(parts)} files", meta["skipped"]
             if skipped:
@@ -252,15 +277,44 @@ def _build(
         about = {"kind": encoder.kind, "files": [part.name for part in parts]}
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         commit(scratch, folder)
+    except RecipeError:
+        keep = False
+        raise
     except OSError as error:
         if folder.is_dir():  # a process took over the lock, and was faster
+            keep = False
             return
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            keep = False
             what = f"{folder.parent} cannot be written to: {error.strerror}; free some space there"
             raise RecipeError(f"data.cache: {what}, or give another data.cache") from None
         raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not keep or not saved_progress(scratch, len(tasks)):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _continued(folder: Path, scratch: Path, tasks: int, lock: Ownership) -> StoreWriter:
+    """A writer into `scratch`, which continues what a process that was killed has left."""
+    left = sorted(folder.parent.glob(f".{folder.name}-*"))
+    used = max(left, key=lambda one: saved_progress(one, tasks).get("done", 0), default=None)
+    if used is not None and not saved_progress(used, tasks):
+        used = None
+    owner = None if used is None else lock.process_of(used.name.split("-", 1)[1])
+    if used is not None and owner is not None and owner.alive() is False:
+        used.rename(scratch)
+        used = None
+    else:  # it may still write to its files
+        scratch.mkdir()
+    writer = StoreWriter(scratch, tasks, used)
+    for one in left:
+        shutil.rmtree(one, ignore_errors=True)
+    for spill in scratch.glob(f"{_SPILL}*"):
+        spill.unlink()
+    if writer.done:
+        what = "an earlier process that was ended"
+        logger.info(f"continuing after {writer.done:,} of {tasks:,} parts by {what}")
+    return writer
 
 
 def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
@@ -277,7 +331,7 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
-        **{name: meta[name] for name in ("largest_id", "skipped", *_COUNTS)},
+        **{name: meta[name] for name in ("largest_id", "skipped", *COUNTS)},
     )
 
 
@@ -285,14 +339,23 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
 # and lines, so the number of processes does not change the result
 
 
-def _tokenize(parts: list[SourcePart], encoder: Encoder, data: schema.Data) -> Iterator[TokenStore]:
-    """Raises RecipeError for rows that cannot be used (data.on_error: fail)."""
-    tasks = _tasks(parts, data.limit)
-    processes = min(data.processes or len(os.sched_getaffinity(0)), len(tasks))
+def _tokenize(
+    tasks: list[list[SourcePart]],
+    encoder: Encoder,
+    data: schema.Data,
+    *,
+    done: int,
+    spill: Path,
+) -> Iterator[list[TokenStore]]:
+    """The documents of each task after the first `done` ones. Raises RecipeError for rows that
+    cannot be used (data.on_error: fail)."""
+    if done == len(tasks):
+        return
+    processes = min(data.processes or len(os.sched_getaffinity(0)), len(tasks) - done)
     loader: DataLoader[Any] = DataLoader(
-        tasks,  # type: ignore[arg-type]
+        tasks[done:],  # type: ignore[arg-type]
         batch_size=None,
-        collate_fn=partial(_run_task, encoder, data.on_error),
+        collate_fn=partial(_run_task, encoder, data.on_error, spill),
         num_workers=processes if processes > 1 else 0,
         worker_init_fn=prepare_worker_process,
         multiprocessing_context="fork" if processes > 1 else None,
@@ -301,10 +364,11 @@ def _tokenize(parts: list[SourcePart], encoder: Encoder, data: schema.Data) -> I
     )
     try:
         with task("tokenizing", len(tasks)) as advance:
+            advance(done)
             for stores, problems in loader:
                 if problems:
                     raise RecipeError(problems)
-                yield from stores
+                yield stores
                 advance(1)
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
@@ -327,14 +391,19 @@ def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]
 
 
 def _run_task(
-    encoder: Encoder, on_error: str, parts: list[SourcePart]
+    encoder: Encoder, on_error: str, spill: Path, parts: list[SourcePart]
 ) -> tuple[list[TokenStore], list[str]]:
-    """The documents of a task; or its problems: a loader would wrap a RecipeError."""
-    stores = []
-    rows = encoder.encode_rows(read_all(parts, column=encoder.text_column))
+    """The documents of a task; or its problems: a loader would wrap a RecipeError. A compressed
+    file is one task, whatever its size: what exceeds _MEMORY_BYTES goes to files in `spill`."""
+    stores, held = [], 0
+    rows = encoder.encode_rows(encoder.read(parts))
     try:
-        while some := list(itertools.islice(rows, _STORE_ROWS)):
-            stores.append(store_rows(some, on_error))
+        for some in in_batches(rows, most=_STORE_ROWS, size=lambda one: one.row.size):
+            store = store_rows(some, on_error)
+            held += store.ids.nbytes
+            if held > _MEMORY_BYTES:
+                store = spilled(store, spill / f"{_SPILL}{os.getpid()}-{uuid.uuid4().hex}")
+            stores.append(store)
         return stores, []
     except RecipeError as error:
         return [], error.problems
@@ -367,50 +436,3 @@ def store_rows(rows: list[Encoded], on_error: str) -> TokenStore:
 
 def _joined(arrays: list[_Int32s]) -> _Int32s:
     return np.concatenate([np.zeros(0, dtype=np.int32), *arrays])
-
-
-def _write(folder: Path, stores: Iterable[TokenStore]) -> dict[str, Any]:
-    """Writes the arrays of the stores, one after another. Returns what goes to meta.json."""
-    lengths, classes, skipped = [], [], []
-    largest, counts = -1, dict.fromkeys(_COUNTS, 0)
-    with contextlib.ExitStack() as files:
-        ids = files.enter_context((folder / "ids.bin").open("wb"))
-        labels = weights = None
-        for store in stores:
-            if store.weights is not None:  # then all documents have weights
-                weights = weights or files.enter_context((folder / "weights.bin").open("wb"))
-                weights.write(store.weights.data)
-            if store.labels is not None and labels is None:  # the first store with labels
-                ids.flush()
-                shutil.copyfile(folder / "ids.bin", folder / "labels.bin")
-                labels = files.enter_context((folder / "labels.bin").open("ab"))
-            ids.write(store.ids.data)
-            if labels is not None:
-                labels.write(store.targets.data)
-            largest = max(largest, *(int(x.max(initial=-1)) for x in (store.ids, store.targets)))
-            for name in _COUNTS:
-                counts[name] += getattr(store, name)
-            skipped += store.skipped
-            lengths.append(np.diff(store.offsets))
-            classes += [] if store.classes is None else [store.classes]
-    offsets = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]))
-    np.save(folder / "offsets.npy", offsets)
-    if classes:
-        np.save(folder / "classes.npy", np.concatenate(classes))
-    checksum, sizes = xxhash.xxh3_128(), {}
-    for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin"):
-        file = folder / name
-        if file.exists():
-            sizes[name] = file.stat().st_size
-        if sizes.get(name):
-            checksum.update(name.encode())
-            checksum.update(np.memmap(file, mode="r").data)
-    return {
-        "documents": len(offsets) - 1,
-        "tokens": int(offsets[-1]),
-        "largest_id": largest,
-        "skipped": skipped,
-        **counts,
-        "content": checksum.hexdigest(),
-        "sizes": sizes,
-    }

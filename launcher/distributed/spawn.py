@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from launcher.console import prepare_streams
 from launcher.distributed.environment import read_environment
+from launcher.errors import message_of
 
 _QUIET_TORCHRUN = """import logging, sys
 logging.disable(logging.WARNING)
@@ -108,7 +109,7 @@ def rank_main(run: Callable[[Any], object]) -> None:
     try:
         result = run(setting)
     except Exception as error:  # whatever it is, the process that started the ranks reports it
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        text = f"{type(error).__name__}: {message_of(error)}\n{traceback.format_exc()}"
         file.with_name(f"error_{os.getpid()}").write_text(text)
         raise
     if environment.main:

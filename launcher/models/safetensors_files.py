@@ -208,8 +208,11 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
         )
     try:
         file_of: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        raise RecipeError(f"{key}: {folder / INDEX} has no weight_map") from None
+        if not all(isinstance(name, str) for name in file_of.values()):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        what = "has no weight_map, an object with the name of a file for each tensor"
+        raise RecipeError(f"{key}: {folder / INDEX} {what}") from None
     names = set(file_of.values())
     if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise RecipeError(f"{key}: {folder / INDEX} names {outside[0]}, outside of the folder")

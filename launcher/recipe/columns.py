@@ -9,11 +9,14 @@ import io
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from launcher.recipe.hub import SAVED_DICT, is_hub_id, is_saved_data_set, load_data_set
 
+_FIRST_LINE = 1 << 28
+"""Most bytes of a line that are read: a small compressed file may hold many gigabytes."""
 _FIRST_BYTES = 1 << 24
 """Bytes of a .json file that are searched for the end of its first row."""
 
@@ -104,7 +107,7 @@ def _open(file: Path) -> BinaryIO:
 
 
 def _jsonl(stream: BinaryIO) -> list[str]:
-    line = next(line for line in stream if line.strip())
+    line = next(line for line in iter(partial(stream.readline, _FIRST_LINE), b"") if line.strip())
     return list(json.loads(line.decode("utf-8-sig")).keys())
 
 
@@ -115,7 +118,8 @@ def _json(stream: BinaryIO) -> list[str]:
 
 
 def _csv(stream: BinaryIO) -> list[str]:
-    return next(csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")))
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    return next(csv.reader(iter(partial(text.readline, _FIRST_LINE), "")))
 
 
 def _parquet(stream: BinaryIO) -> list[str]:

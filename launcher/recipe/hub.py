@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -128,6 +129,14 @@ def _load_saved(folder: str, splits: list[str]) -> Any:
     raise RecipeError(f"data: {folder}: has no split {' or '.join(splits)}; {named}")
 
 
+def _refuse_pipes(folder: str, key: str) -> None:
+    """Raises RecipeError if the folder holds a pipe, socket or device, which would block a reader."""
+    with contextlib.suppress(OSError):  # reported by whoever reads the folder
+        for path in Path(folder).iterdir():
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise RecipeError(f"{key}: {path} is not a regular file")
+
+
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache.
 
@@ -135,6 +144,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     Raises RecipeError if it can be neither found nor fetched, or if links lead out of it.
     """
     if os.path.isdir(name):
+        _refuse_pipes(name, key)
         refuse_links(Path(name), key=key)
         return Path(name)
     if not is_model_id(name):

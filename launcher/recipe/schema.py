@@ -22,6 +22,7 @@ from launcher.recipe.schema_slurm import Slurm as Slurm
 from launcher.recipe.schema_source import DataKind as DataKind
 from launcher.recipe.schema_source import Source as Source
 from launcher.recipe.section import (
+    ByteSize,
     Day,
     Float8,
     Folder,
@@ -41,6 +42,7 @@ from launcher.recipe.section import (
     StrictFloat,
     Text,
     TextList,
+    size_in_bytes,
 )
 from launcher.recipe.section import Dtype as Dtype
 
@@ -226,6 +228,10 @@ class Data(Section):
     preference; null: the day (UTC) of the run's first start."""
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
+    max_document: ByteSize = "64MiB"
+    """The largest document, line or row, and the largest .json file, without compression; larger
+    ones cannot be used (on_error). Tokenizing a document takes many times its size as memory, in
+    each process."""
     processes: Annotated[Processes, Field(ge=1)] | None = None
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
@@ -235,6 +241,13 @@ class Data(Section):
     cache: Folder | None = None
     """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or
     ~/.cache/launcher."""
+
+    @property
+    def max_document_bytes(self) -> int:
+        """`max_document` in bytes."""
+        size = size_in_bytes(self.max_document)
+        assert size is not None
+        return size
 
     def sources(self) -> "dict[str, Data]":
         """The settings of each source of a mixture, each with its files in `train`; without a

@@ -32,6 +32,10 @@ def _fits_file_system(path: str) -> bool:
     return len(whole) <= 3000 and max(map(len, whole.split(b"/"))) <= 255
 
 
+def _has_no_marks(path: str) -> bool:
+    return not re.search("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", path)
+
+
 def size_in_bytes(text: str) -> int | None:
     """`80GiB` is 80 x 1024^3, `80GB` is 80 x 1000^3. None: not a size with a unit."""
     match = re.fullmatch(SIZE, text)
@@ -80,20 +84,25 @@ Day = Annotated[
 ]
 _LENGTHS = "must be shorter: a name in a path may have 255 bytes, and a folder's path 3,000"
 _ShortPath = refuse_unless(_fits_file_system, _LENGTHS)
+_MARKS = "must not hold control characters or marks of text direction, which hide what a name is"
+_PlainPath = refuse_unless(_has_no_marks, _MARKS)
 Folder = Annotated[
     str,
     form(r"(?!~).*\S.*", "must be a folder; instead of ~ write ${oc.env:HOME}"),
     _ShortPath,
+    _PlainPath,
 ]
 FolderName = Annotated[
     str,
     form(r"(?!(\.\.?|\?\?\?)$)(?=.*\S)[^/\\\x00-\x1f\x7f]+", "must be usable as a folder's name"),
     _ShortPath,
+    _PlainPath,
 ]
 SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGTkmgt])([Ii]?)[Bb]"
 Size = Annotated[
     str, refuse_unless(size_in_bytes, "must be a size such as 40GiB, or a number from 0 to 1")
 ]
+ByteSize = Annotated[str, refuse_unless(size_in_bytes, "must be a size such as 64MiB")]
 _FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Function = Annotated[str, form(_FUNCTION, "must be `package.module:function`")]
 Metric = Annotated[

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from launcher.errors import TrainingError, first_line, line_of
+from launcher.errors import TrainingError, first_line, line_of, message_of
 
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _PEER_SIGNS = (
@@ -25,7 +25,7 @@ _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_
 
 def _matches(error: BaseException, signs: tuple[str, ...]) -> bool:
     known = isinstance(error, RuntimeError) and not isinstance(error, TrainingError)
-    return known and any(sign in str(error).lower() for sign in signs)
+    return known and any(sign in message_of(error).lower() for sign in signs)
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -62,7 +62,8 @@ def first_cause(error: BaseException) -> BaseException:
 def describe(error: BaseException) -> str:
     """One line: the exception's type and message, and the line of code that raised it."""
     where = f" ({line})" if (line := line_of(error)) else ""
-    return f"{type(error).__name__}: {first_line(error) if str(error) else 'no message'}{where}"
+    message = first_line(error) if message_of(error) else "no message"
+    return f"{type(error).__name__}: {message}{where}"
 
 
 @dataclass

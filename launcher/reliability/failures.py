@@ -31,6 +31,7 @@ from launcher.errors import (
     RecipeError,
     TrainingError,
     line_of,
+    message_of,
 )
 from launcher.reliability.causes import (
     Account,
@@ -317,9 +318,9 @@ class FailureWatch:
                     error, step=step - 1, phase=phase, micro_batch=number
                 ),
             )
-        if "DataLoader worker" in str(error) and host_memory.killed_since(self._killed):
+        if "DataLoader worker" in message_of(error) and host_memory.killed_since(self._killed):
             return self._killed_by_kernel(f"a loader process of {name}")
-        if "DataLoader worker" in str(error) and "Bus error" in str(error):
+        if "DataLoader worker" in message_of(error) and "Bus error" in message_of(error):
             text = f"a loader process of {name} found no shared memory in step {step}. "
             return "error", f"{text}{host_memory.shared_text()}", None
         if lost_a_peer(error):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +22,7 @@ Json = dict[str, Any]
 """A JSON object."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 16 << 10
 _BLOCK = 4096
 """Bytes of a file that a full disk has room for if the file exists."""
 
@@ -129,18 +132,64 @@ def append_line(file: Path, line: Json) -> None:
     lines.close()
 
 
-def read_jsonl(file: Path, *, size: int | None = None) -> list[Json]:
+def read_jsonl(
+    file: Path,
+    *,
+    size: int | None = None,
+    wanted: Callable[[bytes], bool] = lambda line: True,
+) -> list[Json]:
     """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
-    there is no such file."""
+    there is no such file. Lines that are not `wanted` are not parsed."""
     lines: list[Json] = []
     if not os.path.isfile(file):  # a pipe or a device may have no end
         return lines
     with contextlib.suppress(OSError), file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
-        for line in stream:
-            with contextlib.suppress(ValueError, RecursionError):
-                lines.append(well_formed(json.loads(line)))
-    return [line for line in lines if line]
+        lines = _objects(line for line in stream if wanted(line))
+    return lines
+
+
+def _objects(lines: Iterable[bytes]) -> list[Json]:
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            if value := well_formed(json.loads(line)):
+                found.append(value)
+    return found
+
+
+def sample_jsonl(file: Path) -> list[list[Json]]:
+    """Groups of consecutive objects of a .jsonl file: one group with all of them, or if the file is
+    larger than 4 MiB, groups from evenly spaced places, the beginning and the end among them. A run
+    of weeks writes hundreds of megabytes."""
+    if not os.path.isfile(file):
+        return []
+    groups = []
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        if end <= _SAMPLED_BLOCKS * _SAMPLED_BYTES:
+            return [read_jsonl(file)]
+        for number in range(_SAMPLED_BLOCKS):
+            start = (end - _SAMPLED_BYTES) * number // (_SAMPLED_BLOCKS - 1)
+            stream.seek(start)
+            lines = stream.read(_SAMPLED_BYTES).splitlines(keepends=True)
+            groups.append(_objects(lines[bool(start) :]))  # the first one may be cut, and the last
+    return groups
+
+
+def thinned_jsonl(file: Path, *, most: int, keep: Sequence[bytes]) -> list[Json]:
+    """About `most` objects of a .jsonl file, evenly spaced, and all whose line contains one of
+    `keep`; all objects if they are not more."""
+    try:
+        with file.open("rb") if os.path.isfile(file) else io.BytesIO() as stream:
+            count = sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b""))
+    except OSError:
+        return []
+    every, number = max(1, count // most), itertools.count()
+    return read_jsonl(
+        file,
+        wanted=lambda line: next(number) % every == 0 or any(part in line for part in keep),
+    )
 
 
 def well_formed(value: object) -> Json:

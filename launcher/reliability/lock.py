@@ -5,10 +5,11 @@ folder by creating the record with the next number, which succeeds for one proce
 NFS too). Records are never replaced or removed, so two processes that find the same dead owner
 cannot both take over. An owner that finds a higher number is fenced off: it writes nothing more.
 
-Clocks of different machines are never compared. On the owner's machine its process is looked up.
-Elsewhere the heartbeat of its record is awaited, for longer than the interval between heartbeats
-and the time for which an NFS client caches a folder (a minute by default). Only its user may read a
-record, because it names the port of the ranks' store: for other users the heartbeat decides, too.
+Clocks are never compared, nor is a file's time with a clock: a file server has its own. On the
+owner's machine its process is looked up. Elsewhere the heartbeat of its record is awaited, any
+change of the record's time, for longer than the interval between heartbeats and the time for which
+an NFS client caches a folder (a minute by default). Only its user may read a record, because it
+names the port of the ranks' store: for other users the heartbeat decides, too.
 """
 
 from __future__ import annotations
@@ -147,19 +148,34 @@ def _touched(record: Path) -> float:
 
 
 def current_owner(run_dir: Path) -> tuple[Owner, bool | None] | None:
-    """The owner of a run folder and whether it is alive; None if there is no owner.
+    """The owner of a run folder and whether it is alive (`Owner.alive`); None if there is none."""
+    owner = _read(_newest(run_dir / "owner")[1])
+    return None if owner is None else (owner, owner.alive())
 
-    Whether it is alive is None if it is on another machine and its last heartbeat is old; the
-    clocks of the machines may differ.
-    """
-    _, record = _newest(run_dir / "owner")
-    owner = _read(record)
-    if owner is None:
-        return None
-    alive = owner.alive()
-    if alive is None and time.time() - _touched(record) < LEASE_SECONDS:
-        alive = True
-    return owner, alive
+
+def last_heartbeat(run_dir: Path) -> float:
+    """Time of the owner's last heartbeat, by the clock of the file server; 0: there is none."""
+    return _touched(_newest(run_dir / "owner")[1])
+
+
+class Silence:
+    """How long the owner of a folder has sent no heartbeat, as far as this process has seen."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "owner"
+        self._seen: tuple[Path, float] | None = None
+        self._since = 0.0
+
+    def seconds(self) -> float:
+        """Since the last change of the record or of its time. Must be called again and again."""
+        _, record = _newest(self._folder)
+        if (seen := (record, _touched(record))) != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since
+
+    def ended_lease(self) -> bool:
+        """Whether it is so long that an owner on another machine counts as dead."""
+        return self.seconds() >= LEASE_SECONDS
 
 
 class Ownership:
@@ -178,14 +194,17 @@ class Ownership:
         environment: Environment,
         *,
         refuse: Callable[[], object] = lambda: None,
+        silence: Silence | None = None,
     ) -> Ownership:
         """Takes the lock for this process.
 
-        Waits up to LEASE_SECONDS if the last owner was on another machine and did not release the
-        folder. Raises RecipeError, and changes nothing, if another job owns the folder.
+        Waits until LEASE_SECONDS of silence, which may have begun before, if the last owner was on
+        another machine and did not release the folder. Raises RecipeError, and changes nothing, if
+        another job owns the folder.
         refuse: called once the lock is free. If it raises, nothing is changed either: a start that
         is refused does not fence off an owner that may still run.
         """
+        silence = silence or Silence(run_dir)
         folder = run_dir / "owner"
         mine = Owner(
             host=socket.gethostname(),
@@ -202,7 +221,7 @@ class Ownership:
             number, newest = _newest(folder)
             owner = _read_complete(newest)
             if owner is not None and not succeeds(mine, owner):
-                _refuse_if_alive(run_dir, owner, newest)
+                _refuse_if_alive(run_dir, owner, newest, silence)
             refuse()
             record = folder / f"{number + 1:08}.json"
             try:
@@ -223,6 +242,10 @@ class Ownership:
     def name(self) -> str:
         """The name of the record."""
         return self._record.name
+
+    def process_of(self, name: str) -> Owner | None:
+        """The process of an earlier record, by its name; None if it is not known."""
+        return _read(self._record.with_name(name))
 
     def check(self) -> None:
         """Raises TrainingError (reason superseded) if another job took over."""
@@ -275,20 +298,21 @@ def _create(record: Path, owner: Owner) -> bool:
     return True
 
 
-def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path) -> None:
+def _refuse_if_alive(run_dir: Path, owner: Owner, record: Path, silence: Silence) -> None:
     """Raises OwnedError if the owner is alive; returns if it is gone."""
     refusal = OwnedError(
         f"run.dir: {run_dir} is in use: {owner.describe()}; nothing was changed there. "
         f"Wait for that run, stop it (touch {run_dir}/stop), or give another run.dir"
     )
     alive, touched = owner.alive(), _touched(record)
+    left = LEASE_SECONDS - silence.seconds()
     if alive:
         raise refusal
-    if alive is False:
+    if alive is False or left <= 0:
         return
     last = f"{run_dir} was last written to by {owner.describe()}"
-    logger.warning(f"{last}: waiting up to {LEASE_SECONDS:.0f} s for a heartbeat")
-    deadline = time.monotonic() + LEASE_SECONDS
+    logger.warning(f"{last}: waiting up to {left:.0f} s for a heartbeat")
+    deadline = time.monotonic() + left
     while time.monotonic() < deadline:
         time.sleep(min(1.0, LEASE_SECONDS / 10))
         if _newest(record.parent)[1] != record:

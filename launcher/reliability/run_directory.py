@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -178,6 +179,20 @@ class RunFolder:
         """Whether an earlier start resumed from this path (checkpoint.resume)."""
         origin = str(Path(checkpoint).resolve())
         return any(event.get("origin") == origin for event in self.read_events())
+
+    def has_saved_nothing(self) -> bool:
+        """Whether starts of a run have written here, and none has saved or exported anything, or
+        finished: they were killed or stopped before the first checkpoint, or failed."""
+        kept = any(
+            not re.search(r"\.(writing|deleting)-", path.name)
+            for path in (self.path / "checkpoints").glob("step_*")
+        )
+        if kept or os.path.lexists(self.export) or self.read_status().get("state") == "finished":
+            return False
+        events = self.read_events()
+        return any(event["event"] == "started" for event in events) and not any(
+            event["event"] in ("saved", "resumed", "finished") for event in events
+        )
 
     def refuse_if_used(self, why: str) -> None:
         """Raises RecipeError if a run trained into this folder, which is not resumed for the reason

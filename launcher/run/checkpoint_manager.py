@@ -111,6 +111,10 @@ class CheckpointManager:
         Raises RecipeError if a change of the recipe, the data or the weights is not allowed,
         NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
+        with files.reading(Path(resume)):  # another run, which trains, must not delete it
+            return self._restore(resume, at_most=at_most)
+
+    def _restore(self, resume: str, *, at_most: int | None) -> Resumed | None:
         path = self._find(resume, at_most=at_most)
         if path is None:
             return None

@@ -20,6 +20,7 @@ from launcher.console import aligned, bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.separate_process import run_in_process
+from launcher.errors import message_of
 from launcher.libraries.private import dump_memory_snapshot
 from launcher.models.initialization import clean_name
 from launcher.planner.formatting import NAMES, micro_batches
@@ -65,7 +66,7 @@ _NOTHING = (
 def requested_bytes(error: BaseException) -> int | None:
     """The size of the failed allocation, from the text of the error: CUDA's `Tried to allocate 2.00
     GiB`, the CPU's `allocate 123 bytes`, numpy's `Unable to allocate 1.0 GiB`."""
-    match = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", str(error))
+    match = re.search(r"allocate ([\d.]+) ?(bytes|B|[KMGT]iB)\b", message_of(error))
     return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
@@ -183,7 +184,7 @@ class MemoryPostMortem:
             gpu = gpu_memory() if on_gpu else None
             buckets = self._recipe.strategy.kind == "ddp" and self._machine.ranks > 1
             rows = take_inventory(*self._trained, gpu, buckets=buckets, requested=requested or 0)
-        on_host = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
+        on_host = isinstance(error, MemoryError) or "CPUAllocator" in message_of(error)
         text = f"rank {rank} of {ranks} ran out of {'GPU ' if on_gpu and not on_host else ''}memory"
         text += f" in step {step + 1}: in {_PHASES.get(phase, phase)}"
         if phase in ("forward", "backward"):

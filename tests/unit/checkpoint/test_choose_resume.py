@@ -193,6 +193,17 @@ def test_appended_rows_are_detected_and_the_file_is_named(fingerprint, streaming
     assert len(check(before, now, allow=True)) == len(lines)
 
 
+def test_edited_files_of_a_stream_are_noticed(fingerprint):
+    """A stream has no digest of its tokens: the beginning, middle and end of files are compared."""
+    before = fingerprint(streaming=True)
+    text = fingerprint.b.read_text()
+    fingerprint.b.write_text(text.replace("31", "51"))
+    line = f"{fingerprint.a}, {fingerprint.b}: other content in as many bytes"
+    assert list(data_changes(before, fingerprint(streaming=True))) == [line]
+    del before["sample"]  # by an earlier version
+    assert list(data_changes(before, fingerprint(streaming=True))) == []
+
+
 def test_added_removed_and_edited_files_are_named(fingerprint):
     """Without a digest of the content, only the file sizes are compared."""
     a, b, c = fingerprint.a, fingerprint.b, fingerprint.b.with_name("c.jsonl")
@@ -321,6 +332,48 @@ def test_folder_without_checkpoint_is_refused_unless_restarted(tmp_path):
         choose(tmp_path)
     assert run.metrics.read_text()
     assert choose(tmp_path, restarted=True) == "never"
+
+
+SAVED = {
+    "a checkpoint": lambda run: checkpoint(run.path, 4),
+    "a damaged checkpoint": lambda run: (run.path / "checkpoints/step_00000004").mkdir(
+        parents=True
+    ),
+    "a checkpoint that was deleted": lambda run: run.note("saved", step=4),
+    "a resume": lambda run: run.note("resumed", step=4),
+    "an export": lambda run: run.export.mkdir(),
+    "the end": lambda run: run.write_status("finished", step=9),
+    "another recipe": lambda run: (run.path / "recipe.yaml").write_text(
+        (run.path / "recipe.yaml").read_text().replace("seed: 1234", "seed: 7")
+    ),
+    "no recipe": lambda run: (run.path / "recipe.yaml").write_text("[]"),
+    "no start": lambda run: run.events.unlink(),
+}
+
+
+@pytest.mark.parametrize("saved", [None, *SAVED])
+def test_a_run_that_has_saved_nothing_starts_again(tmp_path, saved):
+    """One that was killed before its first checkpoint was refused by the same command."""
+    run = RunFolder(tmp_path)
+    run.note_start(environment(), from_scratch=True)
+    run.create(to_yaml(load_recipe(["recipe=fsdp", f"run.dir={tmp_path}"], ranks=None).recipe))
+    run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    run.write_status("running", step=1)
+    (tmp_path / "checkpoints/step_00000004.writing-12ab").mkdir(parents=True)
+    if saved is None:
+        assert choose(tmp_path) == "never"
+        with pytest.raises(RecipeError, match="holds a run already"):
+            choose(tmp_path, "never")
+        return
+    SAVED[saved](run)
+    if saved == "a checkpoint":
+        assert choose(tmp_path) == "auto"
+        return
+    if saved == "a damaged checkpoint":
+        assert choose(tmp_path) == "auto", "the resume reports it"
+        return
+    with pytest.raises(RecipeError, match="holds a run already"):
+        choose(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "samples.jsonl", "hf"])

@@ -206,6 +206,64 @@ def test_prune_keeps_the_newest_valid_checkpoint(tmp_path):
     assert steps(tmp_path) == [3, 4, 5, 6]
 
 
+def test_prune_deletes_the_others_if_one_cannot_be_deleted(tmp_path, monkeypatch):
+    """A link among the checkpoints stopped all deletions for good, and so does any error."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for step in range(1, 7):
+        write(folder, step)
+    elsewhere.mkdir()
+    for step in (1, 6):
+        path = folder / files.checkpoint_name(step)
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    (folder / "step_00000009.deleting-12ab").symlink_to(elsewhere)
+    (folder / "step_00000009.writing-12ab").write_text("")
+    rmtree = files.shutil.rmtree
+
+    def refuse_step_2(path):
+        if "step_00000002" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "commit.json")
+        rmtree(path)
+
+    monkeypatch.setattr(files.shutil, "rmtree", refuse_step_2)
+    assert prune(folder, keep_last=2) == {"step_00000002": "Permission denied"}
+    assert steps(folder) == [5, 6]
+    (left,) = prune(folder, keep_last=2)
+    assert left.startswith("step_00000002.deleting-")
+    files.discard_newer(folder, 5)
+    assert steps(folder) == [5]
+    assert sorted(path.name for path in folder.iterdir()) == [left, "step_00000005"]
+    kept = [path.name for path in elsewhere.iterdir() if verify(path) is None]
+    assert sorted(kept) == ["step_00000001", "step_00000006"], "only the links are deleted"
+
+
+def test_discard_newer_goes_on_if_one_cannot_be_deleted(tmp_path, monkeypatch, messages):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(files.shutil, "rmtree", refuse)
+    files.discard_newer(tmp_path, 1)
+    assert steps(tmp_path) == [1], "a resume would continue from a later one"
+    assert sum("cannot be deleted: Permission denied" in text for text in messages()) == 2
+
+
+def test_prune_keeps_a_checkpoint_that_is_read(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    first, second, _ = list_checkpoints(tmp_path)
+    with files.reading(first), files.reading(first), files.reading(second):
+        prune(tmp_path, keep_last=1)
+        assert steps(tmp_path) == [1, 2, 3]
+    with files.reading(second), files.reading(tmp_path / "none"):
+        prune(tmp_path, keep_last=1)
+        assert steps(tmp_path) == [2, 3]
+    prune(tmp_path, keep_last=1)
+    assert steps(tmp_path) == [3]
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_invalid_checkpoint_is_set_aside_and_never_deleted(tmp_path, damage, messages):
     write(tmp_path, 10)
@@ -321,6 +379,29 @@ def group():
 def module_and_optimizer(second=3):
     module = torch.nn.Sequential(torch.nn.Linear(4, second), torch.nn.BatchNorm1d(second))
     return module, make_optimizer(module, schema.Optimizer())
+
+
+def test_checkpoint_that_cannot_be_deleted_is_reported_once(tmp_path, group, monkeypatch, messages):
+    module, optimizer = module_and_optimizer()
+    settings = schema.Checkpoint(asynchronous=False, keep_last=1)
+    options = {"group": group, "device": torch.device("cpu"), "optimizer": optimizer}
+    checkpointer = writer.Checkpointer(tmp_path, settings, **options)
+    tensors = state.model_and_optimizer(module, optimizer)
+    rmtree = files.shutil.rmtree
+
+    def refuse_step_1(path):
+        if "step_00000001" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(files.shutil, "rmtree", refuse_step_1)
+    for step in range(1, 5):
+        checkpointer.save(step, tensors, state={}, local={})
+    assert [save.error for save in checkpointer.finish()] == [None] * 4
+    assert steps(tmp_path) == [4]
+    warned = [text for text in messages() if "could not be deleted" in text]
+    assert len(warned) == 1
+    assert re.search(r"Permission denied; delete it yourself \(.* free there\)", warned[0])
 
 
 def test_failed_save_does_not_lose_the_best_checkpoint(tmp_path, group, monkeypatch):

@@ -349,6 +349,23 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path, content):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_pipe_in_a_folder_is_refused(tmp_path, name):
+    """Its reader would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    message = f"^data.tokenizer: {tmp_path / name} is not a regular file"
+    for read in (load_tokenizer, tokenizer_identity):
+        with pytest.raises(RecipeError, match=message):
+            read(str(tmp_path))
+
+
+def test_a_pipe_as_chat_template_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "template")
+    data = schema.Data(kind="chat", chat_template=str(tmp_path / "template"))
+    with pytest.raises(RecipeError, match=r"data.chat_template: .*is not a regular file"):
+        make_encoder("chat", data, tokenizer="bytes")
+
+
 # Stores
 
 
@@ -387,6 +404,71 @@ def test_store_is_tokenized_once(tmp_path, cache, messages):
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
     assert documents_of(create_store(file, cache=cache)) == [[120, 121, END]]
     assert len(messages()) == 2 * len(store_names(cache)) == 6
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "folder"])
+def test_a_file_of_the_same_size_and_time_is_noticed(tmp_path, cache, how):
+    """Its old tokens were used."""
+    if how == "folder":
+        Dataset.from_list([{"text": "ab"}]).save_to_disk(tmp_path / "rows")
+        Dataset.from_list([{"text": "xy"}]).save_to_disk(tmp_path / "other")
+        pattern = tmp_path / "rows"
+        (file,), (other,) = (list((tmp_path / name).glob("*.arrow")) for name in ("rows", "other"))
+    else:
+        pattern = file = write(tmp_path / "a.jsonl", [{"text": "ab"}])
+        other = write(tmp_path / "other.jsonl", [{"text": "xy"}])
+    state = file.stat()
+    assert other.stat().st_size == state.st_size
+    assert documents_of(create_store(pattern, cache=cache)) == [[97, 98, END]]
+    if how == "replaced":
+        other.replace(file)
+    else:
+        file.write_bytes(other.read_bytes())
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    load_data_set.cache_clear()
+    assert documents_of(create_store(pattern, cache=cache)) == [[120, 121, END]]
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "uint16", "large"])
+def test_tokens_of_arrow_are_arrays(tmp_path, cache, kind):
+    """Lists of Python integers took a hundred times longer. The results are those of .jsonl."""
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "weights": [1.0, 0.5, 2.0]},
+        {"input_ids": [8], "labels": None, "weights": [3.0]},
+        {"input_ids": [], "labels": [], "weights": []},
+        {"input_ids": [9, 300], "labels": [9, -100], "weights": [1.0, 1.0]},
+    ]
+    made = pyarrow.large_list if kind == "large" else pyarrow.list_
+    ids = made(pyarrow.int64() if kind == "large" else getattr(pyarrow, kind)())
+    fields = {"input_ids": ids, "labels": made(pyarrow.int64()), "weights": made(pyarrow.float32())}
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(fields))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    write(tmp_path / "a.jsonl", rows)
+    stores = []
+    for name in ("a.jsonl", "a.parquet", "saved"):
+        data = schema.Data(kind="tokens", cache=str(cache), weights_column="weights")
+        stores.append(open_store((str(tmp_path / name),), data, tokenizer=None, build=True))
+    assert documents_of(stores[0]) == [[5, 6, 7], [8], [9, 300]]
+    assert len({store.fingerprint["content"] for store in stores}) == 1
+    arrays = [row.values for row in read_rows(file_part(tmp_path / "a.parquet"), arrays=True)]
+    assert all(isinstance(row["input_ids"], np.ndarray) for row in arrays)
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ([[1.5]], r"a.parquet row 1: input_ids must be a list of whole numbers"),
+        ([[1], [2**40]], r"a.parquet row 2: input_ids has an id beyond 32 bits"),
+        ([[1], [2, None]], r"a.parquet row 2: input_ids must be a list of whole numbers"),
+        ([[1], [-3]], r"a.parquet row 2: input_ids must not be negative; got -3"),
+    ],
+)
+def test_wrong_tokens_of_arrow_are_refused(tmp_path, cache, column, problem):
+    write(tmp_path / "a.parquet", [{"input_ids": ids} for ids in column])
+    data = schema.Data(kind="tokens", cache=str(cache))
+    with pytest.raises(RecipeError, match=problem):
+        open_store((str(tmp_path / "a.parquet"),), data, tokenizer=None, build=True)
 
 
 def damage(file, size):

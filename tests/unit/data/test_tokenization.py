@@ -1,8 +1,10 @@
 """Tokenization in several processes, bad rows, locks, and settings that change a store."""
 
+import gzip
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -18,7 +20,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from torch.utils.data import DataLoader
 
 from launcher import console
-from launcher.data import token_store
+from launcher.data import store_files, token_store
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.packing import separate
 from launcher.data.sources import SourcePart, file_part, read_all, read_rows
@@ -203,6 +205,121 @@ def test_several_bad_rows_are_reported_together(tmp_path, cache, open_files):
     assert store_names(cache) == []
 
 
+# Large documents, and tokenizations that are ended
+
+
+BOMBS = {
+    "a.txt.gz": (b"x" * 5000, r"a.txt.gz: the file, one document, has more than 1.0 KiB"),
+    "a.txt": (b"x" * 1025, r"a.txt: the file, one document, has more than 1.0 KiB"),
+    "a.jsonl": (b'{"text": "ab"}\n\n{"text": "' + b"x" * 5000 + b'"}\n{"text": "cd"}\n',
+                r"a.jsonl:3: the line has more than 1.0 KiB \(data.max_document\); divide it, or"),
+    "a.jsonl.gz": (b'{"text": "ab"}\n{"text": "' + b"x" * 5000 + b'"}', r"a.jsonl.gz:2: the line has more than"),
+    "a.json": (json.dumps([{"text": "x" * 600}] * 2).encode(),
+               r"a.json: the file, which is read as a whole, has more .* one object per line"),
+    "a.csv": (b"text,b\nab,1\n" + b"x" * 5000 + b",2\n", r"a.csv:3: not CSV: the line has more"),
+    "b.csv": (b'text,b\nab,1\n"' + b"x\n" * 3000 + b'",2\ncd,3\n', r"b.csv:3: not CSV: field larger"),
+    "a.parquet": ([{"text": "ab"}, {"text": "x" * 5000}, {"text": "cd"}],
+                  r"a.parquet row 2: the row has 4.9 KiB, more than 1.0 KiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_documents_above_the_limit_are_refused(tmp_path, open_files, name):
+    """A document of 522 MB took 5 GB of memory, and a small compressed file any amount."""
+    content, problem = BOMBS[name]
+    file = tmp_path / name
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(content))
+    else:
+        write(file, content)
+    with pytest.raises(RecipeError, match=problem):
+        open_files(file, max_document="1KiB")
+    good = write(tmp_path / "good.jsonl", ["good"])
+    skipping = open_files(file, good, max_document="1KiB", on_error="skip")
+    assert "x" not in "".join(texts_of(skipping))
+    assert texts_of(skipping)[-1] == "good"
+    assert re.search(problem, f"{skipping.skipped[0]['where']}: {skipping.skipped[0]['problem']}")
+    if name in ("a.jsonl", "a.parquet"):
+        assert texts_of(skipping) == ["ab", "cd", "good"]
+    assert any("x" in text for text in texts_of(open_files(file, good, on_error="skip")))
+
+
+def test_a_document_at_the_limit_is_used(tmp_path, open_files):
+    write(tmp_path / "a.txt", "x" * 1024)
+    write(
+        tmp_path / "b.jsonl", json.dumps({"text": "y" * 1000}).ljust(1023) + "\n" + '{"text": "z"}'
+    )
+    store = open_files(tmp_path / "a.txt", tmp_path / "b.jsonl", max_document="1KiB")
+    assert list(map(len, texts_of(store))) == [1024, 1000, 1]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_large_tasks_go_through_files(
+    tmp_path, cache, open_files, small_tasks, monkeypatch, processes
+):
+    """A compressed file is one task: all its tokens were in memory, and then sent to the parent."""
+    rows = [{"input_ids": [n, 1, 2], "labels": [-100, 5, n], "weights": [1.0, n, 2.0]}
+            for n in range(1, 41)]  # fmt: skip
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    for name in ("a.jsonl.gz", "b.jsonl.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(text))
+    files, options = (tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"), {"kind": "tokens"}
+    options |= {"tokenizer": None, "weights_column": "weights", "processes": processes}
+    whole = open_files(*files, **options)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(token_store, "_MEMORY_BYTES", 100)
+    spilled = []
+    spill = token_store.spilled
+    monkeypatch.setattr(token_store, "spilled", lambda *a: spilled.append(spill(*a)) or spilled[-1])
+    store = open_files(*files, **options)
+    assert store.fingerprint == whole.fingerprint
+    assert len(spilled) == (0 if processes > 1 else 10), "in other processes if there are several"
+    (name,) = store_names(cache)
+    assert not [file for file in (cache / name).iterdir() if file.name.startswith("spill")]
+
+
+@pytest.mark.parametrize("owner", ["ended", "alive"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TrainingError])
+def test_an_ended_tokenization_is_continued(
+    tmp_path, cache, open_files, small_tasks, monkeypatch, messages, owner, error
+):
+    """It started from the beginning. The parts that were written are kept: moved, or if the process
+    may still write to them (here it is this one), copied."""
+    rows = [{"input_ids": [n, 1, 2], "weights": [1.0, n, 2.0]} for n in range(1, 41)]
+    rows += [row | {"labels": [-100, 5, 6]} for row in rows] + [{"input_ids": ["bad"]}]
+    file = write(tmp_path / "a.jsonl", rows)
+    options = {"kind": "tokens", "tokenizer": None, "weights_column": "weights", "processes": 1}
+    options["on_error"] = "skip"
+    whole = open_files(file, **options)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(store_files, "_SAVE_SECONDS", 0.0)
+    run, tasks = token_store._run_task, []
+
+    def end_after_30_tasks(*arguments):
+        tasks.append(arguments)
+        if len(tasks) == 31:
+            raise error("ended")
+        return run(*arguments)
+
+    monkeypatch.setattr(token_store, "_run_task", end_after_30_tasks)
+    with pytest.raises(error):
+        open_files(file, **options)
+    (left,) = [path for path in cache.iterdir() if path.name.startswith(".")]
+    with (left / "ids.bin").open("ab") as ids:
+        ids.write(b"after the last note")
+    if owner == "ended":
+        (record,) = (cache / "locks" / left.name[1:25] / "owner").glob("*.json")
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"started": 1}))
+    store = open_files(file, **options)
+    assert store.fingerprint == whole.fingerprint
+    assert store.skipped == whole.skipped
+    assert any(f"continuing after 30 of {len(tasks) - 1} parts" in text for text in messages())
+    assert store_names(cache) == [store.folder.name]
+    assert sorted(file.name for file in store.folder.iterdir()) == [
+        *("ids.bin", "labels.bin", "meta.json", "offsets.npy", "weights.bin")
+    ]
+
+
 # Locks and existing stores
 
 
@@ -253,6 +370,21 @@ def test_process_waits_while_another_process_tokenizes(
     monkeypatch.setattr(lock, "LEASE_SECONDS", 0.5)
     waiting.join(120)
     assert found == [["x"]], "the lock must be taken over after the heartbeat stops"
+
+
+def test_a_time_stamp_in_the_future_blocks_nobody(tmp_path, cache, open_files, monkeypatch):
+    """A killed process of another machine, by a file server whose clock is ahead: its lock was
+    respected until the local clock had caught up."""
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.5)
+    file, found = write(tmp_path / "a.jsonl", ["x"]), []
+    other = {"machine": "other", "host": "node7"}
+    _, record, remote = lock_of_another_process(cache, open_files, file, **other)
+    record.write_text(remote)
+    os.utime(record, (4e9, 4e9))
+    waiting = threading.Thread(target=lambda: found.append(texts_of(open_files(file))), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert found == [["x"]]
 
 
 def test_waiting_process_polls_less_often_over_time(tmp_path, open_files, monkeypatch):

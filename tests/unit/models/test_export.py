@@ -577,6 +577,37 @@ def test_written_files_are_readable_by_safetensors(tmp_path, adapter, monkeypatc
         assert all(torch.equal(stored.read(name), tensor) for name, tensor in tensors.items())
 
 
+def test_export_of_a_run_that_trains(tmp_path, llama, capsys, monkeypatch):
+    """--verify compared with a newer checkpoint than the one that was exported; and an export
+    failed because the run had deleted its checkpoint."""
+    model, run = model_with_seed(llama, 1), tmp_path / "run"
+    recipe = recipe_of(f"model.path={llama}")
+    step, verify, verified = 10, files.verify, []
+    create_checkpoint(run, model, step, recipe)
+
+    def train(path, deep=True):
+        """When the export verifies a checkpoint, the run saves the next one and prunes. The first
+        one is gone before it is locked."""
+        nonlocal step
+        if deep:
+            verified.append(path)
+            if len(verified) == 1:
+                shutil.rmtree(path)
+            step += 10
+            create_checkpoint(run, model_with_seed(llama, step), step, recipe)
+            files.prune(run / "checkpoints", keep_last=1)
+        return verify(path, deep)
+
+    monkeypatch.setattr(files, "verify", train)
+    assert export(run, tmp_path / "out", "--verify") == 0
+    assert "out matches " in capsys.readouterr().out
+    assert [path.name for path in verified] == ["step_00000010", "step_00000020"]
+    assert [path.name for path in files.list_checkpoints(run / "checkpoints")] == [
+        "step_00000020",
+        "step_00000030",
+    ]
+
+
 def test_export_of_a_run(tmp_path, llama, capsys, monkeypatch):
     model = build_model(Model(path=str(llama)), sequence_length=16)
     random_weights(model, CPU, CPU, seed=9)

@@ -363,8 +363,9 @@ def test_missing_file_of_the_index_is_named(tmp_path):
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
     lost.unlink()
     assert f"lacks {lost.name}, which its index names" in load_error(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert "has no weight_map" in load_error(tmp_path)
+    for text in ("[]", '{"weight_map": {"a": ["b"]}}', '{"weight_map": [1]}', "[" * 20_000):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        assert "has no weight_map" in load_error(tmp_path)
 
 
 def test_unsupported_configs_are_refused(copy):

@@ -154,6 +154,12 @@ MISTAKES_IN_ARGUMENTS = [
     (None, [f"run.dir=a/{LONG}"],
      "run.dir=...: must be shorter: a name in a path may have 255 bytes, and a folder's path 3,000; got "
      "'a/éé..."),
+    (None, ['run.name="\\u202e\\u2066"'],
+     "run.name=\"\\u202e\\u2066\": must not hold control characters or marks of text direction, which hide "
+     "what a name is; got '\\u202e\\u2066'"),
+    (None, ['run.dir="runs/a\\u202eb"'],
+     "run.dir=\"runs/a\\u202eb\": must not hold control characters or marks of text direction, which hide "
+     "what a name is; got 'runs/a\\u202eb'"),
     (None, ['run.dir="a\\0b"'], "run.dir=\"a\\0b\": holds '\\x00', which is no character of a text"),
     (None, ['data.train="a\\0b"'], "data.train=\"a\\0b\": holds '\\x00', which is no character of a text"),
     (None, ['data.train="a\\e[31m"'],

@@ -121,6 +121,20 @@ def test_failure_before_the_checkpoint_is_loaded_keeps_the_last_step(start):
     assert "failed in step 11: ValueError: oops" in status["error"]
 
 
+class WithoutMessageError(RuntimeError):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_an_exception_that_cannot_be_printed_is_reported(start):
+    """The report failed as well, and status.json stayed at running."""
+    rank = start()
+    assert rank.failures.report_exception(WithoutMessageError()) == 1
+    status = rank.run.read_status()
+    assert (status["state"], status["reason"]) == ("failed", "error")
+    assert "failed in step 5: WithoutMessageError: no message" in status["error"]
+
+
 def test_a_folder_is_no_request(start):
     """RUN_DIR/stop as a folder would stop every start."""
     rank = start()
