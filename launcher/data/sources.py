@@ -44,6 +44,8 @@ _NOT_TEXT = {
 
 MAX_DOCUMENT = 64 << 20
 """Bytes; see data.max_document."""
+COMPRESSED_ROWS = 16
+"""A compressed .json file, which is read as a whole, has at most this many times data.max_document."""
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
 
@@ -289,15 +291,15 @@ def read_all(
         yield from read_rows(part, column=column, arrays=arrays)
 
 
-def _content(part: SourcePart) -> bytes | None:
-    """None: more than part.max_document. A small compressed file may hold many gigabytes."""
+def _content(part: SourcePart, most: int | None) -> bytes | None:
+    """None: more than `most` bytes. A small compressed file may hold many gigabytes."""
     with open_binary(part.name) as stream:
-        content = stream.read(part.max_document + 1)
-    return None if len(content) > part.max_document else content
+        content = stream.read(-1 if most is None else most + 1)
+    return content if most is None or len(content) <= most else None
 
 
 def _text(part: SourcePart, column: str) -> Iterator[Row]:
-    content = _content(part)
+    content = _content(part, part.max_document)
     if content is None:
         yield Row(part, 0, None, part.too_large("the file, one document,"))
         return
@@ -351,10 +353,12 @@ def _jsonl(part: SourcePart) -> Iterator[Row]:
 
 
 def _json(part: SourcePart) -> Iterator[Row]:
-    content = _content(part)
+    compressed = suffixes(Path(part.name))[1] in COMPRESSED
+    most = COMPRESSED_ROWS * part.max_document
+    content = _content(part, most if compressed else None)
     if content is None:
-        what = part.too_large("the file, which is read as a whole,")
-        yield Row(part, 0, None, f"{what}; or write one object per line, as .jsonl")
+        what = f"the compressed file has more than {bytes_as_text(most)}, and is read as a whole"
+        yield Row(part, 0, None, f"{what}; write one object per line, as .jsonl.gz")
         return
     rows, problem = _parse_json(content)
     if "Extra data" in problem:
@@ -365,7 +369,10 @@ def _json(part: SourcePart) -> Iterator[Row]:
         yield Row(part, 0, None, problem)
         return
     for number, row in enumerate(rows, start=1):
-        yield _object(part, number, row, size=len(content) // len(rows))
+        if isinstance(row, dict) and (size := _text_size(row)) > part.max_document:
+            yield Row(part, number, None, part.too_large("the row", size))
+        else:
+            yield _object(part, number, row, size=len(content) // len(rows))
 
 
 def _csv(part: SourcePart) -> Iterator[Row]:
@@ -497,10 +504,15 @@ def _hub_arrays(part: SourcePart) -> Iterator[Row]:
 
 
 def _hub_row(part: SourcePart, number: int, values: Values) -> Row:
-    size = sum(len(value) for value in values.values() if isinstance(value, str))
+    size = _text_size(values)
     if size > part.max_document:
         return Row(part, number, None, part.too_large("the row", size))
     return Row(part, number, _without_nulls(values), size=size)
+
+
+def _text_size(values: Values) -> int:
+    """Characters of the texts of a row."""
+    return sum(len(value) for value in values.values() if isinstance(value, str))
 
 
 def _hub_stream(part: SourcePart) -> Iterator[Row]:

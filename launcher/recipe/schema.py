@@ -229,9 +229,8 @@ class Data(Section):
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
     max_document: ByteSize = "64MiB"
-    """The largest document, line or row, and the largest .json file, without compression; larger
-    ones cannot be used (on_error). Tokenizing a document takes many times its size as memory, in
-    each process."""
+    """The largest document, line or row, without compression; larger ones cannot be used (on_error).
+    Tokenizing a document takes many times its size as memory, in each process."""
     processes: Annotated[Processes, Field(ge=1)] | None = None
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False

@@ -26,7 +26,9 @@ from launcher.data.run_data import RunData
 from launcher.distributed.process_group import DataParallel, gather
 from launcher.errors import RecipeError
 from launcher.models.build import is_pretrained
+from launcher.recipe.decode import dotted
 from launcher.recipe.hub import model_folder
+from launcher.recipe.load import argument_digests
 from launcher.recipe.schema import Recipe
 
 _OWN = (
@@ -40,6 +42,8 @@ _BLOCKS, _BLOCK_BYTES = 16, 2**12
 _SHOWN = 12
 """Most differences that a message lists."""
 _LARGEST = 2**63 - 1
+_SALT = "ranks"
+"""Of digests of arguments from the environment, the same on all ranks."""
 
 
 def compare_recipes(recipe: Recipe, ranks: DataParallel, *, several_machines: bool) -> None:
@@ -51,6 +55,8 @@ def compare_recipes(recipe: Recipe, ranks: DataParallel, *, several_machines: bo
     found: dict[str, object] = dict(_flat(dataclasses.asdict(recipe)))
     if several_machines:
         found |= _versions()
+        for path, digest in argument_digests(recipe, _SALT).get("values", ()):
+            found[f"{dotted(path)}, value"] = f"digest {digest}"
     _refuse_differences(found, ranks)
 
 

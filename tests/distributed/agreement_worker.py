@@ -5,6 +5,7 @@
 Rank 0 writes results.json.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,11 @@ def compare(ranks):
         ),
     )
     rate = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=0.5 if last else 0.1))
+    os.environ["AGREEMENT_TOKEN"] = "b" if last else "a"
+    words = ["model.builder=code:build", "model.config=null", "data.builder=code:build"]
+    words += ["data.train=null", "data.validation=null", "data.tokenizer=null"]
+    words += ["model.arguments.token=${oc.env:AGREEMENT_TOKEN}"]
+    environment = load_recipe(["recipe=quickstart", *words], ranks=2).recipe
     fingerprints = {"files": {f"/{ranks.rank}/a": 9}, "content": "y" if last else "x"}
     data = SimpleNamespace(fingerprint=fingerprints, validation={})
     same = SimpleNamespace(fingerprint=fingerprints | {"content": "x"}, validation={})
@@ -54,6 +60,7 @@ def compare(ranks):
     return {
         "own": problem(agreement.compare_recipes, own, ranks, **options),
         "rate": problem(agreement.compare_recipes, rate, ranks, **options),
+        "environment": problem(agreement.compare_recipes, environment, ranks, **options),
         "data": problem(agreement.compare_content, recipe, data, ranks, reads=True, **options),
         "same": problem(
             agreement.compare_content, recipe, same, ranks, reads=ranks.rank in (0, 2), **options

@@ -13,6 +13,8 @@ def test_ranks_compare_recipes_data_and_copies(tmp_path):
     assert "(rank 2); 0.5 on " in line
     assert line.endswith("(rank 3)")
     assert last == "start each machine with the same command, versions and files"
+    _, line, _ = found["environment"].splitlines()
+    assert line.startswith('  model.arguments.token, value: "digest ')
     assert '  data.train, content: "x" on ' in found["data"]
     text = "hold copies of the same parameters, but with other values: 1 of 4 parameters (1.weight)"
     assert found["fsdp"] == [False, "", ""], "no rank has a copy"

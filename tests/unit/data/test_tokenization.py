@@ -214,8 +214,10 @@ BOMBS = {
     "a.jsonl": (b'{"text": "ab"}\n\n{"text": "' + b"x" * 5000 + b'"}\n{"text": "cd"}\n',
                 r"a.jsonl:3: the line has more than 1.0 KiB \(data.max_document\); divide it, or"),
     "a.jsonl.gz": (b'{"text": "ab"}\n{"text": "' + b"x" * 5000 + b'"}', r"a.jsonl.gz:2: the line has more than"),
-    "a.json": (json.dumps([{"text": "x" * 600}] * 2).encode(),
-               r"a.json: the file, which is read as a whole, has more .* one object per line"),
+    "a.json": (json.dumps([{"text": "ab"}, {"text": "x" * 5000}, {"text": "cd"}]).encode(),
+               r"a.json.*2: the row has 4.9 KiB, more than 1.0 KiB"),
+    "a.json.gz": (json.dumps([{"text": "x" * 600}] * 40).encode(),
+                  r"a.json.gz: the compressed file has more than 16.0 KiB, .* one object per line"),
     "a.csv": (b"text,b\nab,1\n" + b"x" * 5000 + b",2\n", r"a.csv:3: not CSV: the line has more"),
     "b.csv": (b'text,b\nab,1\n"' + b"x\n" * 3000 + b'",2\ncd,3\n', r"b.csv:3: not CSV: field larger"),
     "a.parquet": ([{"text": "ab"}, {"text": "x" * 5000}, {"text": "cd"}],
@@ -239,7 +241,7 @@ def test_documents_above_the_limit_are_refused(tmp_path, open_files, name):
     assert "x" not in "".join(texts_of(skipping))
     assert texts_of(skipping)[-1] == "good"
     assert re.search(problem, f"{skipping.skipped[0]['where']}: {skipping.skipped[0]['problem']}")
-    if name in ("a.jsonl", "a.parquet"):
+    if name in ("a.json", "a.jsonl", "a.parquet"):
         assert texts_of(skipping) == ["ab", "cd", "good"]
     assert any("x" in text for text in texts_of(open_files(file, good, on_error="skip")))
 
