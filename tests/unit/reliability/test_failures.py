@@ -451,7 +451,8 @@ def test_gloo_uses_the_interface_to_the_other_nodes(monkeypatch):
     assert process_group.interface_to("127.0.0.1") == "lo"
     assert process_group.interface_to("no.such.host.invalid") is None
     process_group._prepare_gloo(environment)
-    assert variables == {}, "on one machine the choice is left to gloo"
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo"}, "other machines must not connect to it"
+    variables.clear()
     monkeypatch.setattr(process_group, "interface_to", lambda host: {"127.0.0.1": "ib0"}[host])
     process_group._prepare_gloo(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "ib0"}
