@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -306,6 +307,8 @@ def _run_agent(arguments: list[str]) -> int:
     run: Any = torchrun  # without types
     if "LOGLEVEL" not in os.environ:
         logging.disable()
+    scratch = tempfile.TemporaryDirectory(prefix="launcher-")
+    refusal = Path(os.environ.setdefault("LAUNCHER_REFUSED", f"{scratch.name}/refused"))
     try:
         parsed = run.parse_args(arguments)
         bind_stores(parsed)
@@ -320,8 +323,13 @@ def _run_agent(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     except RendezvousError as error:
+        # The machine of the store ended first: the ranks met, and were refused
+        if refusal.exists() and refusal.stat().st_size:
+            return EXIT_USAGE
         _say(f"the machines did not meet at the address: {first_line(error.__cause__ or error)}")
         return EXIT_FAILED
+    finally:
+        scratch.cleanup()
     return EXIT_DONE
 
 

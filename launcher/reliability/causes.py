@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from launcher.errors import TrainingError, first_line, line_of, message_of
+from launcher.errors import TrainingError, line_of, message_of
 
 _TIMEOUT_SIGNS = ("timed out waiting", "collective operation timeout")
 _PEER_SIGNS = (
@@ -20,6 +23,9 @@ _PEER_SIGNS = (
     "is killed by signal: terminated",
     *_TIMEOUT_SIGNS,
 )
+_LOADER = "torch/utils/data/dataloader.py"
+_IN_LOADER = "Original Traceback (most recent call last):"
+"""What torch puts before the traceback of a loader process, in the message of an exception."""
 _MEMORY_SIGNS = ("can't allocate memory", "out of memory", "cublas_status_alloc_failed")
 
 
@@ -59,11 +65,35 @@ def first_cause(error: BaseException) -> BaseException:
     return cause
 
 
+def lost_a_loader(error: BaseException) -> bool:
+    """Whether an exception only means that a loader process is gone."""
+    if "exited unexpectedly" in message_of(error) and "DataLoader worker" in message_of(error):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    reading = any(frame.filename.endswith(_LOADER) for frame in frames)
+    connected = reading and "/multiprocessing/" in frames[-1].filename
+    return connected and isinstance(error, OSError | EOFError)
+
+
 def describe(error: BaseException) -> str:
-    """One line: the exception's type and message, and the line of code that raised it."""
-    where = f" ({line})" if (line := line_of(error)) else ""
-    message = first_line(error) if message_of(error) else "no message"
-    return f"{type(error).__name__}: {message}{where}"
+    """One line: the exception's type and message, and the line of code that raised it; of an
+    exception of a loader process, the line there."""
+    line, text = line_of(error), message_of(error)
+    if _IN_LOADER in text:
+        _, _, there = text.partition(_IN_LOADER)
+        frames = re.findall(r'^ *File "(.*)", line (\d+), in ', there, re.MULTILINE)
+        if frames:
+            line = f"{os.path.relpath(frames[-1][0])}:{frames[-1][1]}"
+        head = text[: text.find("Caught ")].strip()
+        own = there.strip().splitlines()[-1].partition(": ")[2]
+        text = head or own
+    first = text.strip().splitlines()[0] if text.strip() else "no message"
+    return f"{type(error).__name__}: {first}{f' ({line})' if line else ''}"
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of what UTF-8 has no characters for, as in names of files."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass

@@ -38,7 +38,9 @@ from launcher.reliability.causes import (
     PostMortem,
     describe,
     first_cause,
+    lost_a_loader,
     lost_a_peer,
+    printable,
     ran_out_of_memory,
     timed_out,
 )
@@ -270,7 +272,7 @@ class FailureWatch:
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
-            print(text, file=self.console, flush=True)
+            print(printable(text), file=self.console, flush=True)
 
     def report_exception(self, error: BaseException) -> int:
         """Writes the traceback to the rank's log; reports the cause if no other rank does. Returns
@@ -278,7 +280,10 @@ class FailureWatch:
         log_file = self.run.log / f"rank_{self.rank}.log"
         unexpected = not isinstance(error, (RecipeError, TrainingError))
         if unexpected:
-            with contextlib.suppress(OSError), log_file.open("a", encoding="utf-8") as log:
+            with (
+                contextlib.suppress(OSError),
+                log_file.open("a", encoding="utf-8", errors="backslashreplace") as log,
+            ):
                 traceback.print_exception(error, file=log)
             error = first_cause(error)
         if not self.claim():
@@ -286,6 +291,8 @@ class FailureWatch:
                 threading.Event().wait()
             if not isinstance(error, RecipeError):
                 return self.wait_for_report()
+            if self.environment.local_rank == 0:  # the agent may lose the store before it knows
+                self.environment.tell_job(str(error))
             if self.environment.local_rank == 0 and not self._reported_here():
                 self._print(str(error))  # each machine may have a console
             return self.wait_for_report(lost=EXIT_USAGE)
@@ -293,6 +300,8 @@ class FailureWatch:
         if unexpected:
             text += f"\nThe traceback of rank {self.rank} is in {log_file}"
         status = EXIT_USAGE if isinstance(error, RecipeError) else EXIT_FAILED
+        if status == EXIT_USAGE:
+            self.environment.tell_job(text)
         self.report(reason, text, account, status=status)
         return status
 
@@ -323,6 +332,11 @@ class FailureWatch:
         if "DataLoader worker" in message_of(error) and "Bus error" in message_of(error):
             text = f"a loader process of {name} found no shared memory in step {step}. "
             return "error", f"{text}{host_memory.shared_text()}", None
+        if lost_a_loader(error):
+            text = (
+                f"a loader process of {name} ended in step {step} without an error. Does code that "
+            )
+            return "error", f"{text}it runs call sys.exit or os._exit, or was it killed?", None
         if lost_a_peer(error):
             late = timed_out(error)
             silent = self._silent_ranks(running=late)

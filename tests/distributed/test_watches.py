@@ -85,6 +85,8 @@ def test_hanging_ranks_are_reported_and_restarted(tmp_path):
         )
 
     def during(process):
+        # events.jsonl is written before status.json
+        wait_for((run_dir / "status.json").exists)
         wait_for(lambda: attempts() == 1 and status(run_dir)["state"] == "failed")
         check_endless_loop(status(run_dir), run_dir)
         wait_for(

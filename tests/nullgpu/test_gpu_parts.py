@@ -93,6 +93,7 @@ def test_doctor_measures(parts):
     assert {row["what"] for row in found} >= {"torch", "half_flops", "memory_bandwidth"}
 
 
+@pytest.mark.long
 def test_benchmarks_run_to_their_end(parts):
     """The report of an out-of-memory error, in `values`, is the longest text that tests/gpu compares."""
     found = parts("values", "compare", "checkpoint", "plan")
@@ -104,7 +105,8 @@ def test_benchmarks_run_to_their_end(parts):
 
 
 @pytest.mark.parametrize(
-    "part", ["contexts", "resume", pytest.param("tests", marks=pytest.mark.long)]
+    "part",
+    ["contexts", *(pytest.param(part, marks=pytest.mark.long) for part in ("resume", "tests"))],
 )
 def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
     found = rows(parts(part), part)

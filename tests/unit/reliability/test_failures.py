@@ -2,13 +2,17 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from launcher import console
@@ -16,7 +20,7 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import process_start, this_machine
 from launcher.reliability import watchdog
-from launcher.reliability.causes import first_cause
+from launcher.reliability.causes import describe, first_cause, lost_a_loader
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
@@ -459,3 +463,65 @@ def test_gloo_uses_the_interface_to_the_other_nodes(monkeypatch):
     variables["GLOO_SOCKET_IFNAME"] = "eth7"
     process_group._prepare_gloo(environment)
     assert variables == {"GLOO_SOCKET_IFNAME": "eth7"}, "the value of the user must be kept"
+
+
+class Samples(torch.utils.data.Dataset):
+    """Five samples; the one at `bad` is not given."""
+
+    def __init__(self, bad, how):
+        self.bad, self.how = bad, how
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            self.how()
+        return torch.zeros(1 << 16)
+
+
+def raise_key_error():
+    raise KeyError("no such column")
+
+
+def read_missing():
+    Path("missing.txt").read_text()
+
+
+def failure_of(how, workers):
+    loader = torch.utils.data.DataLoader(Samples(3, how), num_workers=workers)
+    with pytest.raises(Exception) as caught:
+        list(loader)
+    return caught.value
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "text", "line"),
+    [(raise_key_error, "KeyError: ", "raise KeyError"), (read_missing, "FileNotFoundError: ", "")],
+)
+def test_an_exception_of_a_loader_process_has_its_own_line(how, text, line, workers):
+    """It named a line of torch, which raises the exception again."""
+    error = failure_of(how, workers)
+    assert not lost_a_loader(error)
+    told = describe(error)
+    assert told.startswith(text)
+    assert "Traceback" not in told
+    assert "no such" in told.lower()
+    if line:
+        file, number = re.search(r"\((.*):(\d+)\)$", told).groups()
+        assert Path(file).read_text().splitlines()[int(number) - 1].strip().startswith(line)
+
+
+def test_a_loader_process_that_ends_itself_is_named():
+    """Its connection was gone: `FileNotFoundError` of a line of Python's multiprocessing."""
+    assert lost_a_loader(failure_of(partial(os._exit, 0), 1))
+
+
+def test_a_message_that_no_encoding_has_is_reported(start, tmp_path):
+    """A name of a file that is not UTF-8, as Python decodes it, ended in a second traceback."""
+    failures = start().failures
+    with (tmp_path / "console.txt").open("w", encoding="utf-8") as failures.console:
+        failures.report_exception(ValueError("no file \udcff.txt"))
+    assert "ValueError: no file \\udcff.txt" in (tmp_path / "console.txt").read_text()
+    assert failures.run.read_status()["reason"] == "error"
