@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from typer.core import TyperOption
 from launcher.cli import train
 from launcher.cli.main import app, main, run
 from launcher.cli.submit import sort_arguments
-from launcher.errors import RecipeError
+from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.decode import dotted, keys
 from launcher.recipe.other_names import _KEYS, NAMES
 from launcher.reliability.run_directory import RunFolder
@@ -306,3 +307,24 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
     assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 8]
+
+
+@pytest.mark.parametrize(("refused", "status"), [(True, EXIT_USAGE), (False, EXIT_FAILED)])
+def test_a_machine_that_loses_the_store_after_a_refusal_was_refused(
+    monkeypatch, capsys, refused, status
+):
+    """The machine of the store may end before the others' agents know how their ranks ended."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    def agent(arguments):
+        if refused:
+            Path(os.environ["LAUNCHER_REFUSED"]).write_text("the ranks would not train the same\n")
+        raise RendezvousError("closed")
+
+    monkeypatch.delenv("LAUNCHER_REFUSED", raising=False)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")  # otherwise all logging is disabled
+    monkeypatch.setattr(torchrun, "run", agent)
+    assert train._run_agent(["--nproc-per-node=1", "-m", "launcher.train"]) == status
+    assert ("did not meet" in capsys.readouterr().err) is not refused
+    assert not Path(os.environ.pop("LAUNCHER_REFUSED")).exists()
