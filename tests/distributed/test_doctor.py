@@ -22,6 +22,7 @@ sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
 """Each rank simulates one of three nodes. n2 computes a wrong sum; n3 is Slurm's first node."""
 
 
+@pytest.mark.long
 def test_doctor_measures_this_machine(tmp_path):
     file = tmp_path / "doctor.json"
     done = run(

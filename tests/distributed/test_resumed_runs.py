@@ -435,6 +435,7 @@ def test_damaged_checkpoint_is_reported_and_older_one_used(folder, one_rank):
     assert len(records(run_dir)) == 12, "metrics were lost"
 
 
+@pytest.mark.long
 def test_run_survives_full_disk_but_not_repeated_failures(folder):
     run_dir = folder / "full"
     words = ["run.max_steps=24", "checkpoint.max_failures=2"]

@@ -76,8 +76,6 @@ def start(folder, phase, act, **variables):
 @pytest.mark.parametrize(
     ("phase", "number", "target"),
     [
-        ("tokenize", signal.SIGTERM, "rank's group"),
-        ("reference", signal.SIGTERM, "launcher"),
         ("save", signal.SIGUSR1, "launcher"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
@@ -88,6 +86,8 @@ def start(folder, phase, act, **variables):
                 ("import", signal.SIGINT, "launcher"),
                 ("import", signal.SIGTERM, "rank"),
                 ("import", signal.SIGUSR1, "group"),
+                ("tokenize", signal.SIGTERM, "rank's group"),
+                ("reference", signal.SIGTERM, "launcher"),
                 ("tokenize", signal.SIGUSR1, "launcher"),
                 ("tokenize", signal.SIGINT, "rank"),
                 ("step", signal.SIGTERM, "rank's group"),

@@ -193,7 +193,8 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     )
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("fsdp", marks=pytest.mark.long), "fsdp_offload"])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["fsdp", "fsdp_offload"])
 def test_other_recipes_train_to_equal_losses(ddp, recipe, tmp_path):
     overrides = [
         *SHRUNK,

@@ -47,6 +47,7 @@ def write_own_model(folder):
     return script
 
 
+@pytest.mark.long
 def test_own_model_tutorial(tmp_path):
     """With fewer steps than in the tutorial."""
     script = write_own_model(tmp_path)
