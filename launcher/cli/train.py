@@ -106,10 +106,10 @@ def train(
         meeting = _meeting(nodes, node_rank, address, Path(recipe.run.dir).name)
     options = [*meeting, f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
-    return _conclude(exit_status, run, asked=requests.first is not None, nodes=nodes)
+    return _exit_status_of_run(exit_status, run, asked=requests.first is not None, nodes=nodes)
 
 
-def _conclude(exit_status: int, run: RunFolder, *, asked: bool, nodes: int) -> int:
+def _exit_status_of_run(exit_status: int, run: RunFolder, *, asked: bool, nodes: int) -> int:
     """The exit status of this command after torchrun's, which agrees with the outcome in the run
     folder: under torchrun a stopped run exits with 0, as does a process that its own code ends.
     `asked`: to stop, by a signal."""

@@ -272,7 +272,7 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedToken
         if data.tokenizer is not None or model.new_tokens:
             raise
         # Token rows, and a model whose folder has none, or one with code of its own
-        logger.warning(f"the model is exported, its tokenizer is left out: {error}")
+        logger.warning(f"the model is exported without its tokenizer: {error}")
         return None
     if data.chat_template is not None:
         tokenizer = copy.copy(tokenizer)

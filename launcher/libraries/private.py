@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 Method = Callable[..., None]
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-_Result = TypeVar("_Result")
 
 
 @functools.cache
@@ -278,13 +277,17 @@ def time_fsdp_waits(model: nn.Module, timed: Callable[[Method], Method], *, bloc
 def after_fsdp_reductions(model: nn.Module, call: Callable[[Any], None]) -> bool:
     """Calls `call(group)` after the reduction of each of FSDP's groups has been started.
 
-    torch 2.11 to 2.13. Without it the result is False: FSDP sums gradients in host memory itself.
+    torch 2.11 to 2.13, with what `copied_gradients` reads. Without it the result is False: FSDP sums
+    gradients in host memory itself.
     """
     groups = fsdp_groups(model)
-    attributes = ("post_backward", "fsdp_params")
-    if missing := [name for name in attributes if not all(hasattr(g, name) for g in groups)]:
-        log_missing(f"FSDPParamGroup.{missing[0]}", "FSDP adds offloaded gradients, slowly")
-        return False
+    for group in groups:
+        parameters = getattr(group, "fsdp_params", [None])
+        known = all(hasattr(parameter, "grad_offload_event") for parameter in parameters)
+        if not known or not hasattr(group, "post_backward"):
+            consequence = "FSDP adds offloaded gradients itself, and waits for each copy"
+            log_missing("FSDPParamGroup.post_backward or FSDPParam.grad_offload_event", consequence)
+            return False
 
     def followed(group: Any, start: Callable[..., None]) -> Callable[..., None]:
         def post_backward(*arguments: object) -> None:
@@ -304,24 +307,24 @@ def copied_gradients(group: Any) -> list[nn.Parameter]:
     torch 2.11 to 2.13; `after_fsdp_reductions` gives the group.
     """
     found = list[nn.Parameter]()
-    for of_fsdp in group.fsdp_params:
-        if of_fsdp.sharded_param.grad is None:
+    for fsdp_param in group.fsdp_params:
+        if fsdp_param.sharded_param.grad is None:
             continue
-        if (copied := of_fsdp.grad_offload_event) is not None:
+        if (copied := fsdp_param.grad_offload_event) is not None:
             copied.synchronize()
-            of_fsdp.grad_offload_event = None
-        found.append(of_fsdp.sharded_param)
+            fsdp_param.grad_offload_event = None
+        found.append(fsdp_param.sharded_param)
     return found
 
 
-def run_partitioned(
-    function: Callable[..., _Result], inputs: tuple[object, ...]
-) -> tuple[_Result, list[tuple[int | None, int]]]:
-    """Runs a function on fake tensors as the default backend of `torch.compile` divides it into a
-    forward and a backward pass.
+def saved_by_partition(
+    function: Callable[..., object], inputs: tuple[object, ...]
+) -> list[tuple[int | None, int]]:
+    """What a function on fake tensors saves for its backward pass if the default backend of
+    `torch.compile` divides it into a forward and a backward pass.
 
-    Returns its result, and for each storage that the forward pass saves for the backward pass the
-    index among the flat inputs (None: it is computed) and its bytes.
+    For each storage that is saved: the index among the flat inputs (None: the forward pass computes
+    it) and its bytes.
 
     torch 2.11 to 2.13 (`torch._functorch`). Without it ImportError is raised, and a plan counts
     what autograd saves.
@@ -346,9 +349,8 @@ def run_partitioned(
                 saved[node] = (given.index(node) if node in given else None, value.nbytes)
         return forward, backward
 
-    compiled = aot_function(function, fw_compiler=lambda graph, _: graph, partition_fn=partition)
-    result: _Result = compiled(*inputs)
-    return result, list(saved.values())
+    aot_function(function, fw_compiler=lambda graph, _: graph, partition_fn=partition)(*inputs)
+    return list(saved.values())
 
 
 def _base_of(node: Any) -> Any:

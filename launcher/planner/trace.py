@@ -401,8 +401,8 @@ def with_compiled_blocks(step: StepMemory, less: Sequence[int], names: Sequence[
     """The memory of a traced step, whose blocks are eager, if they were compiled.
 
     `less` has the bytes by which each block then saves less for its backward pass, in the order of
-    `names`. In the backward pass of a block it counts as eager, because what it did not save is
-    computed again.
+    `names`. A block whose backward pass is running counts as eager, because the backward pass
+    computes again what the forward pass did not save.
     """
     index = {name: number for number, name in enumerate(names)}
 

@@ -28,7 +28,7 @@ from launcher.libraries.private import (
     OpOverload,
     TorchDispatchMode,
     is_mutable,
-    run_partitioned,
+    saved_by_partition,
     storage_id,
     tree_leaves,
     tree_map_only,
@@ -252,7 +252,7 @@ def _saved_if_compiled(
             block.forward = own
 
     try:
-        _, storages = run_partitioned(of_weights, (weights, inputs))
+        storages = saved_by_partition(of_weights, (weights, inputs))
     except Exception:  # models fail in various ways without values; torch lacks a private name
         return None
     flat, total = tree_leaves((weights, inputs)), 0

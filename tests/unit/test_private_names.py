@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,3 +260,16 @@ def test_transformers_has_the_names():
     assert private.grouped_product(tokens, weight, ends).tolist() == [[8.0] * 8] * 4
     experts = model.model.layers[0].mlp.experts
     assert private.apply_gate(experts, torch.ones(3, 16)).shape == (3, 8)
+
+
+@pytest.mark.parametrize("missing", ["post_backward", "grad_offload_event"])
+def test_fsdp_sums_gradients_itself_where_a_name_is_missing(monkeypatch, missing):
+    """What only saves time is optional."""
+    parameter = SimpleNamespace(sharded_param=None, grad_offload_event=None)
+    group = SimpleNamespace(post_backward=lambda: None, fsdp_params=[parameter])
+    monkeypatch.setattr(private, "fsdp_groups", lambda model: [group])
+    assert private.after_fsdp_reductions(nn.Linear(1, 1), lambda group: None) is True
+    delattr(parameter if missing == "grad_offload_event" else group, missing)
+    before = dict(vars(group))
+    assert private.after_fsdp_reductions(nn.Linear(1, 1), lambda group: None) is False
+    assert vars(group) == before

@@ -477,7 +477,7 @@ def test_no_answer_in_a_terminal_runs_the_code_of_a_tokenizer(
     assert main(["inspect", *quickstart]) == 2
     assert "it needs its own Python code, which is not run by default" in capsys.readouterr().err
     assert export(run, tmp_path / "out") == 0
-    assert "its tokenizer is left out: data.tokenizer:" in caplog.text
+    assert "exported without its tokenizer: data.tokenizer:" in caplog.text
     assert export(run, tmp_path / "out", "--verify") == 0
     assert not (tmp_path / "executed").exists()
     section, data = Model(path=str(theirs), trust_remote_code=True), recipe_of(*words).data
