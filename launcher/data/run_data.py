@@ -121,6 +121,7 @@ class RunData:
                 tokens=sum(micro_batch["tokens"] for micro_batch in counted),
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
+                squared_lengths=sum(part.get("squared_lengths", 0) for part in counted),
                 loss_weight=float(sum(map(_loss_weight, counted))),
             )
             positions: dict[int, ShardPosition] = {}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from launcher.errors import first_line
 from launcher.recipe import schema
-from launcher.reliability.json_files import Lines, replace_text
+from launcher.reliability.json_files import Lines, last_line, replace_text
 from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ class Sink(Protocol):
     def write(self, record: Record) -> None:
         """Takes a record."""
 
+    def go_back(self, step: int, *, exact: bool) -> int:
+        """Called when training resumes after this step: drops the records of later steps, so that
+        each step counts once; returns how many were dropped. exact: their results will be the
+        same."""
+
     def close(self, state: str) -> None:
         """Called at the end of the run, with its state."""
 
@@ -46,8 +51,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
 
-    def remove_later_steps(self, step: int) -> int:
-        """See `remove_later_steps`."""
+    def go_back(self, step: int, *, exact: bool) -> int:
         return remove_later_steps(self._lines, step)
 
     def write(self, record: Record) -> None:
@@ -93,6 +97,11 @@ class OptionalSink:
             if self._sink is not None:
                 self._sink.write(record)
 
+    def go_back(self, step: int, *, exact: bool) -> int:
+        with self._failing():
+            return 0 if self._sink is None else self._sink.go_back(step, exact=exact)
+        return 0
+
     def close(self, state: str) -> None:
         with self._failing():
             if self._sink is not None:
@@ -131,14 +140,25 @@ def _no_questions() -> Iterator[None]:
 
 
 class Wandb:
-    """Weights & Biases, with the whole recipe as the run's config."""
+    """Weights & Biases, with the whole recipe as the run's config.
+
+    Its server keeps what was logged. An exact resume therefore logs only what earlier starts have
+    not logged; another one logs the steps again, beside the earlier ones.
+    """
 
     def __init__(
-        self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any]
+        self, wandb: schema.Wandb, *, name: str, folder: Path, config: dict[str, Any], metrics: Path
     ) -> None:
+        """metrics: the file with the records of earlier starts."""
         import wandb as library
 
         self._table = library.Table
+        self._logged = {
+            loss: int(last_line(metrics, having=("step", loss)).get("step", 0))
+            for loss in ("loss", "eval_loss")
+        }
+        self._repeated = dict.fromkeys(self._logged, 0)
+        """The last step that is not logged again, of training and of evaluations."""
         known = folder / "wandb_id"  # a resumed run continues in the same one
         if not known.exists():
             known.write_text(uuid.uuid4().hex[:8])
@@ -172,7 +192,15 @@ class Wandb:
         for prefix in ("training", "evaluation"):
             self._run.define_metric(f"{prefix}/*", step_metric="step")
 
+    def go_back(self, step: int, *, exact: bool) -> int:
+        self._repeated = dict(self._logged) if exact else dict.fromkeys(self._logged, 0)
+        return 0
+
     def write(self, record: Record) -> None:
+        kind = "eval_loss" if "eval_loss" in record else "loss"
+        if record["step"] <= self._repeated[kind]:
+            return
+        self._logged[kind] = record["step"]
         more = {}
         if samples := record.get("samples"):
             rows = [list(sample.values()) for sample in samples]
@@ -184,19 +212,28 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files."""
+    """Event files, one of each start that writes."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._make: Any = partial(SummaryWriter, str(folder))
+        self._writer: Any = None
+
+    def go_back(self, step: int, *, exact: bool) -> int:
+        """TensorBoard drops what earlier files have from `purge_step` on."""
+        self.close("")
+        self._writer = self._make(purge_step=step + 1)
+        return 0
 
     def write(self, record: Record) -> None:
+        self._writer = self._writer or self._make()
         for key, value in _numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
 
     def close(self, state: str) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def open_sinks(
@@ -206,7 +243,7 @@ def open_sinks(
     config is the whole recipe."""
     sinks: list[Sink] = [JsonLines(run.metrics)]
     if (wandb := logging.wandb) is not None:
-        make = partial(Wandb, wandb, name=name, folder=run.path, config=config)
+        make = partial(Wandb, wandb, name=name, folder=run.path, config=config, metrics=run.metrics)
         sinks.append(OptionalSink("wandb", make))
     if logging.tensorboard:
         make_board = partial(TensorBoard, run.path / "tensorboard")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -375,36 +378,98 @@ def class_count(model: nn.Module) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
-    """Floating-point operations per token of forward and backward: 6 N + 12 L h T (PaLM, appendix
-    B); 0 for a model without a config.
+@dataclass(frozen=True)
+class TokenFlops:
+    """Floating-point operations for a token."""
+
+    products: float = 0.0
+    """Of the parameters."""
+    attention: tuple[tuple[float, float], ...] = ()
+    """For groups of layers: operations for each token that is attended to, and the window."""
+
+    def at(self, document_length: float) -> float:
+        """Operations for a token of a document of this many tokens. A causal mask does not halve
+        the operations of attention; a window limits them."""
+        return self.products + sum(
+            operations * min(document_length, window) for operations, window in self.attention
+        )
+
+    def times(self, factor: float) -> TokenFlops:
+        """As many times the operations."""
+        attention = tuple((factor * operations, window) for operations, window in self.attention)
+        return TokenFlops(factor * self.products, attention)
+
+    def plus(self, other: TokenFlops) -> TokenFlops:
+        """The operations of both."""
+        return TokenFlops(self.products + other.products, self.attention + other.attention)
+
+
+def token_flops(model: nn.Module) -> TokenFlops:
+    """Operations of the forward and the backward pass: 6 N + 6 heads (d + e) T for each layer with
+    attention (PaLM, appendix B, which has h for heads times head size); none for a model without a
+    config.
 
     N is the number of parameters without input embeddings, with only the experts that a token uses;
-    a frozen one counts 4 in place of 6. L and h are the number of blocks and the hidden size, T is
-    the sequence length; a causal mask does not halve it.
+    a frozen one counts 4 in place of 6. d and e are the sizes of a head's keys and values, T is the
+    length of the token's document, at most the window.
     """
     config, unused = text_config(model), set(parts_without_text(model))
-    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    if not layers or not hidden:
-        return 0.0
+    if not getattr(config, "num_hidden_layers", 0) or not getattr(config, "hidden_size", 0):
+        return TokenFlops()
     tied = getattr(config, "tie_word_embeddings", False)
     embedding = None if tied else getattr(embeddings(model)[0], "weight", None)
-    total = 12.0 * layers * hidden * sequence_length
-    for name, parameter, used in _used_parameters(model, config):
-        if parameter is not embedding and name not in unused:
-            total += (6.0 if parameter.requires_grad else 4.0) * used
-    return total
+    products = sum(
+        (6.0 if parameter.requires_grad else 4.0) * used
+        for name, parameter, used in _used_parameters(model, config)
+        if parameter is not embedding and name not in unused
+    )
+    layers = Counter(_attention_layers(config))
+    return TokenFlops(
+        products, tuple((6.0 * count * size, window) for (size, window), count in layers.items())
+    )
 
 
-def recomputed_flops(model: nn.Module, blocks: Iterable[nn.Module], *, tokens: int) -> float:
-    """Floating-point operations per token of another forward pass of these blocks, 2 N + 4 h T for
-    each (see `flops_per_token`). `tokens` is T, or 0 if the results of attention are kept."""
+def recomputed_flops(model: nn.Module, blocks: Collection[nn.Module]) -> TokenFlops:
+    """Operations of another forward pass of these blocks: a third of those in `token_flops` of
+    attention, in all layers alike, and 2 N."""
     config = text_config(model)
-    total = 0.0
-    for block in blocks:
-        total += 2.0 * sum(used for _, _, used in _used_parameters(block, config))
-        total += 4.0 * getattr(config, "hidden_size", 0) * tokens
-    return total
+    used = sum(used for block in blocks for _, _, used in _used_parameters(block, config))
+    layers = getattr(config, "num_hidden_layers", 0) or 1
+    whole = TokenFlops(0.0, token_flops(model).attention).times(len(blocks) / layers / 3)
+    return whole.plus(TokenFlops(2.0 * used))
+
+
+def _attention_layers(config: Any) -> Iterator[tuple[float, float]]:
+    """For each layer with attention: the sizes of its keys and values of all heads, added, and its
+    window (infinity: none). A recurrent layer has parameters only."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head = getattr(config, "head_dim", None) or config.hidden_size / heads
+    keys = values = heads * head
+    if rotated := getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
+        keys = heads * (getattr(config, "qk_nope_head_dim", 0) + rotated)
+        values = heads * (getattr(config, "v_head_dim", None) or head)
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    names = ("layer_types", "layers_block_type")
+    types = next((found for name in names if (found := getattr(config, name, None))), None)
+    if types is None:
+        types = ["sliding_attention" if window else "attention"] * config.num_hidden_layers
+    windows = {
+        "sliding_attention": window,
+        "hybrid_sliding": window,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+        "indexed_attention": getattr(config, "index_topk", None),
+    }
+    for kind in types:
+        if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):
+            yield 2 * heads * wide, math.inf
+        elif kind not in _WITHOUT_ATTENTION:
+            yield keys + values, float(windows.get(kind) or math.inf)
+
+
+_WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense")
+"""Types of layers whose operations do not depend on the length of a document."""
 
 
 def _used_parameters(

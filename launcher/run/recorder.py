@@ -66,6 +66,8 @@ class _Interval:
         """All, and those in which waits for other ranks were measured."""
         self.tokens = 0
         """Over all ranks."""
+        self.squared_lengths = 0
+        """See `StepTotals`."""
         self.waited = 0.0
         """Seconds, for the loader."""
         self.retries = math.nan
@@ -172,8 +174,8 @@ class StepRecorder:
         self.own_seconds: list[float] = []
         """Of the last record, of each rank (`_Interval.own_seconds`); empty if not measured."""
         self.totals: defaultdict[str, float] = defaultdict(float)
-        """Of this rank after the first record: seconds by phase and of all (`step`), `tokens`, and
-        `communication` in `timed` seconds; and the number of `records`."""
+        """Of this rank after the first record: seconds by phase and of all (`step`), `tokens`,
+        `squared_lengths`, and `communication` in `timed` seconds; and the number of `records`."""
         self.restart(skipped=0, skipped_in_a_row=0)
 
     def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
@@ -215,7 +217,9 @@ class StepRecorder:
         self.phase("logging")
         interval = self._interval
         interval.steps += 1
-        interval.tokens += step.batch.statistics.read().tokens
+        totals = step.batch.statistics.read()
+        interval.tokens += totals.tokens
+        interval.squared_lengths += totals.squared_lengths
         interval.waited += step.batch.seconds_waited
         interval.skipped.append(step.skipped)
         interval.timed_steps += self._timed and self.measures_waits
@@ -299,6 +303,7 @@ class StepRecorder:
             "learning_rate": step.learning_rate,
             "tokens": totals.tokens,
             "loss_tokens": totals.loss_tokens,
+            "document_length": _ratio(interval.squared_lengths, interval.tokens),
             "step_seconds": seconds,
             "tokens_per_second": rate,
             "mfu": None,
@@ -333,9 +338,14 @@ class StepRecorder:
         seconds, waits = interval.step_seconds * interval.steps, interval.communication_seconds
         self.totals["step"] += seconds
         self.totals["tokens"] += interval.tokens
+        self.totals["squared_lengths"] += interval.squared_lengths
         if waits is not None:
             self.totals["communication"] += waits * interval.steps
             self.totals["timed"] += seconds
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if total and count else None
 
 
 def _peak_memory(device: torch.device) -> tuple[float, float]:

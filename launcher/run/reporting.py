@@ -22,7 +22,7 @@ from launcher.console import ProgressLine, bytes_as_text, finite, seconds_as_tex
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
-from launcher.metrics.sinks import JsonLines, Sink, open_sinks, remove_later_steps
+from launcher.metrics.sinks import Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.reliability.json_files import Json, Lines, replace_text
 from launcher.reliability.run_directory import RunFolder
@@ -144,7 +144,8 @@ class Reporter:
     def _collect(self, pending: PendingRecord) -> Json:
         record, flops = self._recorder.collect(pending), self._flops
         if flops.peak:
-            rate = record["tokens_per_second"] * flops.model
+            length = record["document_length"] or self._recipe.data.sequence_length
+            rate = record["tokens_per_second"] * flops.model.at(length)
             record["mfu"] = rate / (flops.peak * len(self._hosts))
         return record
 
@@ -192,7 +193,9 @@ class Reporter:
         totals = self._recorder.totals
         if not totals["step"]:
             return
-        shares = step_shares(totals, recomputed_share=self._flops.recomputed_share)
+        length = totals["squared_lengths"] / max(1.0, totals["tokens"])
+        recomputed = self._flops.recomputed_share(length or self._recipe.data.sequence_length)
+        shares = step_shares(totals, recomputed_share=recomputed)
         profile = self._profile(shares)
         text, rate = verdict(profile, self._recipe), totals["tokens"] / totals["step"]
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
@@ -302,8 +305,8 @@ class Reporter:
         if not self._main:
             return
         self._folder.check()
-        files = (sink for sink in self._sinks if isinstance(sink, JsonLines))
-        removed = sum(file.remove_later_steps(step) for file in files)
+        exact = diverged is None and not resumed.changes
+        removed = sum(sink.go_back(step, exact=exact) for sink in self._sinks)
         remove_later_steps(self._samples, step)
         start = data.start
         more: Json = {"step": step, "skipped_batches": start.skipped_batches}

@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.process_group import DataParallel
 from launcher.models.build import (
+    TokenFlops,
     class_count,
     embeddings,
-    flops_per_token,
     padding_id,
     recomputed_flops,
+    token_flops,
 )
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.hugging_face_files import export_hugging_face
@@ -52,12 +53,17 @@ from launcher.training.teacher import TeacherFile, with_teacher
 class Flops:
     """Floating-point operations per token."""
 
-    model: float
-    """Forward and backward: `flops_per_token`."""
-    recomputed_share: float = 0.0
-    """Share of all operations that recompute activations; 0 if it is not known."""
+    model: TokenFlops
+    """Forward and backward."""
+    recomputed: TokenFlops = field(default_factory=TokenFlops)
+    """Of recomputed activations; 0 if they are not known."""
     peak: float | None = None
     """A device's per second; None: not known."""
+
+    def recomputed_share(self, document_length: float) -> float:
+        """Share of all operations that recompute activations, for tokens of such documents."""
+        recomputed = self.recomputed.at(document_length)
+        return recomputed / (self.model.at(document_length) + recomputed) if recomputed else 0.0
 
 
 @dataclass(frozen=True)
@@ -243,14 +249,13 @@ def _count_flops(
     device: torch.device,
 ) -> Flops:
     """Checkpointed blocks are recomputed, and with a chunked loss the logits that are not kept."""
-    model, recomputed = prepared.model, 0.0
+    model, recomputed = prepared.model, TokenFlops()
     checkpointing, tokens = recipe.activation_checkpointing, recipe.data.sequence_length
-    flops = flops_per_token(model, sequence_length=tokens)
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
     if checkpointing is None or checkpointing.mode == "full":
-        recomputed = recomputed_flops(model, blocks, tokens=tokens)
-    elif checkpointing.budget is None:  # half of the matrix products
-        recomputed = recomputed_flops(model, blocks, tokens=0) / 2
+        recomputed = recomputed_flops(model, blocks)
+    elif checkpointing.budget is None:  # half of the matrix products, and no attention
+        recomputed = TokenFlops(recomputed_flops(model, blocks).products / 2)
     part = rows_of(recipe.batch, sequence_length=tokens) * tokens
     part //= recipe.strategy.context_parallel_size
     vocabulary = prepared.vocabulary or 0
@@ -258,9 +263,9 @@ def _count_flops(
     several = prepared.chunked_loss and chunk_width(max(1, part), vocabulary) < vocabulary
     logits = several and recipe.model.keep_logits is not True
     if logits and (checkpointing is None or checkpointing.budget is None):
-        recomputed += 2.0 * embeddings(model)[1].weight.numel()
+        recomputed = recomputed.plus(TokenFlops(2.0 * embeddings(model)[1].weight.numel()))
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return Flops(flops, recomputed / (flops + recomputed) if recomputed else 0.0, peak)
+    return Flops(token_flops(model), recomputed, peak)
 
 
 def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:

@@ -1,6 +1,6 @@
 """The data set of `make finetune` and the accuracy on it."""
 
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
@@ -18,10 +18,9 @@ SCRIPT = REPOSITORY / "recipes/arithmetic.py"
 
 @pytest.fixture(scope="module")
 def arithmetic():
-    spec = importlib.util.spec_from_file_location("arithmetic", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module("arithmetic")
 
 
 def test_train_and_test_sets_are_disjoint_and_correct(arithmetic, tmp_path):
@@ -75,9 +74,8 @@ def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys
     ]
     even = sum(int(row.split()[0]) % 2 == 0 for row in rows)
     assert 0 < even < len(rows)
-    assert arithmetic.accuracy(tmp_path / "hf", tmp_path / "data", batch_size=30) == even / len(
-        rows
-    )
+    share = arithmetic.accuracy(tmp_path / "hf", tmp_path / "data", max_new_tokens=8, batch_size=30)
+    assert share == even / len(rows)
     assert (
         f"accuracy of {tmp_path}/hf: {even / len(rows):.1%} of 81 questions"
         in capsys.readouterr().out
@@ -87,6 +85,25 @@ def test_accuracy_counts_exact_answers(arithmetic, tmp_path, monkeypatch, capsys
 def test_missing_argument_prints_usage(arithmetic, capsys):
     assert arithmetic.main(["generate"]) == 2
     assert "generate FOLDER" in capsys.readouterr().err
+
+
+def test_orders_are_json_and_those_of_the_test_set_are_others(tmp_path):
+    script = SCRIPT.with_name("smollm2.py")
+    subprocess.run([sys.executable, script, "generate", tmp_path], check=True, timeout=60)
+    rows = {
+        name: [
+            json.loads(line)["messages"]
+            for line in (tmp_path / f"{name}.jsonl").read_text("utf-8").splitlines()
+        ]
+        for name in ("train", "test")
+    }
+    assert {name: len(part) for name, part in rows.items()} == {"train": 300, "test": 50}
+    asked = [messages[0]["content"] for part in rows.values() for messages in part]
+    assert len(set(asked)) == 350
+    for question, answer in rows["train"] + rows["test"]:
+        order = json.loads(answer["content"])
+        assert list(order) == ["name", "city", "item", "count"]
+        assert all(str(value) in question["content"] for value in order.values())
 
 
 def test_preferences_are_pairs_of_styles_of_sums_that_are_not_tested(tmp_path):

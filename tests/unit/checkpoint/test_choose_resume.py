@@ -276,10 +276,10 @@ def test_metrics_after_the_checkpoint_are_removed(tmp_path):
     lines.insert(1, "\0" * 40)  # a block that a power failure lost
     metrics.write_text("\n".join(lines) + '\n{"step": 2, "lo')
     sink = JsonLines(metrics)
-    assert sink.remove_later_steps(2) == 4
+    assert sink.go_back(2, exact=True) == 4
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2, 2]
-    assert sink.remove_later_steps(2) == 0
-    assert sink.remove_later_steps(0) == 3
+    assert sink.go_back(2, exact=True) == 0
+    assert sink.go_back(0, exact=True) == 3
     sink.close("finished")
     assert metrics.read_text() == ""
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launcher.metrics.sinks import OptionalSink, Wandb
+from launcher.metrics.sinks import OptionalSink, TensorBoard, Wandb
 from launcher.recipe import schema
 from tests.distributed.launching import run
 from tests.wandb_files import history, read_records
@@ -21,22 +21,31 @@ from launcher.metrics import sinks
 
 sinks.WANDB_START = 3
 settings = schema.Wandb(project="test", mode=MODE, tags=("first", "second"), group="sweep")
-sink = Wandb(settings, name="name", folder=Path(sys.argv[1]), config={})
-for step in map(int, sys.argv[2:]):
-    sink.write({"step": step, "loss": 1.0, "time": 0.0})
+folder = Path(sys.argv[1])
+metrics = sinks.JsonLines(folder / "metrics.jsonl")
+sink = Wandb(settings, name="name", folder=folder, config={}, metrics=folder / "metrics.jsonl")
+step = 0
+for word in sys.argv[2:]:
+    if word in ("exact", "changed"):
+        sink.go_back(step, exact=word == "exact")
+        continue
+    step = int(word)
+    for each in (metrics, sink):
+        each.write({"step": step, "loss": 1.0, "time": 0.0})
 samples = [{"step": step, "prompt": "1 + 1", "answer": answer} for answer in "23"]
 sink.write({"step": step, "eval_loss": 0.5, "time": 0.0, "samples": samples})
 sink.close("finished")
 """
 
 
-def test_wandb_keeps_repeated_steps(tmp_path):
-    """Steps repeat after a rewind in one process, and after a resume in a second process."""
-    for steps in ((1, 2, 3, 2, 3, 4), (3, 4, 5)):
+def test_wandb_gets_each_step_once_unless_its_results_change(tmp_path):
+    """Steps repeat with others after a rewind in one process, and with the same results after a
+    resume in a second process."""
+    for steps in ((1, 2, 3, "changed", 2, 3, 4), ("exact", 3, 4, 5)):
         code = SCRIPT.replace("MODE", repr("offline"))
         run([sys.executable, "-c", code, tmp_path, *steps], timeout=60).check()
     rows = list(history(tmp_path / "wandb"))
-    assert [row["step"] for row in rows if "training/loss" in row] == [1, 2, 3, 2, 3, 4, 3, 4, 5]
+    assert [row["step"] for row in rows if "training/loss" in row] == [1, 2, 3, 2, 3, 4, 5]
     assert [row["step"] for row in rows if "evaluation/eval_loss" in row] == [4, 5]
     tables = [json.loads(file.read_text()) for file in tmp_path.rglob("*.table.json")]
     assert [table["columns"] for table in tables] == [["step", "prompt", "answer"]] * 2
@@ -69,7 +78,7 @@ def test_wandb_asks_nothing_in_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", init)
     settings = schema.Wandb(project="test", mode="offline")
     with pytest.raises(RuntimeError, match="stop"):
-        Wandb(settings, name="name", folder=tmp_path, config={})
+        Wandb(settings, name="name", folder=tmp_path, config={}, metrics=tmp_path / "metrics.jsonl")
     assert seen == [(False, "")]
     assert sys.stdin is terminal
 
@@ -86,6 +95,27 @@ def test_unreachable_wandb_server_means_offline_records(tmp_path):
     assert f"wandb sync {tmp_path}/wandb/offline-run-*" in result.output
     rows = list(history(tmp_path / "wandb"))
     assert [row["step"] for row in rows if "training/loss" in row] == [1, 2]
+
+
+def test_tensorboard_shows_each_step_once(tmp_path):
+    """After a resume in another process, and after a rewind in the same one."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path)
+    for step in range(1, 18):
+        first.write({"step": step, "loss": 1.0})
+    first._writer.flush()  # and is killed
+    second = TensorBoard(tmp_path)
+    second.go_back(10, exact=True)
+    for step in range(11, 20):
+        second.write({"step": step, "loss": 2.0})
+    second.go_back(15, exact=False)
+    for step in range(16, 25):
+        second.write({"step": step, "loss": 3.0})
+    second.close("finished")
+    shown = EventAccumulator(str(tmp_path)).Reload().Scalars("training/loss")
+    assert [point.step for point in shown] == list(range(1, 25))
+    assert [point.value for point in shown] == [1.0] * 10 + [2.0] * 5 + [3.0] * 9
 
 
 def test_failing_sink_is_logged_once_and_disabled(messages):

@@ -12,8 +12,8 @@ from launcher.models import philox
 from launcher.models.build import (
     build_model,
     find_blocks,
-    flops_per_token,
     recomputed_flops,
+    token_flops,
     vocabulary_size,
 )
 from launcher.models.initialization import initialize, materialize, random_weights
@@ -218,18 +218,63 @@ def numel(parameters):
 def test_flops_of_dense_frozen_and_expert_models():
     model, attention = build(config=LLAMA), 12 * 2 * 32 * 16
     parameters = numel(model.parameters()) - 64 * 32
-    assert flops_per_token(model, sequence_length=16) == 6 * parameters + attention
+    assert token_flops(model).at(16) == 6 * parameters + attention
     blocks = list(find_blocks(model).values())
     inside = sum(numel(block.parameters()) for block in blocks)
-    assert recomputed_flops(model, blocks, tokens=16) == 2 * inside + 4 * 2 * 32 * 16
+    assert recomputed_flops(model, blocks).at(16) == 2 * inside + 4 * 2 * 32 * 16
     frozen = build(config=LLAMA, freeze=("lm_head.*",))
     saved = 2 * 64 * 32
-    assert flops_per_token(frozen, sequence_length=16) == 6 * parameters + attention - saved
+    assert token_flops(frozen).at(16) == 6 * parameters + attention - saved
     experts = {"num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
     sparse = build(config=LLAMA | {"model_type": "mixtral"} | experts)
     inside = numel(p for name, p in sparse.named_parameters() if ".experts." in name)
     used = numel(sparse.parameters()) - 64 * 32 - inside + inside / 4
-    assert flops_per_token(sparse, sequence_length=16) == 6 * used + attention
+    assert token_flops(sparse).at(16) == 6 * used + attention
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "attended"),
+    [
+        # 2 layers: 12 times heads times head size times tokens, which a window limits
+        ({"head_dim": 64}, 16, 2 * 4 * 64 * 16),
+        ({"model_type": "mistral", "sliding_window": 8}, 16, 2 * 32 * 8),
+        ({"model_type": "mistral", "sliding_window": 8}, 4, 2 * 32 * 4),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
+            16,
+            2 * 32 * 16,
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            16,
+            4 * 16 * (8 + 16),
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "q_lora_rank": None,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 32,
+                "first_k_dense_replace": 2,
+            },
+            16,
+            2 * 4 * (16 + 8 + 32) / 2 * 16,
+        ),
+        ({"model_type": "mamba2", "num_heads": 8, "head_dim": 8}, 16, 0),
+    ],
+    ids=lambda value: value.get("model_type", "llama") if isinstance(value, dict) else None,
+)
+def test_flops_of_attention(config, length, attended):
+    """The sizes of heads and windows count, not the hidden size."""
+    flops = token_flops(build(config=LLAMA | config))
+    assert flops.at(length) - flops.products == 12 * attended
 
 
 def test_freeze_patterns_exclude_parameters_from_training():
@@ -305,7 +350,7 @@ def test_custom_builder():
     assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     assert vocabulary_size(model) is None
-    assert flops_per_token(model, sequence_length=16) == 0.0
+    assert token_flops(model).at(16) == 0.0
     random_weights(model, CPU, CPU, seed=1)
     largest = model.blocks[0].linear.weight.abs().max().item()
     assert largest == pytest.approx(8**-0.5, rel=0.2), "must be initialized as by torch"

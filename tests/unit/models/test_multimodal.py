@@ -10,7 +10,7 @@ import transformers
 from launcher.checkpoint import verify
 from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
-from launcher.models.build import flops_per_token, parts_without_text
+from launcher.models.build import parts_without_text, token_flops
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step
@@ -123,7 +123,7 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
     larger, smaller = (estimate_memory(p, recipe, ranks=2) for p in (profile, without))
     assert larger.peak.total - smaller.peak.total == 4 * profile.unused.count // 2
     assert larger.peak.components.gathered == smaller.peak.components.gathered
-    flops = flops_per_token(prepared.model, sequence_length=16)
+    flops = token_flops(prepared.model).at(16)
     assert 0 < flops <= 6.0 * profile.parameters + 12 * 2 * 32 * 16
 
 

@@ -321,7 +321,7 @@ def test_flops_do_not_depend_on_quantization():
     counts = []
     for quantize in ("nf4", None):
         prepared = prepare(Lora(rank=4, quantize=quantize))
-        counts.append(setup.flops_per_token(prepared.model, sequence_length=16))
+        counts.append(setup.token_flops(prepared.model).at(16))
     assert counts[0] == counts[1]
 
 

@@ -60,7 +60,7 @@ def test_removed_steps_do_not_come_back(disk):
     free = fill(disk)
     for step in range(40, 80):
         metrics.write({"step": step, "text": "x" * 100})
-    assert metrics.remove_later_steps(20) == 59
+    assert metrics.go_back(20, exact=True) == 59
     free()
     metrics.write({"step": 21})
     assert [line["step"] for line in read_jsonl(disk / "metrics.jsonl")] == list(range(1, 22))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 from collections import defaultdict
@@ -17,6 +18,7 @@ from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.slow_ranks import SlowRanks
+from launcher.models.build import TokenFlops
 from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
@@ -67,6 +69,21 @@ def test_rates_are_means_since_the_last_record(clock):
     line = recorder.collect(second)
     assert line["step_seconds"] == pytest.approx(2.0), "the excluded pause is not counted"
     assert line["tokens_per_second"] == pytest.approx(20)
+
+
+def test_mfu_counts_attention_to_tokens_of_the_same_document(reporter):
+    """16 tokens in documents of 12 and 4: a token attends to (144 + 16) / 16 = 10 of them."""
+    statistics = StepStatistics(StepTotals(15, 16, squared_lengths=160), SINGLE_RANK)
+    batch = GlobalBatch(1, [], statistics, 8, 0.5)
+    last = Step(1, torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0), 1e-3, batch)
+    reporter._flops = Flops(TokenFlops(3.0, ((2.0, math.inf), (5.0, 4.0))), peak=600.0)
+    recorder = reporter._recorder
+    recorder.phase("forward")
+    recorder.add(last)
+    line = reporter._collect(recorder.launch(last))
+    assert line["document_length"] == 10
+    operations = 3.0 + 2.0 * 10 + 5.0 * 4
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * operations / 600.0)
 
 
 def test_step_time_by_phase(clock):
@@ -262,7 +279,7 @@ def reporter(folder):
         ranks=SINGLE_RANK,
         recipe=recipe,
         data=SimpleNamespace(steps=10),
-        flops=Flops(3.0, peak=600.0),
+        flops=Flops(TokenFlops(3.0), peak=600.0),
     )
     return Reporter(training, run, StepRecorder(SINGLE_RANK), first_step=0)
 
