@@ -294,7 +294,7 @@ def main() -> int:
     options = parser.parse_args()
     environment = read_environment()
     with process_group.process_group(environment, device="any", init_timeout=300) as (ranks, _):
-        process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
+        process_group.prepare_cpu(environment, device=ranks.device, cpu_offload=True)
         failed = measure(options, ranks)
     if failed and environment.main:
         print("\nFailed:", *failed, sep="\n  ")

@@ -99,7 +99,7 @@ def run(*, node: Checks | None, quick: bool = False) -> Report:
         findings, versions = examine(**node)
     group = process_group.process_group(environment, device="any", init_timeout=INIT_SECONDS)
     with group as (ranks, _):
-        process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
+        process_group.prepare_cpu(environment, device=ranks.device, cpu_offload=True)
         own = RankResult(
             host_name(),
             environment.local_rank,

@@ -306,7 +306,7 @@ def run(setting: Json) -> int:
     process_group.set_numerics(deterministic=False, float32_matmul="highest")
     group = process_group.process_group(environment, device=setting["device"], init_timeout=600)
     with group as (ranks, _):
-        process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
+        process_group.prepare_cpu(environment, device=ranks.device, cpu_offload=True)
         try:
             variants = make_variants(selftest_recipe(setting), ranks=ranks.size)
             results = train_all(variants, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,27 @@ def shared_text() -> str:
         "more (docker: --shm-size=8g or --ipc=host; Kubernetes: a volume with medium: Memory at "
         "/dev/shm), or set data.workers=0"
     )
+
+
+_MMAP_THRESHOLD = -3
+"""Of mallopt(3): allocations of this size and more are mapped, and unmapped when they are freed."""
+RETURNED = 1 << 20
+"""Bytes of a freed allocation from which it goes back to the system."""
+
+
+def return_freed_memory() -> None:
+    """Makes glibc return freed tensors to the system, on a rank that computes on the CPU.
+
+    By default glibc raises its threshold to the size of what was freed, up to 32 MiB, and keeps
+    smaller blocks in a heap that fragments: fine-tuning a model of 135 million parameters took
+    5.7 GiB instead of 4.4. Does nothing where the user has set the threshold, or with another C
+    library.
+    """
+    tuned = os.environ.get("GLIBC_TUNABLES", "")
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in tuned:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, RETURNED)
 
 
 def resident() -> int:

@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from launcher.distributed import host_memory
 from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
 from launcher.distributed.network import interface_to
 from launcher.distributed.torchrun import LOOPBACK, listen, store_address
@@ -127,9 +128,11 @@ def from_rank_0(value: _T, group: dist.ProcessGroup) -> _T:
     return values[0]
 
 
-def set_threads(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
+def prepare_cpu(environment: Environment, *, device: torch.device, cpu_offload: bool) -> None:
     """Gives a rank that computes on the CPU its share of the cores, unless the user has set
-    OMP_NUM_THREADS."""
+    OMP_NUM_THREADS. Tensors that it frees go back to the system."""
+    if device.type == "cpu":
+        host_memory.return_freed_memory()
     if not user_sets_threads(environment) and (cpu_offload or device.type == "cpu"):
         cores = len(os.sched_getaffinity(0)) // environment.local_world_size
         torch.set_num_threads(max(1, cores))

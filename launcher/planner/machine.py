@@ -44,8 +44,9 @@ DISK = 3e9
 """Bytes a second that a node's NVMe drive reads and writes together. Assumed."""
 ADAMW_BYTES = 28
 """Bytes that AdamW moves for a parameter: four float32 numbers are read, three written."""
-CPU_FLOPS, CPU_NETWORK, CPU_MEMORY = 1e12, 10e9, 100e9
-"""A server with 32 cores: operations, bytes between ranks, bytes of memory a second. Assumed."""
+CPU_CORES, CPU_FLOPS, CPU_NETWORK, CPU_MEMORY = 32, 1e12, 10e9, 100e9
+"""A server with so many cores: operations, bytes between ranks, bytes of memory a second.
+Assumed."""
 _UNUSUAL = ("A800", "H800", "H20", "MI", "V100", "T4")
 """GPUs that are not assumed where only the size of the memory is known (H200 is)."""
 
@@ -105,18 +106,19 @@ def known_machine(
     memory: int | None = None,
     host_memory: int | None = None,
     overrides: Mapping[str, Any] | None = None,
+    cores: int | None = None,
     others: str = ", cpu, or gpu_memory=80GiB",
 ) -> Machine:
     """A machine with a GPU of the table, or with `cpu`.
 
     `gpu` is a name as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); a GPU that is not in
     the table gets the rates of the GPU with the nearest memory size. `overrides` are rates that
-    replace those of the table, and `others` what a message names besides its GPUs. Raises
+    replace those of the table, `cores` are those of a CPU, and `others` is what a message names besides its GPUs. Raises
     RecipeError if neither the GPU nor `memory` is known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":
-        name, device, rates = "CPU", "cpu", _cpu_rates(gpus_per_node)
+        name, device, rates = "CPU", "cpu", _cpu_rates(gpus_per_node, cores)
     else:
         listed = find_gpu(gpu, memory=memory) if gpu is not None else None
         if listed is None and memory is None:
@@ -167,9 +169,11 @@ def _gpu_rates(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Rates:
     )
 
 
-def _cpu_rates(ranks_per_node: int) -> Rates:
-    flops, memory = CPU_FLOPS / ranks_per_node, CPU_MEMORY / ranks_per_node
-    network = CPU_NETWORK / ranks_per_node
+def _cpu_rates(ranks_per_node: int, cores: int | None) -> Rates:
+    """cores: of a node; None: CPU_CORES."""
+    share = (cores or CPU_CORES) / CPU_CORES / ranks_per_node
+    flops, memory, network = share * CPU_FLOPS, share * CPU_MEMORY, share * CPU_NETWORK
+    what = f"{CPU_CORES} cores" if cores is None else f"{cores} of {CPU_CORES} cores"
     return Rates(
         half_flops=flops,
         float32_flops=flops,
@@ -178,7 +182,7 @@ def _cpu_rates(ranks_per_node: int) -> Rates:
         inter_node_bandwidth=network / 10,
         host_bandwidth=memory,
         host_adamw=memory / ADAMW_BYTES,
-        source="a server with 32 cores, assumed",
+        source=f"a server with {what}, assumed",
     )
 
 

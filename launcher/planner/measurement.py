@@ -337,7 +337,7 @@ def run(setting: Json) -> list[Json]:
     """On every rank: measures each recipe; returns the fields of `Measurement`."""
     environment = read_environment()
     with process_group.process_group(environment, device="any", init_timeout=300) as (ranks, _):
-        process_group.set_threads(environment, device=ranks.device, cpu_offload=True)
+        process_group.prepare_cpu(environment, device=ranks.device, cpu_offload=True)
         results = []
         for arguments in setting["recipes"]:
             recipe = load_recipe(arguments, ranks=ranks.size, files=False).recipe

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -13,20 +14,20 @@ from typing import Any, cast
 import torch
 
 from launcher.checkpoint.resume import earlier_strategy
-from launcher.console import bytes_as_text
+from launcher.console import bytes_as_text, seconds_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
-from launcher.planner.candidates import overrides_between
+from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, speed_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
-from launcher.planner.recipes import has_reductions_to_choose
+from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml
@@ -44,6 +45,12 @@ COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy` whose `auto` means: false if that leaves `ROOM`."""
 ROOM = 0.15
 """Share of the memory that must stay free by estimate, which is good to some 10 %."""
+CPU_ROOM = 0.5
+"""The same on CPUs, whose memory other processes share: also of what `auto` chooses."""
+CPU_SECONDS = 20.0
+"""Most seconds of a micro-batch that `auto` chooses on CPUs: progress is logged after each."""
+SLOW_STEP = 60.0
+"""Seconds of a step by plan from which a choice for CPUs names a smaller batch."""
 SECONDS = 300
 """Time limit of the choice."""
 OWN_CONTEXT = 2**30
@@ -66,13 +73,18 @@ def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
         name = torch.cuda.get_device_name(device)
         free, total = torch.cuda.mem_get_info(device)
         memory = min(total, free + OWN_CONTEXT)
-    every = gather(((name, total), memory, host, on_node), ranks.group)
-    devices, memories, hosts, on_nodes = zip(*every, strict=True)
+    cores = len(os.sched_getaffinity(0))
+    every = gather(((name, total), memory, host, on_node, cores), ranks.group)
+    devices, memories, hosts, on_nodes, node_cores = zip(*every, strict=True)
     # If the nodes differ, each rank is treated as a node of its own, with its share of the memory
     per_node = on_node if len(set(on_nodes)) == 1 else 1
     name, total = min(devices)
     machine = known_machine(
-        name, nodes=ranks.size // per_node, gpus_per_node=per_node, memory=total or None
+        name,
+        nodes=ranks.size // per_node,
+        gpus_per_node=per_node,
+        memory=total or None,
+        cores=max(1, min(node_cores) * per_node // on_node),
     )
     host = _least(hosts)
     return dataclasses.replace(
@@ -304,8 +316,9 @@ def choose_logits(
     *,
     failed: bool = False,
 ) -> tuple[Recipe, str] | None:
-    """`model.keep_logits` in place of `auto`: true if that leaves `ROOM` by estimate. None if it is
-    not `auto`, if no logits would be computed again, or if the size of the memory is not known.
+    """`model.keep_logits` in place of `auto`: true if that leaves `ROOM` by estimate, on CPUs
+    `CPU_ROOM`. None if it is not `auto`, if no logits would be computed again, or if the size of
+    the memory is not known.
 
     A resume need not keep the choice, which changes no bits. `profiles` are as in
     `choose_collectives`. `failed`: with kept logits an earlier start ran out of memory. Returns the
@@ -321,14 +334,15 @@ def choose_logits(
         for keeps in (True, False)
     )
     memory = _memory_text(machine)
-    chosen, why = again, f"kept logits would leave less than {ROOM:.0%} of {memory} free"
+    room = CPU_ROOM if machine.device == "cpu" else ROOM
+    chosen, why = again, f"kept logits would leave less than {room:.0%} of {memory} free"
     if failed:
         why = "with kept logits an earlier start ran out of memory"
     elif any(
-        plan.spare is not None and plan.spare >= ROOM * known
+        plan.spare is not None and plan.spare >= room * known
         for plan in _estimates(kept, machine, profiles)
     ):
-        chosen, why = kept, f"by estimate {ROOM:.0%} of {memory} or more stay free"
+        chosen, why = kept, f"by estimate {room:.0%} of {memory} or more stay free"
     return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
 
 
@@ -392,9 +406,12 @@ def choose(
     if kept := measured_choice(recipe, machine, limit_micro_batch=limit):
         chosen, overrides, why = kept
         return chosen, overrides, why + after
-    best = fastest_that_fits(recipe, machine, limit_micro_batch=limit)
+    find = _fastest_on_cpu if machine.device == "cpu" else fastest_that_fits
+    best = find(recipe, machine, limit_micro_batch=limit)
     if best is None:
         return None
+    if machine.device == "cpu" and best.seconds.total > SLOW_STEP:
+        after += _slow_step_text(best)
     of = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
     if best.plan.has_room is False:
         after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
@@ -404,6 +421,40 @@ def choose(
         f"{speed_text(best.tokens_per_second, best.tokens_per_second_range)}{after}"
     )
     return best.recipe, best.overrides, why
+
+
+def _fastest_on_cpu(
+    recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None
+) -> Configuration | None:
+    """`fastest_that_fits` into half of the memory if anything does, with micro-batches of at most
+    `CPU_SECONDS`."""
+
+    def half(size: int | None) -> int | None:
+        return None if size is None else round(CPU_ROOM * size)
+
+    smaller = dataclasses.replace(
+        machine, memory=half(machine.memory), host_memory=half(machine.host_memory)
+    )
+    for on in (smaller, machine):
+        best = fastest_that_fits(recipe, on, limit_micro_batch=limit_micro_batch)
+        if best is None:
+            continue
+        size = best.recipe.batch.micro_batch_size
+        micro_batches = micro_batches_of(best.recipe, ranks=machine.ranks)
+        seconds = best.seconds.total / micro_batches
+        if isinstance(size, int) and size > 1 and seconds > CPU_SECONDS:
+            most = max(1, int(size * CPU_SECONDS / seconds))
+            best = fastest_that_fits(recipe, on, limit_micro_batch=most) or best
+        return best
+    return None
+
+
+def _slow_step_text(best: Configuration) -> str:
+    seconds, batch = best.seconds.total, best.recipe.batch.global_batch_size
+    text = f"; a step takes about {seconds_as_text(seconds)} by plan"
+    if (fewer := max(1, int(batch * CPU_SECONDS / seconds))) < batch:
+        text += f", with batch.global_batch_size={fewer} {seconds_as_text(seconds * fewer / batch)}"
+    return text
 
 
 def recorded_settings(recipe: Recipe, machine: Machine) -> Json:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from launcher.checkpoint.resume import Resumed
-from launcher.console import ProgressLine, bytes_as_text, finite, seconds_as_text
+from launcher.console import LINE_SECONDS, ProgressLine, bytes_as_text, finite, seconds_as_text
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
@@ -79,7 +79,9 @@ class Reporter:
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
         self._slow = SlowRanks(self._hosts)
-        self._recorder, self.phase = recorder, recorder.phase
+        self._recorder, self._training = recorder, training
+        self._micro_batch, self._line_at = 0, time.monotonic()
+        """The micro-batch of the step, from 1, and when a line was last due."""
         recorder.restart(skipped=0, skipped_in_a_row=0)
 
     def list_skipped(self, rows: list[dict[str, str]], file: Path) -> None:
@@ -90,6 +92,25 @@ class Reporter:
                 replace_text(file, "".join(lines))
             except OSError as error:
                 logger.warning(f"{file} cannot be written: {error.strerror}; training continues")
+
+    def phase(self, name: str) -> None:
+        """A phase of a step begins. On a CPU, a step that takes long shows its micro-batches; on
+        GPUs the host is ahead of them."""
+        self._recorder.phase(name)
+        if self._device.type != "cpu" or not self._main:
+            return
+        now = time.monotonic()
+        if name == "forward":
+            self._micro_batch += 1
+        elif name != "backward":
+            self._micro_batch, self._line_at = 0, now
+        if self._micro_batch > 1 and now - self._line_at >= LINE_SECONDS:
+            self._line_at, number = now, self._last_step + 1
+            count = self._training.data.sampler.micro_batches(number - 1)
+            stops = self._training.hooks.stop_requested()
+            then = "; the run stops after this step" if stops else ""
+            done = self._micro_batch - 1
+            logger.info(f"step {number}: {done:,} of {count:,} micro-batches{then}")
 
     def step(self, step: Step) -> None:
         """Logs the previous step if it is due, and starts to gather the numbers of this one. The

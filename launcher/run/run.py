@@ -217,7 +217,7 @@ class TrainingRun:
     def _check_device(self, loaded: LoadedRecipe) -> None:
         strategy, device = self._recipe.strategy, self._ranks.device
         on_host = offloads_parameters(strategy.cpu_offload)
-        process_group.set_threads(self._rank.environment, device=device, cpu_offload=on_host)
+        process_group.prepare_cpu(self._rank.environment, device=device, cpu_offload=on_host)
         try:
             process_group.check_dtype(device, compute_dtype(strategy))
         except ValueError as error:

@@ -232,7 +232,7 @@ def test_rows_are_trained_in_one_process(script, capsys, monkeypatch):
     """On a CPU; what fails has its reason in its row, and the others are measured."""
     steps = script("gpu_steps")
     train = steps.train
-    for name in ("set_threads", "set_numerics"):  # they change this process
+    for name in ("prepare_cpu", "set_numerics"):  # they change this process
         monkeypatch.setattr(steps.process_group, name, lambda *_, **__: None)
 
     def failing(row, ranks, **options):

@@ -32,13 +32,13 @@ def test_local_ranks_share_the_cpu_threads(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # set by torchrun
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
-    process_group.set_threads(environment(), device=cuda, cpu_offload=True)
-    process_group.set_threads(environment(local_world_size=1), device=cpu, cpu_offload=False)
-    process_group.set_threads(environment(local_world_size=8), device=cuda, cpu_offload=True)
+    process_group.prepare_cpu(environment(), device=cuda, cpu_offload=True)
+    process_group.prepare_cpu(environment(local_world_size=1), device=cpu, cpu_offload=False)
+    process_group.prepare_cpu(environment(local_world_size=8), device=cuda, cpu_offload=True)
     assert threads == [2, 4, 1]
-    process_group.set_threads(environment(), device=cuda, cpu_offload=False)
+    process_group.prepare_cpu(environment(), device=cuda, cpu_offload=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    process_group.set_threads(environment(), device=cuda, cpu_offload=True)
+    process_group.prepare_cpu(environment(), device=cuda, cpu_offload=True)
     assert threads == [2, 4, 1], (
         "unchanged without work on the CPU, or if the user sets OMP_NUM_THREADS"
     )
@@ -48,11 +48,11 @@ def test_local_ranks_share_the_cpu_threads(monkeypatch):
         while not started_with.read_bytes():  # the kernel shows it a moment after the start
             time.sleep(0.01)
         mine = environment(parent=agent.pid)
-        process_group.set_threads(mine, device=cpu, cpu_offload=False)
+        process_group.prepare_cpu(mine, device=cpu, cpu_offload=False)
         agent.kill()
     assert threads == [2, 4, 1], "torchrun was started with it"
     alone = replace(environment(), torchrun=False)
-    process_group.set_threads(alone, device=cpu, cpu_offload=False)
+    process_group.prepare_cpu(alone, device=cpu, cpu_offload=False)
     assert threads == [2, 4, 1], "without torchrun only the user can set it"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from launcher.console import bytes_as_text
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner.machine import known_machine
 from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
@@ -60,6 +62,27 @@ def test_choose_takes_the_fastest_that_fits(monkeypatch):
         "(59,000 to 93,000); "
         "micro-batches of 4 and more ran out of memory before"
     )
+
+
+def on_cpu(memory, cores=2):
+    return known_machine(
+        "cpu", nodes=1, gpus_per_node=1, memory=memory, host_memory=memory, cores=cores
+    )
+
+
+def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monkeypatch):
+    """As long as that is possible. The choice does not depend on what was measured, so that a
+    resume makes the same one."""
+    wide = loaded(*LARGE, "batch.micro_batch_size=auto", "batch.global_batch_size=16")
+    chosen, _, why = detect.choose(wide, on_cpu(64 * GIB))
+    small = chosen.batch.micro_batch_size
+    assert re.search("; a step takes about .* by plan, with batch.global_batch_size=[0-9]+ ", why)
+    monkeypatch.setattr(detect, "CPU_SECONDS", 1e6)
+    chosen, _, why = detect.choose(wide, on_cpu(64 * GIB))
+    assert chosen.batch.micro_batch_size > small
+    needs = estimated_plan(profile_model(chosen, device="cpu"), chosen, on_cpu(64 * GIB)).needed
+    assert needs < 32 * GIB
+    assert detect.choose(wide, on_cpu(2 * GIB)) is not None, "nothing fits into half of it"
 
 
 def test_choice_with_little_room_says_so(monkeypatch):

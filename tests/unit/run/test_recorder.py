@@ -22,7 +22,7 @@ from launcher.models.build import TokenFlops
 from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
-from launcher.run import recorder
+from launcher.run import recorder, reporting
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.verdict import TOLERATED, StepProfile, advice, step_shares, verdict
@@ -282,6 +282,29 @@ def reporter(folder):
         flops=Flops(TokenFlops(3.0), peak=600.0),
     )
     return Reporter(training, run, StepRecorder(SINGLE_RANK), first_step=0)
+
+
+def test_a_slow_step_on_a_cpu_shows_its_micro_batches(reporter, clock, monkeypatch, caplog):
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: clock.now)
+    asked = []
+    reporter._training.data.sampler = SimpleNamespace(micro_batches=lambda step: 8)
+    reporter._training.hooks = SimpleNamespace(stop_requested=lambda: bool(asked))
+    with caplog.at_level("INFO"):
+        for seconds in (1.0, 6.0):  # of a micro-batch, in two steps
+            reporter.phase("data")
+            for _ in range(8):
+                reporter.phase("forward")
+                clock.now += seconds
+                reporter.phase("backward")
+                if seconds > 1.0 and _ == 4:
+                    asked.append(True)
+            reporter.phase("optimizer")
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 1: 1 of 8 micro-batches",
+        "step 1: 3 of 8 micro-batches",
+        "step 1: 5 of 8 micro-batches; the run stops after this step",
+        "step 1: 7 of 8 micro-batches; the run stops after this step",
+    ]
 
 
 def test_a_short_run_without_a_finite_step_ends_with_an_error(reporter):
