@@ -253,6 +253,8 @@ def open_exported_weights(source: Path) -> StoredModel:
     if not base:
         where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"
         raise RecipeError(f"export: {where} does not name the adapter's model")
+    if (revision := settings.get("revision")) and not Path(base).exists():
+        base = f"{base}@{revision}"
     labels = source / LABELS
     model, checkpoint = _open_model(
         base,

@@ -153,7 +153,10 @@ def _load_exported(
 
         config = peft.PeftConfig.from_pretrained(out)
         base = auto.from_pretrained(
-            config.base_model_name_or_path, trust_remote_code=trust_remote_code, **options
+            config.base_model_name_or_path,
+            revision=config.revision or "main",
+            trust_remote_code=trust_remote_code,
+            **options,
         )
         grow_vocabulary(base, ids_of_adapter(config.to_dict()))
         adapted = peft.PeftModel.from_pretrained(base, out)

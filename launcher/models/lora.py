@@ -17,6 +17,7 @@ from launcher.models.dora import Dora
 from launcher.models.initialization import clean_name
 from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
 from launcher.models.ties import tied_names
+from launcher.recipe.hub import split_revision
 from launcher.recipe.schema import Lora
 
 if TYPE_CHECKING:
@@ -56,8 +57,11 @@ def add_adapters(
     layers = _linear_layers(model, targets)
     if lora.dora:
         _refuse_dora(model, layers)
+    revision = None
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
+    elif base is not None:
+        base, revision = split_revision(base)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -68,6 +72,7 @@ def add_adapters(
         bias="none",
         task_type="SEQ_CLS" if is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
+        revision=revision,
         fan_in_fan_out=any(map(_is_transposed, layers.values())),
     )
     try:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launcher.recipe.hub import split_revision
+
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_KEYS = {
     "r": "rank",
@@ -69,7 +71,7 @@ def other_base(folder: Path, model: str) -> str | None:
     named = json.loads(file.read_bytes()).get("base_model_name_or_path") if file.is_file() else None
     if not isinstance(named, str) or not named:
         return None
-    paths = Path(named), Path(model)
+    paths = Path(named), Path(split_revision(model)[0])
     if all(path.is_dir() for path in paths):
         same = paths[0].resolve() == paths[1].resolve()
     else:

@@ -25,6 +25,8 @@ _WITHOUT_OWNER = (
 )
 _SPLIT = r"[\w.-]+(\[-?\d*%?:-?\d*%?\])?"
 """Such as `train[:1000]` or `train[90%:]`."""
+_REVISION = r"(@[\w.-]+(/[\w.-]+)*)?"
+"""Such as `@v1.0`, `@refs/pr/1`, or the hash of a commit."""
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's named chat templates."""
@@ -52,24 +54,39 @@ def is_hub_id(name: str) -> bool:
     """Whether a name has the form of a hub id, and neither it nor its first folder exists here."""
     if name.endswith(_FILE_ENDINGS) or os.path.exists(name):
         return False
-    form = re.fullmatch(rf"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?(:{_SPLIT}(\+{_SPLIT})*)?", name)
+    split = rf"(:{_SPLIT}(\+{_SPLIT})*)?"
+    form = re.fullmatch(rf"(\w[\w.-]*)/\w[\w.-]*(/[\w.-]+)?{_REVISION}{split}", name)
     return form is not None and not os.path.isdir(form[1])
 
 
 def is_model_id(name: str) -> bool:
-    """Whether this is `owner/name`, without the config and split that a data set may have; or one
-    of the hub's first models, which have no owner. The hub accepts no more of these."""
-    if not os.path.exists(name) and re.fullmatch(rf"({_WITHOUT_OWNER})([-_][\w.-]+)?", name):
+    """Whether this is `owner/name` or `owner/name@revision`, without the config and split that a
+    data set may have; or one of the hub's first models, which have no owner. The hub accepts no
+    more of these."""
+    first = rf"({_WITHOUT_OWNER})([-_][\w.-]+)?{_REVISION}"
+    if not os.path.exists(name) and re.fullmatch(first, name):
         return True
-    return is_hub_id(name) and re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
+    return is_hub_id(name) and re.fullmatch(rf"[^/:@]+/[^/:@]+{_REVISION}", name) is not None
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`owner/name` and the revision of `owner/name@revision`: a branch, a tag or the hash of a
+    commit; None: the name has none, or is that of a file or folder."""
+    repository, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
+    return repository, revision or None
+
+
+def commit_of(folder: Path) -> str | None:
+    """The hash of the commit of a snapshot in the hub's cache; None: the folder is no snapshot."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 @functools.lru_cache(maxsize=8)
 def load_data_set(name: str, *, validation: bool = False, streaming: bool = False) -> Any:
     """The rows of a hub data set: a `datasets.Dataset`, memory-mapped from its cache.
 
-    name: `owner/name`, `owner/name:split` or `owner/name/config:split`, where the split may be a
-    slice, `train[:1000]`; or a folder of `datasets.Dataset.save_to_disk` or
+    name: `owner/name`, `owner/name:split` or `owner/name/config@revision:split`, where the split may
+    be a slice, `train[:1000]`; or a folder of `datasets.Dataset.save_to_disk` or
     `datasets.DatasetDict.save_to_disk`.
     streaming: a `datasets.IterableDataset` instead, whose rows are fetched as they are read.
     validation: takes the split `validation`, or else `test`, where the name has none; else `train`.
@@ -80,10 +97,13 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
     if os.path.isdir(name):
         return _load_saved(name, ["validation", "test"] if validation else ["train"])
     path, _, split = name.partition(":")
+    path, revision = split_revision(path)
     owner, repository, *configs = path.split("/")
     repository, config = f"{owner}/{repository}", configs[0] if configs else None
     splits = [split] if split else ["validation", "test"] if validation else ["train"]
-    options = {"streaming": True} if streaming else {}
+    options: dict[str, Any] = {"streaming": True} if streaming else {}
+    if revision is not None:
+        options["revision"] = revision
     for wanted in splits:
         try:
             return datasets.load_dataset(repository, config, split=wanted, **options)
@@ -138,7 +158,8 @@ def _refuse_pipes(folder: str, key: str) -> None:
 
 
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
-    """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache.
+    """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache of
+    `owner/name` or `owner/name@revision`.
 
     key: of the recipe, for messages. weights: false: fetch only config and tokenizer.
     Raises RecipeError if it can be neither found nor fetched, or if links lead out of it.
@@ -161,15 +182,19 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
             return super().update(n)
 
     patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+    repository, revision = split_revision(name)
+    fetch = functools.partial(
+        snapshot_download, repository, revision=revision, allow_patterns=patterns
+    )
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        folder = Path(fetch(local_files_only=True))
         if not weights or any(folder.glob("*.safetensors")):
             return folder
     except LocalEntryNotFoundError:
         pass
     logger.info(f"fetching {name} from the hub")
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=Bar))
+        return Path(fetch(tqdm_class=Bar))
     except Exception as error:  # no network, no such repository, no access: many classes
         raise _not_fetched(f"{key}: {name} is not in the hub's cache", error) from None
 

@@ -22,6 +22,8 @@ from launcher.models.initialization import clean_name
 from launcher.models.nf4 import has_kernel, is_packed, shape_of
 from launcher.models.shards import compute_device, local_rows
 from launcher.recipe.decode import KeyPath, dotted
+from launcher.recipe.hub import commit_of, is_model_id, model_folder
+from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
@@ -60,8 +62,24 @@ def describe_start(training: Training, ranks_per_node: int) -> Json:
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
         },
+        "revisions": _revisions(training.recipe),
         "held": held,
         "global_batch_size": training.recipe.batch.global_batch_size,
+    }
+
+
+def _revisions(recipe: Recipe) -> Json:
+    """The commits of models and tokenizers that come from the hub, by key."""
+    teacher = None if recipe.distillation is None else recipe.distillation.teacher
+    names = {
+        "model.path": recipe.model.path,
+        "data.tokenizer": recipe.data.tokenizer,
+        "distillation.teacher": teacher,
+    }
+    return {
+        key: commit_of(model_folder(name, key=key, weights=False))
+        for key, name in names.items()
+        if name is not None and is_model_id(name)
     }
 
 
