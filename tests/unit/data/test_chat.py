@@ -16,6 +16,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
+from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
@@ -648,6 +649,39 @@ def test_a_template_prints_the_date_of_the_run(tmp_path, monkeypatch):
     computed = dated.replace("'%d %b %Y'", "messages[0].content")
     with pytest.raises(RecipeError, match="its format must be a text"):
         encoded(tokenizer, computed, ANSWERED)
+
+
+def test_the_pattern_of_mistral_is_corrected(tmp_path, caplog):
+    """Older transformers stored Mistral's tokenizers with Llama 3's pattern. Those of Mistral 7B have
+    none, and stay."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    llama3 = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|\s+")
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), *(f"<{at}>" for at in range(100_000))]
+    vocabulary = {word: at for at, word in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    wrong, old = PreTrainedTokenizerFast(tokenizer_object=backend), sentencepiece_tokenizer()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(llama3, "isolated")
+    wrong.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    cases = {
+        "wrong": (wrong, "4.50.0"),
+        "corrected by transformers": (wrong, "5.1.0"),
+        "old": (old, "4.50.0"),
+    }
+    patterns = {}
+    for name, (tokenizer, version) in cases.items():
+        tokenizer.save_pretrained(tmp_path / name)
+        config = {"model_type": "mistral", "transformers_version": version}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        with caplog.at_level("INFO", logger="launcher"):
+            loaded = hugging_face_tokenizer(str(tmp_path / name))
+        patterns[name] = str(loaded.backend_tokenizer.pre_tokenizer)
+    assert r"\p{Lu}" in patterns["wrong"]
+    assert r"\p{Lu}" not in patterns["corrected by transformers"]
+    assert patterns["old"] == str(old.backend_tokenizer.pre_tokenizer)
+    assert caplog.text.count("Llama 3's pattern is replaced by Mistral's") == 1
 
 
 # Messages
