@@ -651,6 +651,7 @@ def test_a_template_prints_the_date_of_the_run(tmp_path, monkeypatch):
         encoded(tokenizer, computed, ANSWERED)
 
 
+@pytest.mark.long
 def test_the_pattern_of_mistral_is_corrected(tmp_path, caplog):
     """Older transformers stored Mistral's tokenizers with Llama 3's pattern. Those of Mistral 7B have
     none, and stay."""
