@@ -342,6 +342,12 @@ class ChatTemplate:
                 return layout
         return Layout(text)
 
+    def text_alone(
+        self, messages: list[Message], tools: list[object] | None, **options: Any
+    ) -> Layout:
+        """As `layout`, without the parts of the messages."""
+        return Layout(self.apply(messages, tools, **options))
+
     def probe(self, messages: list[Message], tools: list[object] | None, like: Layout) -> Layout:
         """The layout of other messages with the marks of a known one. Raises RowError."""
         if like.source is None:
@@ -376,7 +382,7 @@ class _Conversation:
     ) -> None:
         self._template, self._messages, self._tools = template, messages, tools
         self._layout = layout
-        self._prompts: dict[tuple[int, int], list[str]] = {}
+        self._prompts: dict[object, list[str]] = {}
         self._contexts: dict[int, set[str]] = {}
         self._ends: dict[bool, str | None] = {}
         self._probe: Layout | None = None
@@ -476,27 +482,33 @@ class _Conversation:
         modes: list[dict[str, Any]] = [{}]
         for switch in self._switches():
             modes += [{switch: False}, {switch: True}]
-        for number, options in enumerate(modes):
-            key = index, number
-            if key not in self._prompts:
-                self._prompts[key] = self._read_prompts(index, options)
-            yield from self._prompts[key]
+        for options in modes:
+            for by_parts in (False, True):
+                key = index, by_parts, tuple(options.items())
+                if key not in self._prompts:
+                    self._prompts[key] = self._read_prompts(index, options, by_parts=by_parts)
+                yield from self._prompts[key]
 
     def _switches(self) -> list[str]:
         read = variables(self._template.source(self._tools)) or ()
         return [switch for switch in _SWITCHES if switch in read]
 
-    def _read_prompts(self, index: int, options: dict[str, Any]) -> list[str]:
+    def _read_prompts(self, index: int, options: dict[str, Any], *, by_parts: bool) -> list[str]:
+        """by_parts: after the last message; otherwise, with half the renderings, what the text has
+        more than without a generation prompt."""
         before = self._messages[:index] or [{"role": "user", "content": "a"}]
+        read = self._template.layout if by_parts else self._template.text_alone
         try:
-            bare = self._template.layout(before, self._tools)
-            full = self._template.layout(before, self._tools, add_generation_prompt=True, **options)
+            bare = read(before, self._tools)
+            full = read(before, self._tools, add_generation_prompt=True, **options)
             ends = list(_ends_of_last(bare, full, len(before) - 1))
             if options:  # a mode that changes the conversation serves another one
                 ends = [end for end in ends if full.text[:end] in self._contexts.get(index, ())]
-            self._contexts.setdefault(index, {full.text[:end] for end in ends})
+            self._contexts.setdefault(index, set()).update(full.text[:end] for end in ends)
             prompts = [full.text[end:] for end in ends if end < len(full.text)]
-            return prompts or ([] if options else self._headings(before, bare.text))
+            if prompts or options or not by_parts:
+                return prompts
+            return self._headings(before, bare.text)
         except RowError:
             return []
 
@@ -564,7 +576,8 @@ class _Conversation:
             )
         except RowError:
             return None
-        prompt = next(self._generation_prompts(index), "")
+        prompts = [*self._generation_prompts(index), ""]
+        prompt = max(prompts, key=lambda prompt: len(_common(prompt, written)))
         thought, said = thought_of(message)
         mark = next((mark for mark in _THOUGHTS if prompt.rstrip().endswith(mark)), None)
         if not full.endswith(prompt):
