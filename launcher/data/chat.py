@@ -18,6 +18,8 @@ _SHAREGPT = {
 """Roles that have another name in ShareGPT's `from`."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_PLACEHOLDER = "Qz7aZq"
+"""Begins texts that no row holds."""
 _BESIDE_CONTENT = ("tool_calls", "function_call", *_REASONING)
 
 
@@ -27,6 +29,10 @@ class RowError(ValueError):
 
 class RefusedError(RowError):
     """The chat template refuses a conversation."""
+
+
+class LeftOutError(RefusedError):
+    """The chat template leaves out a tool call or an answer."""
 
 
 class NotAsServedError(RowError):
@@ -75,11 +81,22 @@ def _message(turn: Message, what: str) -> Message:
     if not isinstance(content, str):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
+    if role == "assistant":
+        content = _with_opening_mark(content)
     weights = [message.pop(key, 1) for key in ("weight", "loss")]
     if any(weight not in (0, 1) for weight in weights):
         raise RowError(f"{what}: weight and loss must be 0 or 1 (false or true); got {weights}")
     silent = {} if all(weights) else {"loss": False}
     return {**message, "content": content, **silent}
+
+
+def _with_opening_mark(content: str) -> str:
+    """The content with the `<think>` that is missing where a generation prompt ended in it."""
+    thought, mark, _ = content.partition("</think>")
+    quoted = thought.endswith(("`", "'", '"'))
+    if not mark or quoted or "<think>" in thought:
+        return content
+    return "<think>" + "\n" * thought.endswith("\n") + content
 
 
 def _tool_calls(value: object, what: str) -> list[object] | None:
@@ -203,20 +220,73 @@ def instruction(row: dict[str, Any], rounds: list[tuple[str, str]], *, headings:
     return "\n\n".join([*before, *own, "### Response:\n"])
 
 
-def check_complete(message: Message, written: str, what: str) -> None:
-    """Raises RowError if tool calls are missing in what the template writes for a message, and
-    NotAsServedError if its reasoning is."""
+def thought_of(message: Message) -> tuple[str, str]:
+    """The reasoning of a message, and its content without it. Empty: there is none."""
+    content = message["content"] or ""
+    thought = _THOUGHT.match(content)
+    if thought:
+        return thought[1].strip("\n"), content[thought.end() :]
+    reasoning = (message[key] for key in _REASONING if message.get(key))
+    return str(next(reasoning, "")).strip("\n"), content
+
+
+def may_lose(message: Message) -> bool:
+    """Whether templates leave out texts of such a message: reasoning, or content beside calls."""
+    thought, said = thought_of(message)
+    calls = message.get("tool_calls") or message.get("function_call")
+    return bool(thought.strip() or (calls and said.strip()))
+
+
+def with_placeholders(messages: list[Message]) -> list[Message]:
+    """The messages with a placeholder for each reasoning and content of the assistant."""
+    probes = []
+    for number, message in enumerate(messages):
+        probe = dict(message)
+        if message["role"] == "assistant":
+            _, said = thought_of(message)
+            thought_there, said_there = _placeholders(number)
+            probe |= {key: thought_there for key in _REASONING if message.get(key)}
+            if said.strip():
+                probe["content"] = said_there
+            if _THOUGHT.match(message["content"] or ""):
+                answer = f"\n\n{said_there}" if said.strip() else ""
+                probe["content"] = f"<think>\n{thought_there}\n</think>{answer}"
+        probes.append(probe)
+    return probes
+
+
+def _placeholders(number: int) -> tuple[str, str]:
+    return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
+
+
+def check_calls(message: Message, written: str, what: str) -> None:
+    """Raises LeftOutError if tool calls are missing in what the template writes for a message."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
     for name in filter(None, names):
         if written.count(str(name)) < names.count(name):
             hint = "set data.chat_template to a template that renders it"
-            raise RowError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
-    thought = _THOUGHT.match(message["content"])
-    reasoning = [message.get(key) for key in _REASONING] + [thought and thought[1]]
-    if any(str(text).strip() not in written for text in reasoning if text):
+            raise LeftOutError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
+
+
+def check_texts(message: Message, number: int, written: str, what: str) -> None:
+    """Raises NotAsServedError if the template leaves out reasoning, or text beside tool calls, and
+    LeftOutError if it leaves out an answer. `written` is what it writes for the message of this
+    index in `with_placeholders`."""
+    thought, said = thought_of(message)
+    thought_there, said_there = _placeholders(number)
+    if thought.strip() and thought_there not in written:
         raise NotAsServedError(
             f"{what}: the chat template leaves out its reasoning, so the model would learn to "
             "answer without it; end the row with this turn, or set data.chat_template to a "
             "template that renders it"
+        )
+    if said.strip() and said_there not in written and not may_lose(message):
+        hint = "set data.chat_template to a template that renders it"
+        raise LeftOutError(f"{what}: the chat template leaves out its content; {hint}")
+    if said.strip() and said_there not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template leaves out the text beside its tool calls, so the model "
+            "would learn to call without it; end the row with this turn, remove the text, or set "
+            "data.chat_template to a template that renders it"
         )

@@ -3,15 +3,16 @@
 That is all from the end of the generation prompt to the end of the turn: reasoning, tool calls,
 channels, empty thinking blocks and the tokens that end the turn. A template's `{% generation %}`
 marks select the turns; without them, all turns of the assistant are selected. A turn that the
-template shows otherwise than the model must produce it carries no loss. Nothing is guessed: a row
-that cannot be verified is an error.
+template shows otherwise than the model must produce it carries no loss; where it shows the last turn
+so, that one follows its generation prompt instead. Nothing is guessed: a row that cannot be verified
+is an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,11 @@ from launcher.data.chat import (
     NotAsServedError,
     RefusedError,
     RowError,
-    check_complete,
+    check_calls,
+    check_texts,
+    may_lose,
+    thought_of,
+    with_placeholders,
 )
 from launcher.data.template_marks import (
     MESSAGE_NUMBER,
@@ -32,6 +37,7 @@ from launcher.data.template_marks import (
     read_marks,
     today,
     uses_date,
+    variables,
     with_marks,
 )
 from launcher.data.tokenizer import Ids
@@ -44,8 +50,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_MODES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of templates that choose between generation prompts."""
 _PLACEHOLDER = "Qz7aZq"
+_THOUGHTS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+}
+"""Marks that a generation prompt may open, and those that close them."""
+_CLOSED = re.compile(r"(</[^<>]+>|<\|END_\w+\|>|<\w+\|>|\[/\w+\])\s*$")
+"""The end of a generation prompt with an empty thought."""
+_BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
 class UnverifiedError(RowError):
@@ -58,6 +74,19 @@ class UnverifiedError(RowError):
         super().__init__(f"message {index + 1}: {what}; {hint}")
 
 
+class PromptError(NotAsServedError):
+    """The generation prompt is not what the template shows before a turn."""
+
+    def __init__(self, index: int, prompt: str, switch: str | None) -> None:
+        what = f"the chat template's generation prompt ends in {prompt[-40:]!r}"
+        other = f"set data.chat_template_kwargs: {{{switch}: true}}, or " if switch else ""
+        super().__init__(
+            f"message {index + 1}: {what}, and it renders this turn without that, so the model "
+            f"would learn to answer another prompt; end the row with this turn, or {other}set "
+            "data.chat_template to a template in which both agree"
+        )
+
+
 @dataclass(frozen=True)
 class Turn:
     """A part of the text that carries loss."""
@@ -68,6 +97,8 @@ class Turn:
     """Nothing after it carries loss: it includes the tokens that end the turn, or those in the text
     are not the ones that the model must produce. Otherwise `ChatTemplate.tokens` adds what ends the
     turn."""
+    ending: str | None = None
+    """The token that ends the turn if the conversation ends with it; None: the eos_token."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +131,7 @@ class ChatTemplate:
         self._tokenizer, self._template, self._day = tokenizer, template, day or today()
         self._values = values or {}
         self._noted = False
+        self._in_parts: bool | None = None
         if template is None and not tokenizer.chat_template:
             hint = "set data.chat_template to a file with one"
             raise RecipeError(f"data.tokenizer: {name}: has no chat template; {hint}")
@@ -131,25 +163,34 @@ class ChatTemplate:
             raise RowError("the template's {% generation %} marks enclose nothing here")
         conversation = _Conversation(self, messages, tools, layout)
         learned_turns: dict[int, Turn] = {}
-        problem = RowError("the template marks no turn that may carry loss")
-        try:
-            for index in learned:
-                if not marked or layout.generated(index):
-                    try:
-                        learned_turns[index] = conversation.turn(index)
-                    except NotAsServedError as error:
-                        problem = error
-                        self._note(error)
-        except UnverifiedError:
-            if not marked:
-                raise
-            closed = closed and turns[-1] in learned
-            return Rendered(layout.text, _marked_turns(layout, turns, learned), closed)
+        problems: dict[int, RowError] = {}
+        for index in learned:
+            if marked and not layout.generated(index):
+                continue
+            try:
+                learned_turns[index] = conversation.turn(index)
+            except (NotAsServedError, UnverifiedError) as error:
+                problems[index] = error
+        last, text = turns[-1], layout.text
+        unknown = [one for one in problems.values() if isinstance(one, UnverifiedError)]
+        trusted = [at for at, problem in problems.items() if isinstance(problem, PromptError)]
+        if marked and (unknown or (trusted and not learned_turns)):
+            chosen = learned if unknown else trusted
+            return Rendered(text, _marked_turns(layout, turns, chosen), closed and last in chosen)
+        if closed and last in problems and (served := conversation.as_served()):
+            text = served[0]
+            same = len(_common(text, layout.text))
+            learned_turns = {at: turn for at, turn in learned_turns.items() if turn.end <= same}
+            learned_turns[last] = served[1]
+            unknown = []
+        if unknown:
+            raise unknown[0]
         if not learned_turns:
-            raise problem
-        return Rendered(
-            layout.text, list(learned_turns.values()), closed and turns[-1] in learned_turns
-        )
+            what = RowError("the template marks no turn that may carry loss")
+            raise problems[max(problems)] if problems else what
+        if unlearned := problems.keys() - learned_turns:
+            self._note(problems[min(unlearned)])
+        return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
     def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
         """Renders a conversation with loss on every token. Raises RowError."""
@@ -157,13 +198,12 @@ class ChatTemplate:
         for number, message in enumerate(messages, start=1):
             if not message.get("loss", True):
                 raise RowError(f"message {number} is to carry no loss, but data.loss_on is all")
-            with contextlib.suppress(NotAsServedError):
-                check_complete(message, text, f"message {number}")
+            check_calls(message, text, f"message {number}")
         begin, end = self.closing(text, 0, len(text))
         closed = messages[-1]["role"] == "assistant"
         return Rendered(text, [Turn(0, len(text), stopped=begin < end)], closed)
 
-    def _note(self, error: NotAsServedError) -> None:
+    def _note(self, error: RowError) -> None:
         if not self._noted:
             logger.info(f"turns without loss, such as this {error} (docs/data.md)")
         self._noted = True
@@ -208,7 +248,8 @@ class ChatTemplate:
                 if not rendered.text[turn.end : starts[following[0]]].strip():
                     learned[after : following[0] + 1] = True
             elif rendered.closed and turn is rendered.turns[-1]:
-                ids, learned = np.append(ids, np.int32(self._end)), np.append(learned, True)
+                end = self._end if turn.ending is None else self._id(turn.ending)
+                ids, learned = np.append(ids, np.int32(end)), np.append(learned, True)
                 learned[after:] = True
         return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
 
@@ -218,6 +259,11 @@ class ChatTemplate:
             what = "neither a special token after the assistant's turn nor an eos_token"
             raise RecipeError(f"data.chat_template: {what}: the model would not learn to stop")
         return int(self._tokenizer.eos_token_id)
+
+    def _id(self, token: str) -> int:
+        number = self._tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(number, int)
+        return number
 
     def source(self, tools: list[object] | None) -> str:
         """The template for a conversation with these tools."""
@@ -234,10 +280,35 @@ class ChatTemplate:
     ) -> str:
         """The rendered text. source: instead of the template. options: for the template. Raises
         RowError."""
+        if self._in_parts is None:
+            self._in_parts = self._takes_parts()
+        if self._in_parts:
+            messages = _with_parts(messages)
+        return self._apply(messages, tools, source or self.source(tools), **options)
+
+    def _takes_parts(self) -> bool:
+        """Whether the template reads contents only as lists of parts (SmolVLM, LLaVA)."""
+        message = {"role": "user", "content": _PLACEHOLDER}
+        source = self.source(None)
+
+        def reads(messages: list[Message]) -> bool:
+            try:
+                return _PLACEHOLDER in self._apply(messages, None, source)
+            except RowError:
+                return False
+
+        return not reads([message]) and reads(_with_parts([message]))
+
+    def _apply(
+        self,
+        messages: list[Message],
+        tools: list[object] | None,
+        source: str,
+        **options: object,
+    ) -> str:
         from jinja2.exceptions import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = source or self.source(tools)
         try:
             texts, _ = render_jinja_template(
                 conversations=[messages],
@@ -261,16 +332,33 @@ class ChatTemplate:
         text, source = self.apply(messages, tools, **options), self.source(tools)
         numbered = [{**message, MESSAGE_NUMBER: at} for at, message in enumerate(messages)]
         for loops in (True, False):
+            with_them = with_marks(source, loops=loops)
             try:
-                marked = self.apply(
-                    numbered, tools, source=with_marks(source, loops=loops), **options
-                )
+                marked = self.apply(numbered, tools, source=with_them, **options)
             except (RowError, RecipeError):  # marks do not suit the template
                 continue
-            layout = read_marks(marked)
+            layout = read_marks(marked, with_them)
             if layout.text == text:
                 return layout
         return Layout(text)
+
+    def text_alone(
+        self, messages: list[Message], tools: list[object] | None, **options: Any
+    ) -> Layout:
+        """As `layout`, without the parts of the messages."""
+        return Layout(self.apply(messages, tools, **options))
+
+    def probe(self, messages: list[Message], tools: list[object] | None, like: Layout) -> Layout:
+        """The layout of other messages with the marks of a known one. Raises RowError."""
+        if like.source is None:
+            return Layout(self.apply(messages, tools))
+        numbered = [{**message, MESSAGE_NUMBER: at} for at, message in enumerate(messages)]
+        return read_marks(self.apply(numbered, tools, source=like.source), like.source)
+
+    def first_special(self, text: str) -> str | None:
+        """The special token that a text begins with, after white space."""
+        found = [token for token in self._special_texts if text.lstrip().startswith(token)]
+        return max(found, key=len, default=None)
 
     def closing(self, text: str, start: int, stop: int) -> Span:
         """The special tokens, with white space between them, at the end of text[start:stop]."""
@@ -294,81 +382,145 @@ class _Conversation:
     ) -> None:
         self._template, self._messages, self._tools = template, messages, tools
         self._layout = layout
-        self._prompts: dict[int, list[str]] = {}
+        self._prompts: dict[object, list[str]] = {}
+        self._contexts: dict[int, set[str]] = {}
         self._ends: dict[bool, str | None] = {}
+        self._probe: Layout | None = None
 
     def turn(self, index: int) -> Turn:
         """From the end of the generation prompt to the end of the turn. Raises RowError;
         NotAsServedError if the turn must not carry loss."""
         text, parts = self._layout.text, self._layout.messages
         last = index == len(self._messages) - 1
-        following = self._messages[index + 1 : index + 2]
-        if index not in parts or any(message["content"] for message in following) > (
-            index + 1 in parts
-        ):
-            raise UnverifiedError(index)
-        begin, stop = parts[index]
+        begin, stop = parts[index] if index in parts else self._between(index)
         # A template may write the results of tools in the turn that called them
         stop = min([stop, *(start for start, _ in parts.values() if start > begin)])
-        check_complete(self._messages[index], text[begin:stop], f"message {index + 1}")
+        following = self._messages[index + 1 : index + 2]
+        if index in parts and any(m["content"] for m in following) > (index + 1 in parts):
+            stop = self._stop(index)
+        self._check_complete(index, text[begin:stop])
         start = begin + self._prompt(index, text[begin:stop])
         closing, end = self._template.closing(text, start, stop)
         if last and closing == end:
-            closing, end = self._template.closing(text, start, len(text))
+            after = stop + len(text[stop:]) - len(text[stop:].lstrip())
+            first, until = self._template.closing(text, after, len(text))
+            if first == after < until:
+                closing, end = first, until
         own = text[closing:end]
         served = own if last else self._served_end(index)
         if not served or served.endswith(own):
-            return Turn(start, end, stopped=bool(own))
+            ending = self._missing_end(index, end) if last and not own else None
+            return Turn(start, end, stopped=bool(own), ending=ending)
         # gpt-oss ends an earlier answer with <|end|>, where the model must produce <|return|>
         return Turn(start, closing + len(served) * own.startswith(served), stopped=True)
+
+    def _between(self, index: int) -> Span:
+        """What a message adds to the text of the messages before it, of a template whose loops
+        cannot be followed."""
+        try:
+            before = self._template.apply(self._messages[:index], self._tools)
+            until = self._template.apply(self._messages[: index + 1], self._tools)
+        except RowError:
+            raise UnverifiedError(index) from None
+        if before and self._layout.text.startswith(before):
+            for stop in (len(until), *self._template.closing(until, 0, len(until))[::-1]):
+                if len(before) < stop and self._layout.text.startswith(until[:stop]):
+                    return len(before), stop
+        raise UnverifiedError(index)
+
+    def _stop(self, index: int) -> int:
+        """Where the turn of a message ends that the template writes together with the next one: up
+        to there the text is that of the conversation that ends with the message."""
+        try:
+            until = self._template.layout(self._messages[: index + 1], self._tools)
+        except RowError:
+            raise UnverifiedError(index) from None
+        first, last = until.messages.get(index, (0, 0))
+        for stop in self._template.closing(until.text, first, last)[::-1]:
+            if first < stop and self._layout.text.startswith(until.text[:stop]):
+                return stop
+        if not self._layout.text.startswith(until.text[:first] or "\0"):
+            raise UnverifiedError(index)
+        raise NotAsServedError(
+            f"message {index + 1}: the chat template shows this turn otherwise once another message "
+            "follows it; end the row with this turn, or set data.chat_template to another template"
+        )
+
+    def _check_complete(self, index: int, written: str) -> None:
+        message, what = self._messages[index], f"message {index + 1}"
+        check_calls(message, written, what)
+        if not may_lose(message) and (message["content"] or "").strip() in written:
+            return
+        if self._probe is None:
+            probes = with_placeholders(self._messages)
+            try:
+                self._probe = self._template.probe(probes, self._tools, self._layout)
+            except RowError:  # it refuses the placeholders
+                self._probe = Layout("")
+        if self._probe.text:
+            first, last = self._probe.messages.get(index, (0, len(self._probe.text)))
+            check_texts(message, index, self._probe.text[first:last], what)
 
     def _prompt(self, index: int, written: str) -> int:
         """Length of the generation prompt, which begins what the template writes for a message."""
         first = next(
             at for at, message in enumerate(self._messages) if message["role"] == "assistant"
         )
-        prompts = self._generation_prompts(first)
-        if not any(map(written.startswith, prompts)):
-            prompts = self._generation_prompts(index)
-        prompt = next(filter(written.startswith, prompts), None)
-        if prompt is None and not prompts:
+        known: list[str] = []
+        for at in dict.fromkeys((first, index)):
+            for prompt in self._generation_prompts(at):
+                if written.startswith(prompt):
+                    return len(prompt)
+                known.append(prompt)
+        if not known:
             raise UnverifiedError(index)
-        if prompt is None:
-            what = f"the chat template's generation prompt ends in {prompts[0][-40:]!r}"
-            raise NotAsServedError(
-                f"message {index + 1}: {what}, and it renders this turn without that, so the model "
-                "would learn to answer another prompt; give the turn its reasoning, or set "
-                "data.chat_template to a template in which both agree"
-            )
-        return len(prompt)
+        raise PromptError(index, known[0], next(iter(self._switches()), None))
 
-    def _generation_prompts(self, index: int) -> list[str]:
-        """What a template adds before the answer to messages[:index]: by default, and without
-        thinking. Empty if that cannot be found out."""
-        if index in self._prompts:
-            return self._prompts[index]
+    def _generation_prompts(self, index: int) -> Iterator[str]:
+        """What a template adds before the answer to messages[:index]: by default, and with and
+        without thinking. Empty if that cannot be found out."""
+        modes: list[dict[str, Any]] = [{}]
+        for switch in self._switches():
+            modes += [{switch: False}, {switch: True}]
+        for options in modes:
+            for by_parts in (False, True):
+                key = index, by_parts, tuple(options.items())
+                if key not in self._prompts:
+                    self._prompts[key] = self._read_prompts(index, options, by_parts=by_parts)
+                yield from self._prompts[key]
+
+    def _switches(self) -> list[str]:
+        read = variables(self._template.source(self._tools)) or ()
+        return [switch for switch in _SWITCHES if switch in read]
+
+    def _read_prompts(self, index: int, options: dict[str, Any], *, by_parts: bool) -> list[str]:
+        """by_parts: after the last message; otherwise, with half the renderings, what the text has
+        more than without a generation prompt."""
         before = self._messages[:index] or [{"role": "user", "content": "a"}]
-        apply, prompts = self._template.apply, []
+        read = self._template.layout if by_parts else self._template.text_alone
         try:
-            bare = apply(before, self._tools)
-            for options in _MODES:
-                full = apply(before, self._tools, add_generation_prompt=True, **options)
-                if not full.startswith(bare):  # such as an eos_token where there is no prompt
-                    layout = self._template.layout(before, self._tools, add_generation_prompt=True)
-                    _, end = layout.messages.get(len(before) - 1, (0, 0))
-                    bare = layout.text[:end]
-                if bare and full.startswith(bare):
-                    prompts.append(full.removeprefix(bare))
-            if prompts and not any(prompts):
-                # There is none, but a heading of the turn is not part of the answer
-                answer = {"role": "assistant", "content": _PLACEHOLDER}
-                full = apply([*before, answer], self._tools)
-                heading, *rest = full.removeprefix(bare).split(_PLACEHOLDER)
-                known = full.startswith(bare) and len(rest) == 1
-                prompts = [heading, *([] if heading.strip() else [""])] if known else []
+            bare = read(before, self._tools)
+            full = read(before, self._tools, add_generation_prompt=True, **options)
+            ends = list(_ends_of_last(bare, full, len(before) - 1))
+            if options:  # a mode that changes the conversation serves another one
+                ends = [end for end in ends if full.text[:end] in self._contexts.get(index, ())]
+            self._contexts.setdefault(index, set()).update(full.text[:end] for end in ends)
+            prompts = [full.text[end:] for end in ends if end < len(full.text)]
+            if prompts or options or not by_parts:
+                return prompts
+            return self._headings(before, bare.text)
         except RowError:
-            prompts = []
-        return self._prompts.setdefault(index, prompts)
+            return []
+
+    def _headings(self, before: list[Message], bare: str) -> list[str]:
+        """What begins a turn that no generation prompt begins: a heading is not part of the
+        answer."""
+        answer = {"role": "assistant", "content": _PLACEHOLDER}
+        full = self._template.apply([*before, answer], self._tools)
+        heading, *rest = full.removeprefix(bare).split(_PLACEHOLDER)
+        if not full.startswith(bare) or len(rest) != 1:
+            return []
+        return [heading, *([] if heading.strip() else [""])]
 
     def _served_end(self, index: int) -> str | None:
         """The special tokens that end such a turn while it is the last one. A turn with tool calls
@@ -384,6 +536,114 @@ class _Conversation:
             except RowError:
                 self._ends[calls] = None
         return self._ends[calls]
+
+    def _missing_end(self, index: int, end: int) -> str | None:
+        """The special token after the last turn, up to `end`, if another message follows: it ends
+        the turn, such as <|observation|> of GLM-4.5 after a call. None: unknown, or only the
+        heading of the next question."""
+        calls = self._messages[index].get("tool_calls") or []
+        following = {"role": "user", "content": _PLACEHOLDER}
+        if calls:
+            number = calls[0].get("id") if isinstance(calls[0], dict) else None
+            following |= {"role": "tool", "name": "name", "tool_call_id": number or "000000000"}
+        try:
+            text = self._template.apply([*self._messages, following], self._tools)
+            heading = "" if calls else self._template.apply([following], None)
+        except RowError:
+            return None
+        answered = self._layout.text[:end]
+        if not text.startswith(answered):
+            return None
+        token = self._template.first_special(text[end:])
+        return None if token is None or token in heading.partition(_PLACEHOLDER)[0] else token
+
+    def as_served(self) -> tuple[str, Turn] | None:
+        """The text with the last turn after its generation prompt, if the template shows that turn
+        otherwise; None if it is not known how.
+
+        The prompt may open a thought that the template never shows (DeepSeek-R1), hold an empty
+        one (Gemma 4), or show what the whole conversation does not (the system prompt of Mistral).
+        """
+        index = len(self._messages) - 1
+        message, part = self._messages[index], self._layout.messages.get(index)
+        if part is None or index == 0:
+            return None
+        written = self._layout.text[slice(*part)]
+        try:
+            check_calls(message, written, f"message {index + 1}")
+            full = self._template.apply(
+                self._messages[:index], self._tools, add_generation_prompt=True
+            )
+        except RowError:
+            return None
+        prompts = [*self._generation_prompts(index), ""]
+        prompt = max(prompts, key=lambda prompt: len(_common(prompt, written)))
+        thought, said = thought_of(message)
+        mark = next((mark for mark in _THOUGHTS if prompt.rstrip().endswith(mark)), None)
+        if not full.endswith(prompt):
+            return None
+        if mark is not None:
+            heading, _, line = prompt.rpartition(mark)
+            if not written.startswith(heading):
+                return None
+            rest = written.removeprefix(heading).lstrip()
+            if rest.startswith((mark, _THOUGHTS[mark])):
+                rest = rest.partition(_THOUGHTS[mark])[2].lstrip()
+            answer = f"{thought}{line}{_THOUGHTS[mark]}{line}{line}{rest}"
+        else:
+            heading = _BEGUN_TAG.sub("", _common(prompt, written))
+            opening, answer = prompt[len(heading) :], written[len(heading) :]
+            if thought.strip() or (opening and not (heading and _CLOSED.search(opening))):
+                return None
+            for close in _THOUGHTS.values():
+                if answer.lstrip().startswith(close):
+                    if not opening.rstrip().endswith(close):
+                        return None
+                    answer = answer.lstrip().removeprefix(close)
+            rest = answer
+        said, shown = said.strip(), rest.strip()
+        while said and (token := self._template.first_special(shown)) and shown != token:
+            shown = shown.removeprefix(token).lstrip()
+        if not shown.startswith(said):
+            return None
+        if not message.get("tool_calls"):
+            begin, _ = self._template.closing(shown, len(said), len(shown))
+            if shown[len(said) : begin].strip():  # more than the answer and its end
+                return None
+        text = full + answer
+        closing, end = self._template.closing(text, len(full), len(text))
+        return text, Turn(len(full), end, stopped=closing < end)
+
+
+def _with_parts(messages: list[Message]) -> list[Message]:
+    """The messages with their contents as lists of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def _ends_of_last(bare: Layout, full: Layout, last: int) -> Iterator[int]:
+    """Where the last of the messages may end in `full`, which has a generation prompt; `bare` has
+    none. A template may write the prompt in the pass of that message, or always (Llama 3), and
+    another end instead of it (Phi-3)."""
+    _, end = bare.messages.get(last, (0, 0))
+    if end and full.text.startswith(bare.text[:end]):
+        yield end
+    else:
+        _, end = full.messages.get(last, (0, len(full.text)))
+        yield end
+    if bare.text and full.text.startswith(bare.text):
+        yield len(bare.text)
+
+
+def _common(first: str, second: str) -> str:
+    """The beginning that two texts share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    different = (at for at, (one, other) in pairs if one != other)
+    return first[: next(different, min(len(first), len(second)))]
 
 
 def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[Turn]:

@@ -68,6 +68,9 @@ def collate_sequences(
     `weights` (rows, tokens), float32, are those of the targets, if any row has weights.
     `loss_weight` is their sum; without weights there is none.
 
+    `text_mask` (rows, tokens), bool, is false in padding, if there is any. It is for the router's
+    loss.
+
     Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
     of the whole row, and so are the bounds of documents.
     """
@@ -82,6 +85,9 @@ def collate_sequences(
     if any("weights" in row for row in rows):
         weights = [row.get("weights", np.ones(len(row["targets"]))) for row in rows]
         tensors["weights"] = padded(weights, width, 1.0).float()
+    lengths = [len(row["input_ids"]) for row in rows]
+    if min(lengths) < width:
+        tensors["text_mask"] = padded([np.ones(count, bool) for count in lengths], width, False)
     starts = [row["position_ids"] for row in rows]
     if packed and any(int((row == 0).sum()) > 1 for row in starts):
         # Padding is a document of its own: its positions start at 0 again
@@ -94,7 +100,8 @@ def collate_sequences(
     elif part.parts > 1:
         tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
     mine = part.of(width)
-    whole = ("input_ids", "targets", "position_ids", "weights") if part.parts > 1 else ()
+    names = ("input_ids", "targets", "position_ids", "weights", "text_mask")
+    whole = names if part.parts > 1 else ()
     for name in tensors.keys() & whole:
         tensors[name] = tensors[name][:, mine].contiguous()
     with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]

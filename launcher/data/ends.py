@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from launcher.data.chat import Message
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 
-_PROBE = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_CALLS = [
+    {"id": f"call0000{number}", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    for number in range(2)
+]
+_ASKED: Message = {"role": "user", "content": "Hello"}
+_ANSWER: Message = {"role": "assistant", "content": "Hi"}
+_CALL: Message = {"role": "assistant", "content": "", "tool_calls": _CALLS[:1]}
+_RESULT: Message = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "a"}
+_PROBES: tuple[list[Message], ...] = (
+    [_ASKED, _ANSWER],
+    [_ASKED, _ANSWER, _ASKED, _ANSWER],
+    [_ASKED, _CALL],
+    [_ASKED, {**_CALL, "tool_calls": _CALLS}],
+    [_ASKED, _CALL, _RESULT, _ANSWER],
+)
+"""Chats with all ways in which a turn can end: a last answer, one before a question, a call,
+several calls, and a call before its result."""
 
 
 def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
@@ -29,23 +54,45 @@ def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     if "chat" in kinds or (
         "instruct" in kinds and (data.chat_template or hugging_face_tokenizer(name).chat_template)
     ):
-        ends.update(_end_of_turn(make_encoder("chat", data, tokenizer=name)))
+        ends.update(_ends_of_turns(make_encoder("chat", data, tokenizer=name)))
     return sorted(ends)
 
 
-def _end_of_turn(encoder: Encoder) -> list[int]:
-    """The last token with loss of a short chat, apart from white space, if it is no text."""
-    columns: dict[str, str | None] = {"messages_column": None}
-    row = Row(SourcePart("probe", "jsonl"), 0, {"messages": _PROBE})
-    (encoded,) = replace(encoder, columns=columns).encode_rows([row])
-    if encoded.labels is None:  # the template refuses it
-        return []
+def _ends_of_turns(encoder: Encoder) -> set[int]:
+    """The last token of each turn with loss in the probes, apart from white space, if it is no
+    text. A template may refuse some of the probes, such as tool calls."""
     assert encoder.tokenizer is not None
     tokenizer = hugging_face_tokenizer(encoder.tokenizer)
     added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    for token in reversed(encoded.labels[encoded.labels != IGNORED].tolist()):
-        if token in added:
-            return [token]
-        if tokenizer.decode([token]).strip():
-            break
-    return []
+    columns: dict[str, str | None] = {"messages_column": None}
+    settings = {**encoder.settings}
+    if settings.get("loss_on") == "all":  # its last token is that of the conversation
+        settings.pop("loss_on")
+    rows = [
+        Row(SourcePart("probe", "jsonl"), 0, {"messages": messages, "tools": tools})
+        for messages in _PROBES
+        for tools in (None, _TOOLS)
+    ]
+    probing = replace(encoder, columns=columns, settings=settings)
+    ends, inner = set[int](), set[int]()
+    for encoded in probing.encode_rows(rows):
+        if encoded.labels is None:  # the template refuses it
+            continue
+        for body, closing in _turns(encoded.labels.tolist(), tokenizer, added):
+            ends.update(closing[-1:])
+            inner.update(body)
+    return ends - inner  # such as the end of one of several calls
+
+
+def _turns(
+    labels: list[int], tokenizer: PreTrainedTokenizerBase, added: set[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Each part with loss, without white space at its end: its tokens up to those that end it, and
+    these."""
+    for learned, run in itertools.groupby(labels, key=lambda label: label != IGNORED):
+        body, closing = [*run], list[int]()
+        while learned and body and (body[-1] in added or not tokenizer.decode(body[-1:]).strip()):
+            token = body.pop()
+            closing = [token, *closing] if token in added else closing
+        if learned:
+            yield body, closing

@@ -51,15 +51,39 @@ def render(
     apply: Callable[..., Rendered] = template.render_all
     if loss_on != "all":
         apply = functools.partial(template.render, loss_from=loss_from)
-    try:
-        rendered = apply(parsed, tools)
-    except RefusedError:
-        if parsed == messages:
-            raise
-        # Some templates (DeepSeek-R1's) take the arguments of tool calls only as text
-        rendered = apply(messages, tools)
+    rendered = _first(apply, _forms(parsed, messages), tools)
     encodable(rendered.text, "the conversation")
     return rendered
+
+
+def _forms(parsed: list[Message], messages: list[Message]) -> list[list[Message]]:
+    """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
+    text, or see the calls only in messages without content."""
+    forms: list[list[Message]] = []
+    for form in (parsed, messages):
+        bare = [
+            {**message, "content": None}
+            if message.get("tool_calls") and not message["content"]
+            else message
+            for message in form
+        ]
+        forms += [each for each in (form, bare) if each not in forms]
+    return forms
+
+
+def _first(
+    apply: Callable[..., Rendered], forms: list[list[Message]], tools: list[object] | None
+) -> Rendered:
+    """The rendering of the first form that the template does not refuse, or else the problem of
+    the first one."""
+    problem: RefusedError | None = None
+    for form in forms:
+        try:
+            return apply(form, tools)
+        except RefusedError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
 
 def render_text(

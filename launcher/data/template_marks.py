@@ -34,10 +34,16 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-@functools.lru_cache(maxsize=16)
 def uses_tools(template: str) -> bool:
     """Whether a template reads the variable `tools`; true if it is no template of Jinja, which
     rendering reports."""
+    names = variables(template)
+    return names is None or "tools" in names
+
+
+@functools.lru_cache(maxsize=16)
+def variables(template: str) -> frozenset[str] | None:
+    """The variables that a template reads and does not set; None if it is no template of Jinja."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     try:
@@ -45,8 +51,8 @@ def uses_tools(template: str) -> bool:
             _GENERATION_TAG.sub("", template)
         )
     except TemplateSyntaxError:
-        return True
-    return "tools" in meta.find_undeclared_variables(parsed)
+        return None
+    return frozenset(meta.find_undeclared_variables(parsed))
 
 
 def uses_date(template: str) -> bool:
@@ -78,6 +84,8 @@ class Layout:
     """By the index of a message: what the pass of a loop over it wrote."""
     generation: list[Span] = field(default_factory=list)
     """What `{% generation %}` encloses."""
+    source: str | None = None
+    """The template with marks that wrote it; None: the parts are not known."""
 
     def generated(self, index: int) -> bool:
         """Whether a message has a `{% generation %}` mark; true if its text is not known."""
@@ -121,8 +129,8 @@ def with_marks(template: str, *, loops: bool) -> str:
     return _TAG.sub(insert, template)
 
 
-def read_marks(marked: str) -> Layout:
-    """The layout of a text that a template of `with_marks` wrote."""
+def read_marks(marked: str, source: str) -> Layout:
+    """The layout of a text that `source`, a template of `with_marks`, wrote."""
     text, *rest = _MARK.split(marked)
     texts, length = [text], len(text)
     begun: dict[str, tuple[int, int]] = {}
@@ -140,4 +148,4 @@ def read_marks(marked: str) -> Layout:
             begun[name] = int(index), length
         texts.append(text)
         length += len(text)
-    return Layout("".join(texts), messages, generation)
+    return Layout("".join(texts), messages, generation, source)

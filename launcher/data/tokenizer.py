@@ -6,10 +6,12 @@ import copy
 import functools
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int32]
 
+logger = logging.getLogger(__name__)
+
+_MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
+"""Types of models that transformers' fix_mistral_regex is for."""
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
 """Checksum of the byte tokenizer's ids and chat template; part of the names of stores."""
@@ -216,6 +222,7 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
             str(folder),
             local_files_only=True,
             trust_remote_code=trusted,  # None would ask in a terminal
+            **_fix_of_mistral(folder),
         )
     except Exception as error:  # broken files raise many classes
         what = first_line(error)
@@ -223,6 +230,32 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
             what = "it needs its own Python code, which is not run by default: if you have read it "
             what += "and trust it, set model.trust_remote_code: true, which holds for model.path"
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
+
+
+def _fix_of_mistral(folder: Path) -> dict[str, bool]:
+    """transformers' option for tokenizers of Mistral that older versions stored with Llama 3's
+    pattern: they split words otherwise than the model learned. Their older tokenizers have no
+    pattern, and the option would break them."""
+    config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer.json"))
+    major = str(config.get("transformers_version") or "0").partition(".")[0]
+    if config.get("model_type") not in _MISTRAL or (major.isdigit() and int(major) >= 5):
+        return {}
+    splitters = (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or ()
+    # transformers, too, corrects only tokenizers of this size
+    wrong = len(vocabulary) > 100_000 and "(?i:'s|'t|" in json.dumps(splitters[0].get("pattern"))
+    if wrong:
+        logger.info(f"data.tokenizer: {folder}: Llama 3's pattern is replaced by Mistral's")
+    return {"fix_mistral_regex": wrong}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The content of a file; empty if there is none, or if it holds something else."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _extended(tokenizer: PreTrainedTokenizerBase, name: ExtendedName) -> PreTrainedTokenizerBase:

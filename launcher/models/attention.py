@@ -59,7 +59,14 @@ def isolate_documents(
     layers (which is tried here), and the device has a kernel. sequence_length is the number of
     tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents.
     """
-    refuse_other_layers(model, sequence_length, key="data.packing", instead="use packing: false")
+    implementation = attention_implementation(model) or ""
+    flash = implementation.startswith("flash_attention")
+    instead = "use packing: false"
+    refuse_other_layers(
+        model, sequence_length, key="data.packing", instead=instead, packed=not flash
+    )
+    if _exceeds_chunk(model, sequence_length):
+        return "mask"  # the kernel knows no chunks
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
@@ -71,8 +78,8 @@ def isolate_documents(
     def fits(call: Call) -> bool:
         return has_bounds(call) and call["plain"] and call["head_size"] <= widest
 
-    implementation, passed = attention_implementation(model) or "", False
-    if implementation.startswith("flash_attention"):
+    passed = False
+    if flash:
         passed = _all_calls(model, inputs, has_bounds)
     elif implementation == "sdpa" and not why_masked(model, device, compute_dtype):
         passed = _use_varlen(model, inputs, fits)
@@ -94,10 +101,16 @@ def _with_text_positions(module: nn.Module, args: object, inputs: Call) -> tuple
 
 
 def refuse_other_layers(
-    model: PreTrainedModel, sequence_length: int, *, key: str, instead: str
+    model: PreTrainedModel,
+    sequence_length: int,
+    *,
+    key: str,
+    instead: str,
+    packed: bool = False,
 ) -> None:
     """Raises RecipeError, which names `key` and what to do `instead`, if a layer mixes tokens in
-    another way than by attention to all earlier tokens of a document or window."""
+    another way than by attention to all earlier tokens of a document or window. packed: rows keep
+    their documents apart by transformers' masks, which count chunks in each document."""
     name, layer_types = type(model).__name__, set(_layer_types(model))
     others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
     if others or is_stateful(model):
@@ -106,12 +119,29 @@ def refuse_other_layers(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
             f"next, across documents and parts of a sequence; {instead}"
         )
-    chunk = getattr(model.config.get_text_config(decoder=True), "attention_chunk_size", None)
-    if "chunked_attention" in layer_types and chunk is not None and sequence_length > chunk:
+    if _exceeds_chunk(model, sequence_length) and not (packed and _counts_by_document()):
+        chunk = model.config.get_text_config(decoder=True).attention_chunk_size
         raise RecipeError(
             f"{key}: {name} attends within chunks of {chunk} tokens, counted from the start of a "
             f"sequence; use a data.sequence_length of at most {chunk}, or {instead}"
         )
+
+
+def _exceeds_chunk(model: PreTrainedModel, sequence_length: int) -> bool:
+    """Whether layers attend within chunks that are shorter than the rows (Llama 4)."""
+    config = model.config.get_text_config(decoder=True)
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    if chunk is None or "chunked_attention" not in _layer_types(model):
+        return False
+    return sequence_length > chunk
+
+
+def _counts_by_document() -> bool:
+    """Whether transformers' masks of packed documents count chunks from the start of each (5.23).
+    Before, they counted from the start of the row."""
+    from transformers import masking_utils
+
+    return hasattr(masking_utils, "packed_sequence_compatibility_function")
 
 
 def why_masked(

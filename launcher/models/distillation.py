@@ -49,7 +49,7 @@ def summed_distillation_loss(
     cross_entropy, divergence = sums = losses.sum(0)
     share = settings.weight
     loss = (1 - share) * cross_entropy + share * settings.temperature**2 * divergence
-    loss = add_router_loss(loss, model, outputs, micro_batch["targets"], count)
+    loss = add_router_loss(loss, model, outputs, micro_batch, count)
     return torch.cat([loss.view(1), sums.detach()])
 
 

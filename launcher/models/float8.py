@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,24 +23,41 @@ from launcher.models.attention import planned_gpu
 
 logger = logging.getLogger(__name__)
 KEY = "strategy.mixed_precision.float8"
-_ROUTER = re.compile(r"(.*_)?(gate|router)")
-"""Names of linears that choose experts: small, and their choices are sensitive to rounding."""
+_ROUTER = re.compile(r"(^|\.)(\w*_)?(gate|router)(\.|$)")
+"""Names of linears that choose experts, or of the modules that hold them: small, and their choices
+are sensitive to rounding."""
+_NARROW = 64
+"""Inputs for each output from which on a linear has a few scores as outputs, no features."""
+_EXPERTS = re.compile(r"(num|n)_(\w+_)?experts|zero_expert_num")
+"""Keys of configs with numbers of experts, which are the widths of routers."""
 
 
 def use_float8(
-    blocks: Mapping[str, nn.Module], name: str, *, device: torch.device, dtype: torch.dtype
+    blocks: Mapping[str, nn.Module],
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    model: nn.Module | None = None,
 ) -> None:
-    """Converts the linears of the blocks of a meta model to torchao's recipe of this name.
+    """Converts the linears of the blocks of a meta model to torchao's recipe of this name, but not
+    those that choose experts, and not those that `model` keeps in float32.
 
     dtype: that of their inputs and outputs. Float8 is emulated on CPUs. Raises RecipeError if
     torchao is not installed, or for a GPU or a model that cannot compute in float8.
     """
     _check_gpu(device)
+    spared = {module for module in blocks.values() for module in _spared(module, model)}
+
+    def converts(module: nn.Module, name: str) -> bool:
+        # Some subclasses, such as that of nn.MultiheadAttention, are never called
+        return type(module) is nn.Linear and module not in spared
+
     found = {
         f"{block}.{inner}" if inner else block: module
         for block, root in blocks.items()
         for inner, module in root.named_modules()
-        if _converts(module, inner)
+        if converts(module, inner)
     }
     if not found:
         raise RecipeError(f"{KEY}: the model has no linear layers in blocks; set it to null")
@@ -67,7 +85,7 @@ def use_float8(
         Float8LinearConfig.from_recipe_name(name), emulate=emulate, pad_inner_dim=True
     )
     for root in blocks.values():
-        convert_to_float8_training(root, module_filter_fn=_converts, config=config)
+        convert_to_float8_training(root, module_filter_fn=converts, config=config)
         for module in root.modules():
             if is_float8(module):
                 module.__class__ = _linear_class()
@@ -95,9 +113,23 @@ def describe_float8(model: nn.Module, blocks: Iterable[nn.Module]) -> str:
     return text + (f"; {experts} weights of experts are not converted" if experts else "")
 
 
-def _converts(module: nn.Module, name: str) -> bool:
-    # Some subclasses, such as that of nn.MultiheadAttention, are never called
-    return type(module) is nn.Linear and not _ROUTER.fullmatch(name.rpartition(".")[2])
+def _spared(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
+    """Linears of a block that choose experts or weigh heads, or that the model keeps in float32 (the
+    weights of DeepSeek-V3.2's indexer)."""
+    config = getattr(model, "config", None)
+    numbers = vars(config.get_text_config(decoder=True)) if config is not None else {}
+    experts = {v for k, v in numbers.items() if _EXPERTS.fullmatch(k) and isinstance(v, int)}
+    widths = experts | {sum(pair) for pair in itertools.permutations(experts, 2)}
+    keys = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    parts = [part for key in keys for part in getattr(model, key, None) or ()]
+    kept = re.compile("|".join(rf"(^|\.){re.escape(part)}($|\.)" for part in parts) or r"$^")
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            inner = name.endswith("_proj") or "attn" in name or "attention" in name
+            narrow = module.out_features * _NARROW <= module.in_features
+            chooses = narrow or (module.out_features in widths and not inner)
+            if chooses or _ROUTER.search(name) or kept.search(f"{name}.weight"):
+                yield module
 
 
 @functools.cache

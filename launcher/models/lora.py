@@ -32,6 +32,10 @@ ALL_LINEAR = "all-linear"
 """Entry of target_modules, as in peft."""
 Read = Callable[[str], torch.Tensor]
 """Returns a whole tensor by name."""
+_MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+_OF_MAMBA = {"out_proj", "conv1d"}
+"""Layers of these types of models that peft (0.21) refuses: fused kernels of Mamba read their
+weights, without adapters."""
 
 
 def add_adapters(
@@ -189,6 +193,13 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
             f"lora.modules_to_save: {', '.join(lora.modules_to_save)}: this trains whole all layers "
             "that could get an adapter; name fewer modules, or set lora: null to train all weights"
         )
+    refused = [name for name in inside if _is_refused(model, name)]
+    if refused and len(refused) < len(inside):
+        logger.info(
+            f"note: peft refuses adapters for {len(refused)} layers such as {refused[0]}, whose "
+            "weights fused kernels read"
+        )
+        inside = [name for name in inside if name not in refused]
     taken = _taken_by_experts(model, inside)
     skipped = [name for name in inside if name.rpartition(".")[2] in taken]
     inside = [name for name in inside if name not in skipped]
@@ -198,6 +209,12 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
             f"blocks to choose: name some of {', '.join(_last_parts(layers))}"
         )
     return _shortened(model, inside), skipped
+
+
+def _is_refused(model: nn.Module, name: str) -> bool:
+    """Whether peft refuses an adapter for a layer."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind in _MAMBA and name.rpartition(".")[2] in _OF_MAMBA
 
 
 def _named_targets(

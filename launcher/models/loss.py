@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 _NOT_INPUTS = (
-    *("targets", "target_positions", "weights"),
+    *("targets", "target_positions", "weights", "text_mask"),
     *("answers", "answer_tokens", "reference"),
     *("teacher_ids", "teacher_log_probabilities"),
 )
@@ -44,9 +44,9 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         weights = (weights * (targets != IGNORED)).flatten()
         positions = micro_batch.get("target_positions")
         weights = weights if positions is None else weights[positions]
-        return add_router_loss((losses * weights).sum(), model, outputs, targets, weights.sum())
+        return add_router_loss((losses * weights).sum(), model, outputs, micro_batch, weights.sum())
     summed, outputs = _cross_entropies(model, micro_batch, "sum")
-    return add_router_loss(summed, model, outputs, targets)
+    return add_router_loss(summed, model, outputs, micro_batch)
 
 
 def target_losses(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, ModelOutput]:
@@ -85,28 +85,28 @@ def add_router_loss(
     summed: torch.Tensor,
     model: nn.Module,
     outputs: ModelOutput,
-    targets: torch.Tensor,
+    micro_batch: MicroBatch,
     count: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """The loss with the gradient of the router's auxiliary loss, if the model returns one. `count`
     is what the caller divides the loss by; None: the number of targets."""
     if not torch.is_grad_enabled() or getattr(outputs, "aux_loss", None) is None:
         return summed
-    router_loss = _router_loss(model, outputs, targets, count)
+    router_loss = _router_loss(model, outputs, micro_batch, count)
     return summed + (router_loss - router_loss.detach())
 
 
 def _router_loss(
     model: nn.Module,
     outputs: ModelOutput,
-    targets: torch.Tensor,
+    micro_batch: MicroBatch,
     count: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
     with one micro-batch, the mean over targets is what transformers adds to its loss.
 
-    Padding (everything more than one token after the last target of its row) counts only in models
-    without `num_experts` and `num_experts_per_tok`.
+    Padding, by the micro-batch's `text_mask` or `attention_mask`, counts only in models without
+    `num_experts` and `num_experts_per_tok`.
     """
     model = getattr(model, "module", model)  # unwrap DistributedDataParallel
     config = model.config
@@ -119,13 +119,11 @@ def _router_loss(
             f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef; "
             "train without it: output_router_logits: false in its config"
         )
-    auxiliary, trained = outputs.aux_loss, targets != IGNORED
-    if hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
+    auxiliary, trained = outputs.aux_loss, micro_batch["targets"] != IGNORED
+    text = micro_batch.get("text_mask", micro_batch.get("attention_mask"))
+    if text is not None and hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        before_last = trained.flip(1).cumsum(1).flip(1) > 0
-        text = torch.cat([before_last[:, :1], before_last[:, :-1]], dim=1)
-        text |= ~text.any()  # without any target the weight is 0: keep the mean over tokens finite
         auxiliary = load_balancing_loss_func(
             outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
         )

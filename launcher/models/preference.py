@@ -53,7 +53,7 @@ def summed_preference_loss(
     sums, outputs = answer_log_probabilities(model, micro_batch)
     counts, reference = micro_batch["answer_tokens"], micro_batch["reference"]
     losses, rewards = pair_losses(sums, counts, reference, settings)
-    loss = add_router_loss(losses.sum(), model, outputs, micro_batch["targets"], len(counts))
+    loss = add_router_loss(losses.sum(), model, outputs, micro_batch, len(counts))
     shown = sums / counts if settings.loss in ("simpo", "orpo") else sums
     margins = rewards[:, 0] - rewards[:, 1]
     columns = [*rewards.unbind(1), margins, (margins > 0).float(), *shown.unbind(1)]
@@ -98,14 +98,20 @@ def pair_losses(
 
 def check_model(model: PreTrainedModel, sequence_length: int) -> None:
     """Raises RecipeError if the two answers of a pair cannot share a row, or if the model has
-    dropout: its log-probabilities would be compared with those of a reference without it."""
+    dropout or noise in its routers: its log-probabilities would be compared with those of a
+    reference without it."""
     instead = "both answers of a pair are in one row, so it cannot be trained on pairs"
-    refuse_other_layers(model, sequence_length, key="data.kind: preference", instead=instead)
+    refuse_other_layers(
+        model, sequence_length, key="data.kind: preference", instead=instead, packed=True
+    )
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            is_drop = key == "p" if isinstance(module, nn.Dropout) else "drop" in key
-            if is_drop and isinstance(value, float) and value > 0:
+            dropout = key == "p" if isinstance(module, nn.Dropout) else "drop" in key
+            noise = "jitter" in key
+            if (dropout or noise) and isinstance(value, float) and value > 0:
+                what = "noise in routers" if noise else "dropout"
+                own = key if noise else "the model's dropout"
                 raise RecipeError(
-                    f"preference: not available with dropout, and {name}.{key} is {value}: set the "
-                    "model's dropout to 0 in model.config, or in config.json of model.path"
+                    f"preference: not available with {what}, and {name}.{key} is {value}: set "
+                    f"{own} to 0 in model.config, or in config.json of model.path"
                 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 METRICS = ("accuracy", "margin", "mean_reward")
 """Means over pairs. The names are TRL's."""
-_NOT_INPUTS = ("ends", "margins")
+_NOT_INPUTS = ("ends", "margins", "text_mask")
 
 
 class TokenScores:

@@ -24,12 +24,6 @@ ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates over the learning rate, by Liu et al."""
 
 
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether Muon orthogonalizes a parameter of a block: a matrix, or experts. The kernels of a
-    depthwise convolution are vectors."""
-    return len(shape) in (2, 3) and min(shape[-2:]) > 1
-
-
 class Muon(LowPrecisionAdamW):
     """Updates groups without `orthogonalize` as AdamW. Overwrites the gradients of the others."""
 

@@ -17,7 +17,8 @@ from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
 from launcher.optimizers.average import average_weights
 from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
-from launcher.optimizers.muon import Muon, is_matrix
+from launcher.optimizers.matrices import decayed_parameters, orthogonalized_parameters
+from launcher.optimizers.muon import Muon
 from launcher.optimizers.offload import OffloadedOptimizer
 from launcher.recipe import schema
 from launcher.strategies.ddp import shard_rows, shard_update
@@ -36,8 +37,8 @@ def make_optimizer(
     blocks: Iterable[nn.Module] = (),
     b_ratio: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters, with its state. Weight decay applies to parameters
-    of two or more dimensions (matrices).
+    """The optimizer of the trained parameters, with its state. Weight decay applies to matrices
+    (`decayed_parameters`).
 
     Its step reads two scalars on the device: `grad_scale`, which divides the gradients, and
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
@@ -48,10 +49,10 @@ def make_optimizer(
     the others: `ratio` of their parameter groups.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = decayed_parameters(model).keys() & trained.keys()
     inner: set[str] = set()
     if optimizer.name == "muon":
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        inner = {name for name, p in trained.items() if id(p) in inside and is_matrix(p.shape)}
+        inner = orthogonalized_parameters(model, blocks).keys() & trained.keys()
         if not inner:
             raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
     pairs = []
@@ -63,7 +64,7 @@ def make_optimizer(
         trained = {name: shards.get(id(p), p) for name, p in trained.items()}
 
     def sort(name: str, parameter: torch.Tensor) -> tuple[int, float]:
-        number = 3 if name in inner else min(parameter.ndim, 2)
+        number = 3 if name in inner else 2 if name in decayed else min(parameter.ndim, 1)
         return number, b_ratio if ".lora_B." in name else 1.0
 
     groups: list[Group] = []

@@ -25,7 +25,7 @@ from launcher.models.tensor_parallel import (
     divides_attention,
     find_layers,
 )
-from launcher.optimizers.muon import is_matrix
+from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
 from launcher.planner.recipes import with_random_weights
@@ -56,6 +56,8 @@ class Weight:
     """Whether it has a row for each expert, and expert parallelism can divide it."""
     packed: int = 0
     """Bytes of the whole weight in NF4; 0: it is not quantized."""
+    orthogonalized: bool = False
+    """Whether Muon orthogonalizes it."""
 
     @property
     def count(self) -> int:
@@ -195,7 +197,7 @@ class ModelProfile:
     def orthogonalized(self) -> list[tuple[int, ...]]:
         """Shapes of the weights that Muon orthogonalizes."""
         weights = (weight for block in self.groups[:-2] for weight in block.parameters)
-        return [weight.shape for weight in weights if weight.trained and is_matrix(weight.shape)]
+        return [weight.shape for weight in weights if weight.trained and weight.orthogonalized]
 
     @cached_property
     def parameters(self) -> int:
@@ -312,13 +314,15 @@ def _profile_of_shapes(
     prepared: PreparedModel, model: Any, recipe: Recipe, *, device: Device
 ) -> ModelProfile:
     stacked = {id(p) for module in find_experts(model).values() for p in module.parameters()}
+    blocks = [model.get_submodule(name) for name in prepared.blocks]
+    matrices = {id(p) for p in orthogonalized_parameters(model, blocks).values()}
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
         weights = []
         for p in parameters:
             shape, packed = tuple(shape_of(p)), p.nbytes if is_packed(p) else 0
-            expert = id(p) in stacked
-            weights.append(Weight(shape, p.requires_grad, p.element_size(), expert, packed))
+            expert, matrix = id(p) in stacked, id(p) in matrices
+            weights.append(Weight(shape, p.requires_grad, p.element_size(), expert, packed, matrix))
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
     config = text_config(model)

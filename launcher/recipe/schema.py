@@ -353,7 +353,7 @@ class ActivationCheckpointing(Section):
 
 
 class Optimizer(Section):
-    """The optimizer; weight decay on matrices only."""
+    """The optimizer; weight decay on matrices and embeddings, not on norms, biases and rates."""
 
     name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
     """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;

@@ -284,7 +284,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     _refuse_scalars(model, recipe.strategy)
     precision = recipe.strategy.mixed_precision
     if precision is not None and precision.float8 is not None:
-        use_float8(blocks, precision.float8, device=device, dtype=dtype)
+        use_float8(blocks, precision.float8, device=device, dtype=dtype, model=model)
     seed = recipe.run.seed
     init_fn, export_dtype, stored = starting_weights(
         recipe.model, model, seed=seed, new_ids=new_ids

@@ -16,6 +16,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
+from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
@@ -327,6 +328,51 @@ MISTRAL = (
     "{% for m in messages %}{% if m.role == 'assistant' %}[[{% if m.tool_calls %}{{ '<|head|>' + m.tool_calls[0].function.name }}{% else %}{{ ' ' + m.content }}{% endif %}{{ eos_token }}]]"  # noqa: E501
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
 )
+# Llama 3's first template writes the generation prompt always; Granite 3 in the last pass of the loop
+ALWAYS = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
+IN_LOOP = CHATML.replace("{% endfor %}{% if add", "{% if loop.last and add") + "{% endfor %}"
+# Gemma 4 writes the results of tools in the turn that called them, and no prompt after them
+GEMMA4 = (
+    "{% set ns = namespace(tool=false) %}{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% if not ns.tool %}{{ '<turn>' + m.role + '\n' }}{% endif %}{% set ns.tool = false %}"
+    "{% if m.role == 'assistant' %}[[{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}]]"
+    "{% if m.tool_calls %}[[{{ '<|neck|>' }}]]{% set ns.tool = true %}{% for k in range(loop.index0 + 1, messages|length) %}"
+    "{% if messages[k].role == 'tool' %}{{ 'result:' + messages[k].content + '<|head|>' }}{% endif %}{% endfor %}"
+    "{% else %}[[{{ '</turn>' }}]]{% endif %}{% else %}{{ m.content + '</turn>' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not ns.tool %}{{ '<turn>assistant\n' }}{% endif %}"
+)
+# DeepSeek-R1's prompt opens a thought, which its template removes from every answer
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|head|>' }}[[{{ m.content.split('</think>')[-1] + '<eos>' }}]]"  # noqa: E501
+    "{% else %}{{ '<|begin|>' + m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|head|><think>\n' }}{% endif %}"
+)
+# Gemma 4 (31B): the prompt holds an empty thought
+EMPTY = "{{ '<|neck|>' if enable_thinking }}" + CHATML.replace(
+    "assistant\n' }}{% endif %}",
+    "assistant\n' }}{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}",
+)
+# Mistral's shows the system prompt before the question only while this is the last message
+LAST_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' }}{% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n' }}{% endif %}{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}[[{{ ' ' + m.content + eos_token }}]]{% endif %}{% endfor %}"  # noqa: E501
+)
+# DeepSeek-V3 sees calls only in messages without content
+NULL_CALLS = CHATML.replace(
+    "[[{{ m.content + '<|end|>' }}]]",
+    "[[{% if m.content is none %}{{ '<call>' + m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}{{ '<|end|>' }}]]",
+)
+# EXAONE 4 goes through the numbers of the messages
+BY_NUMBER = CHATML.replace(
+    "{% for m in messages %}", "{% for i in range(messages|length) %}{% set m = messages[i] %}"
+)
+# SmolVLM reads contents as lists of parts
+PARTS = CHATML.replace("m.content +", "m.content[0].text +")
+# Llama 3.1 writes a call in place of the text beside it
+CALL_ONLY = CHATML.replace(
+    "{{ m.content + '<|end|>' }}]]",
+    "{{ ('<call>' + m.tool_calls[0].function.name if m.tool_calls else m.content) + '<|end|>' }}]]",
+)
 NO_THOUGHT, CALL = "<think>\n\n</think>\n\n", {"function": {"name": "maybe"}}
 TOOL_CHAT = [
     *dialogue("a"),
@@ -385,6 +431,10 @@ RULE = {
     ),
     "phi": (PHI, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
     "mistral": (MISTRAL, TOOL_CHAT, ["<|head|>maybe<eos>", " no<eos>"]),
+    "llama 3": (ALWAYS, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
+    "granite": (IN_LOOP, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
+    "gemma 4": (GEMMA4, TOOL_CHAT, ["<call>maybe</call><|neck|>", "no</turn>"]),
+    "exaone 4": (BY_NUMBER, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
 }
 
 
@@ -404,6 +454,142 @@ def test_loss_is_on_all_that_the_model_must_produce(name, mark):
     assert ids.tolist() == stock + [tokenizer.eos_token_id] * (name == "glm")
 
 
+def test_a_call_at_the_end_of_a_row_ends_as_before_its_result():
+    """GLM-4.5's templates end no turn: a result begins with <|observation|>, a question with
+    <|user|>."""
+    headings = "('<|begin|>' if m.role == 'user' else '<turn>')"
+    template = without_marks(GLM).replace("'<|begin|>\n'", headings)
+    assert template.count("<turn>") == 1
+    called = "\n<think></think>\n<call>maybe</call><turn>"
+    assert loss_texts(bpe_tokenizer(), template, TOOL_CHAT[:2]) == [called]
+    learned = loss_texts(bpe_tokenizer(), template, TOOL_CHAT)
+    assert learned == [called, "\n<think></think>\nno<eos>"]
+
+
+SERVED = {
+    # Template, messages, the end of what carries no loss, and what carries it
+    "no thought": (R1, dialogue("a", "no"), "<think>\n", "\n</think>\n\nno<eos>"),
+    "a thought": (
+        R1,
+        dialogue("a", "<think>\nwhat\n</think>\n\nno"),
+        "<think>\n",
+        "what\n</think>\n\nno<eos>",
+    ),
+    "a thought without its first mark": (
+        R1,
+        dialogue("a", "what\n</think>\n\nno"),
+        "<think>\n",
+        "what\n</think>\n\nno<eos>",
+    ),
+    "a thought beside it": (R1, [THOUGHTS[0], THOUGHTS[1]], "<think>\n", "what 1\n</think>\n\nyes<eos>"),
+    "two turns": (R1, dialogue("a", "yes", "b", "no"), "<think>\n", "\n</think>\n\nno<eos>"),
+    "an empty thought": (EMPTY, dialogue("a", "yes", "b", "no"), "<think></think>", "no<|end|>"),
+    "a system prompt": (
+        LAST_SYSTEM,
+        [{"role": "system", "content": "the"}, *dialogue("a", "no")],
+        "[INST]the\na[/INST]",
+        " no<eos>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_last_turn_follows_the_prompt_that_the_template_never_shows(name):
+    """No row of DeepSeek-R1 was accepted, and the advice went in a circle."""
+    template, messages, prompt, answer = SERVED[name]
+    tokenizer, template = bpe_tokenizer(), without_marks(template)
+    messages = read_messages(messages, "messages")
+    ids, labels = encoded(tokenizer, template, messages)
+    first = int((labels != IGNORED).argmax())
+    served = tokenizer.apply_chat_template(
+        messages[:-1], chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(ids[:first]) == served
+    assert served.endswith(prompt)
+    assert loss_texts(tokenizer, template, messages) == [answer]
+
+
+def test_marks_are_used_where_the_prompt_differs_from_the_turns():
+    tokenizer, messages = bpe_tokenizer(), dialogue("a", "yes", "b", "no")
+    ids, labels = encoded(tokenizer, with_marks(R1), messages)
+    found = tokenizer.apply_chat_template(
+        messages,
+        chat_template=with_marks(R1),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert ids.tolist() == found["input_ids"]
+    assert [int(label != IGNORED) for label in labels] == found["assistant_masks"]
+    # But not for a turn without its reasoning
+    thoughts = dialogue("a", "<think>\nwhat\n</think>\n\nyes", "b", "no")
+    assert loss_texts(tokenizer, with_marks(R1), thoughts) == ["no<eos>"]
+
+
+def test_text_beside_a_call_is_learned_or_its_turn_is_not():
+    tokenizer, said = bpe_tokenizer(), [dict(message) for message in TOOL_CHAT]
+    said[1]["content"] = "the answer"
+    assert loss_texts(tokenizer, without_marks(CALL_ONLY), said) == ["no<|end|>"]
+    assert loss_texts(tokenizer, with_marks(CALL_ONLY), said) == ["no<|end|>"]
+    with pytest.raises(RowError, match="message 2: the chat template leaves out the text beside"):
+        encoded(tokenizer, without_marks(CALL_ONLY), said[:2])
+    assert loss_texts(tokenizer, without_marks(QWEN3), said)[0].startswith("the answer<call>")
+
+
+def test_reasoning_is_not_found_in_other_texts():
+    """`end` is in the mark of the turn's end, and `no` in the answer."""
+    for thought in ("end", "no", "assistant"):
+        messages = [*dialogue("a"), {**dialogue("", "no")[1], "reasoning_content": thought}]
+        with pytest.raises(RowError, match="message 2: the chat template leaves out its reasoning"):
+            encoded(bpe_tokenizer(), without_marks(CHATML), messages)
+        kept = loss_texts(bpe_tokenizer(), without_marks(THINKING), messages)
+        assert kept == [f"<think>\n{thought}\n</think>\n\nno<|end|>"]
+
+
+def test_a_thought_without_its_first_mark():
+    """vLLM returns the answers of DeepSeek-R1 so, because the prompt ends in that mark."""
+    for answers in (
+        ("what</think>yes", "maybe</think>no"),
+        ("what\n</think>\n\nyes", "maybe\n</think>no"),
+    ):
+        opened = tuple(("<think>\n" if "\n" in text else "<think>") + text for text in answers)
+        bare, whole = (
+            read_messages(dialogue("a", first, "b", second), "messages")
+            for first, second in (answers, opened)
+        )
+        assert bare == whole
+        assert loss_texts(bpe_tokenizer(), without_marks(THINKING), bare) == [
+            "<think>\nmaybe\n</think>\n\nno<|end|>"
+        ]
+    quoted = dialogue("a", "The mark is `</think>`.")
+    assert read_messages(quoted, "messages") == quoted
+
+
+def test_calls_without_content_and_contents_in_parts(tmp_path, folder):
+    tokenizer = bpe_tokenizer()
+    for content in ("", None):
+        rows = [{"messages": [TOOL_CHAT[0], {**TOOL_CHAT[1], "content": content}]}]
+        template = str(write(tmp_path / "t.jinja", without_marks(NULL_CALLS)))
+        (one,) = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+        assert tokenizer.decode(one.labels[one.labels != IGNORED]) == "<call>maybe<|end|>"
+    plain, parts = (encoded(tokenizer, without_marks(each), ANSWERED) for each in (CHATML, PARTS))
+    assert [each.tolist() for each in plain] == [each.tolist() for each in parts]
+    drops = CHATML.replace("[[{{ m.content + '<|end|>' }}]]", "{{ '<|end|>' }}")
+    with pytest.raises(RowError, match="message 2: the chat template leaves out its content"):
+        encoded(tokenizer, drops, ANSWERED)
+
+
+def test_the_message_about_another_prompt_names_the_switch():
+    with pytest.raises(
+        RowError, match=r"set data.chat_template_kwargs: \{enable_thinking: true\}, or"
+    ):
+        encoded(bpe_tokenizer(), without_marks(EMPTY), dialogue("a", "no", "b"))
+    chat = ChatTemplate(
+        bpe_tokenizer(), "it", without_marks(EMPTY), values={"enable_thinking": True}
+    )
+    rendered = chat.render(dialogue("a", "yes", "b", "no"), None)
+    assert len(rendered.turns) == 2
+
+
 IN_ONE_TURN = (
     "{% for m in messages if m.role != 'tool' %}{{ '<|begin|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name + messages[2].content }}{% endfor %}{{ '<|end|>\n' }}{% endfor %}"
@@ -412,7 +598,7 @@ IN_ONE_TURN = (
 LOSES = [
     (GPT_OSS, PARALLEL, "message 2: the chat template leaves out a tool call (maybe); "),
     (CHATML, THOUGHTS[:2], "message 2: the chat template leaves out its reasoning, so the model "),
-    (QWEN35.replace("loop.last", "false"), dialogue("a", "no"), "message 2: the chat template's generation prompt ends in "),
+    (QWEN35.replace("loop.last", "false"), dialogue("a", "no", "b"), "message 2: the chat template's generation prompt ends in "),
     # What a tool returned is not for the model to say
     (IN_ONE_TURN, TOOL_CHAT, "message 2: the assistant's part of the rendered text cannot be"),
 ]  # fmt: skip
@@ -463,6 +649,40 @@ def test_a_template_prints_the_date_of_the_run(tmp_path, monkeypatch):
     computed = dated.replace("'%d %b %Y'", "messages[0].content")
     with pytest.raises(RecipeError, match="its format must be a text"):
         encoded(tokenizer, computed, ANSWERED)
+
+
+@pytest.mark.long
+def test_the_pattern_of_mistral_is_corrected(tmp_path, caplog):
+    """Older transformers stored Mistral's tokenizers with Llama 3's pattern. Those of Mistral 7B have
+    none, and stay."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    llama3 = Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|\s+")
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), *(f"<{at}>" for at in range(100_000))]
+    vocabulary = {word: at for at, word in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    wrong, old = PreTrainedTokenizerFast(tokenizer_object=backend), sentencepiece_tokenizer()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(llama3, "isolated")
+    wrong.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    cases = {
+        "wrong": (wrong, "4.50.0"),
+        "corrected by transformers": (wrong, "5.1.0"),
+        "old": (old, "4.50.0"),
+    }
+    patterns = {}
+    for name, (tokenizer, version) in cases.items():
+        tokenizer.save_pretrained(tmp_path / name)
+        config = {"model_type": "mistral", "transformers_version": version}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        with caplog.at_level("INFO", logger="launcher"):
+            loaded = hugging_face_tokenizer(str(tmp_path / name))
+        patterns[name] = str(loaded.backend_tokenizer.pre_tokenizer)
+    assert r"\p{Lu}" in patterns["wrong"]
+    assert r"\p{Lu}" not in patterns["corrected by transformers"]
+    assert patterns["old"] == str(old.backend_tokenizer.pre_tokenizer)
+    assert caplog.text.count("Llama 3's pattern is replaced by Mistral's") == 1
 
 
 # Messages
@@ -941,6 +1161,20 @@ def test_ends_of_the_training_data(tmp_path, folder):
     assert ends(kind="instruct") == ["<eos>", "<|end|>"]  # rows are texts or messages
     assert ends(kind="instruct", template=with_marks(CHATML)) == ["<|end|>"]
     assert ends(kind="tokens") == ends(kind="classification") == []
+    # Calls, and turns before another message, may end otherwise
+    assert ends(kind="chat", template=without_marks(GPT_OSS)) == ["<eos>", "</turn>"]
+    assert ends(kind="chat", template=without_marks(GEMMA4)) == ["<|neck|>", "</turn>"]
+    headings = without_marks(GLM).replace(
+        "'<|begin|>\n'", "('<|begin|>' if m.role == 'user' else '<turn>')"
+    )
+    assert ends(kind="chat", template=headings) == ["<eos>", "<|begin|>", "<turn>"]
+    assert ends(kind="chat", template=headings, loss_on="last") == ["<eos>", "<turn>"]
+    # The end of one of several calls is not that of the turn
+    several = without_marks(THINKING).replace("</call>", "</turn>")
+    only_one = "{% endfor %}{{ '<|end|>' if m.tool_calls|default([])|length != 1 }}"
+    several = several.replace("{% endfor %}{{ '<|end|>' }}", only_one)
+    assert several.count("!= 1") == 1
+    assert ends(kind="chat", template=several) == ["<|end|>"]
     source = {"files": ("x",), "weight": 1.0}
     mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
     assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]

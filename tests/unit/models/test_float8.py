@@ -188,3 +188,24 @@ def test_missing_package_is_named(monkeypatch):
     with pytest.raises(RecipeError, match=r"needs the package torchao .*launcher\[float8\]"):
         converted(made())
     assert float8.KEY == "strategy.mixed_precision.float8"
+
+
+def test_layers_that_choose_are_not_converted():
+    """Routers by name and width (LongCat, JetMoE), and what the model keeps in float32
+    (DeepSeek-V3.2). Their rounding changes which experts and tokens are chosen."""
+    pytest.importorskip("torchao.float8")
+    block = nn.Module()
+    block.router, block.self_attn = nn.Module(), nn.Module()
+    block.router.classifier = nn.Linear(64, 48)
+    block.chooser, block.shared_expert_gate = nn.Linear(64, 32), nn.Linear(64, 1)
+    block.self_attn.weights_proj, block.self_attn.wk = nn.Linear(64, 16), nn.Linear(64, 32)
+    block.self_attn.heads = nn.Linear(1024, 16)
+    block.up_proj = nn.Linear(64, 48)
+    model = nn.Module()
+    model.block = block
+    model._keep_in_fp32_modules = ["self_attn.weights_proj"]
+    model.config = transformers.AutoConfig.for_model("qwen3_moe", num_experts=32)
+    options = {"device": CPU, "dtype": torch.bfloat16, "model": model}
+    use_float8({"block": block}, "rowwise", **options)
+    found = {name for name, module in block.named_modules() if is_float8(module)}
+    assert found == {"up_proj", "self_attn.wk"}

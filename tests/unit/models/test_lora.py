@@ -547,3 +547,21 @@ def test_unequal_copies_of_a_tied_weight_are_refused(tied, tmp_path):
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(RecipeError, match=r"differ, and the model ties them"):
         load(tied, path=folder, **options)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("targets", [None, ("all-linear",)])
+def test_default_targets_leave_out_what_peft_refuses(kind, targets, caplog):
+    config = {"model_type": kind, "num_hidden_layers": 2, "vocab_size": 64}
+    model = build_model(Model(config=config), sequence_length=16)
+    with caplog.at_level("INFO", logger="launcher"):
+        add_adapters(model, Lora(rank=4, target_modules=targets), base_dtype=torch.float32)
+    adapted = {
+        name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name
+    }
+    assert adapted
+    assert not any(name.endswith("out_proj") for name in adapted)
+    assert "note: peft refuses adapters for" in caplog.text
+    named = build_model(Model(config=config), sequence_length=16)
+    with pytest.raises(RecipeError, match=r"^lora.target_modules: peft refuses it: .*out_proj"):
+        add_adapters(named, Lora(rank=4, target_modules=("out_proj",)), base_dtype=torch.float32)

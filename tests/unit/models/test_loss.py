@@ -57,11 +57,16 @@ def test_gradients_match_the_loss_of_transformers(kind):
         ids = torch.randint(1, 64, (3, 12), generator=torch.Generator().manual_seed(1))
         mask = torch.arange(12) < torch.tensor(lengths)[:, None]
         ids = ids * mask
-        labels = ids.masked_fill(~mask, IGNORED)
-        targets = torch.cat([labels[:, 1:], torch.full((3, 1), IGNORED)], dim=1)
+        targets = torch.full((3, 12), IGNORED)
+        targets[:, :-1] = ids.masked_fill(~mask, IGNORED)[:, 1:]
+        targets[:, 9:] = IGNORED  # text without a target counts, as a question at the end
+        labels = torch.cat([torch.full((3, 1), IGNORED), targets[:, :-1]], dim=1)
         reference = model(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False)
         expected = gradients(model, reference.loss)
-        batch, count = {"input_ids": ids, "targets": targets}, int((targets != IGNORED).sum())
+        batch = {"input_ids": ids, "targets": targets}
+        if not mask.all():
+            batch["text_mask"] = mask
+        count = int((targets != IGNORED).sum())
         summed = summed_loss(model, batch)
         cross_entropy = (reference.loss - 0.3 * reference.aux_loss).item()
         assert summed.item() / count == pytest.approx(cross_entropy, rel=1e-5)
@@ -83,7 +88,8 @@ def test_micro_batches_are_weighted_by_target_count():
         ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(seed))
         targets = torch.full((2, 12), IGNORED)
         targets[:, :trained] = ids[:, 1 : trained + 1]
-        micro_batches.append({"input_ids": ids[:, : max(trained, 11) + 1], "targets": targets})
+        text = torch.arange(12).expand(2, -1) <= trained
+        micro_batches.append({"input_ids": ids, "targets": targets, "text_mask": text})
     total = sum(int((part["targets"] != IGNORED).sum()) for part in micro_batches)
     actual = gradients(model, sum(summed_loss(model, part) for part in micro_batches) / total)
     expected = 0

@@ -256,13 +256,29 @@ def test_varlen_is_used_only_if_the_kernel_supports_it(model_type, settings, exp
     assert isolate(model_type, device=CUDA, **settings)[0] == expected
 
 
-def test_layers_that_mix_documents_are_refused():
+def test_layers_that_mix_documents_are_refused(monkeypatch):
     """Layers with a recurrent state, and chunked attention if a row has several chunks."""
     message = r"data\.packing: MambaForCausalLM has layers .* use packing: false"
     with pytest.raises(RecipeError, match=message):
         isolate("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
     chunked = BASE | {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}
     assert isolate("llama4_text", **chunked)[0] == "varlen"
+    assert isolate("llama4_text", sequence_length=17, **chunked)[0] == "mask"
     message = r"data\.packing: Llama4ForCausalLM attends within chunks of 16 tokens.*at most 16"
+    monkeypatch.delattr(masking_utils, "packed_sequence_compatibility_function")
     with pytest.raises(RecipeError, match=message):
         isolate("llama4_text", sequence_length=17, **chunked)
+
+
+def test_chunks_of_packed_documents_begin_with_each_of_them():
+    """Rows of Llama 4 that are longer than a chunk."""
+    settings = BASE | {"attention_chunk_size": 8, "num_local_experts": 2, "head_dim": 8}
+    model = build("llama4_text", **settings | {"num_hidden_layers": 4}).eval()
+    isolated = isolate_documents(model, sequence_length=37, device=CPU, compute_dtype=torch.float32)
+    assert isolated == "mask"
+    ids = torch.randint(1, 64, (1, 37), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(17), torch.arange(20)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 17:]
+        alone = model(input_ids=ids[:, 17:], use_cache=False).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)

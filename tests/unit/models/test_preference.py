@@ -12,6 +12,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
 )
 
 from launcher.data.batching import NO_SAMPLE
@@ -217,6 +219,21 @@ def test_the_answers_of_a_pair_do_not_see_each_other():
                 at = torch.arange(len(prompt) - 1, len(prompt + answer) - 1)
                 expected = logits[at, torch.tensor(answer)].sum()
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_noise_in_routers_is_refused_as_dropout():
+    """DPO began at 0.6940 instead of log 2 = 0.6931 with the default noise of Phi-3.5-MoE."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for noise in (0.01, 0.0):
+        config = PhimoeConfig(**SMALL, **experts, router_jitter_noise=noise)
+        with torch.device("meta"):
+            model = PhimoeForCausalLM(config)
+        if noise:
+            message = r"preference: not available with noise in routers, and .*\.router_jitter_noise is 0.01: "
+            with pytest.raises(RecipeError, match=message + "set router_jitter_noise to 0"):
+                check_model(model, 16)
+        else:
+            check_model(model, 16)
 
 
 def test_dropout_is_refused_by_name():

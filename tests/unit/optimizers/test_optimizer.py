@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from launcher.errors import RecipeError
 from launcher.optimizers.average import averages_in_place
+from launcher.optimizers.matrices import decayed_parameters
 from launcher.optimizers.muon import newton_schulz, product_dtype
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
 from launcher.recipe import schema
+from tests.unit.models.test_causal_models import build
 
 QUARTER = 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2
 """A cosine decay from 1 to 0.1, after a quarter of its steps."""
@@ -95,6 +99,102 @@ def test_weight_decay_applies_only_to_matrices():
         torch.testing.assert_close(parameter, before[name] * factor)
     for module in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
         assert len(make_optimizer(module, section).param_groups) == 1
+
+
+class HeadsRMSNorm(nn.Module):
+    """A norm with a row for each head, as in Cohere's models."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+
+class Experts(nn.Module):
+    """Stacked experts, as in gpt-oss."""
+
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.ones(3, 4, 4))
+        self.up_proj_bias = nn.Parameter(torch.ones(3, 4))
+
+
+class Mixer(nn.Module):
+    """A layer of a state-space model, as in Mamba, and the parameters of other models."""
+
+    def __init__(self):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.ones(4, 3))
+        self.D = nn.Parameter(torch.ones(2, 4))
+        self.conv1d = nn.Conv1d(4, 4, 2, groups=4)
+        self.conv_grouped = nn.Conv1d(4, 4, 2, groups=2)
+        self.time_mix = nn.Parameter(torch.ones(1, 1, 4))
+        self.q_norm = HeadsRMSNorm()
+        self.scaled = nn.Module()
+        self.scaled.scale = nn.Parameter(torch.ones(2, 4))
+        self.relative_attention_bias = nn.Embedding(3, 2)
+        self.in_proj = nn.Linear(4, 4)
+        self.gate = nn.Linear(4, 1)
+        self.experts = Experts()
+
+
+def test_what_is_a_matrix_is_decided_by_name_and_module():
+    model = nn.Module()
+    model.embed_tokens, model.layers = nn.Embedding(5, 4), nn.ModuleList([Mixer()])
+    expected = {
+        "embed_tokens.weight",
+        "layers.0.conv_grouped.weight",
+        "layers.0.in_proj.weight",
+        "layers.0.gate.weight",
+        "layers.0.experts.up_proj",
+    }
+    for name in ("adamw", "muon"):
+        made = make_optimizer(model, schema.Optimizer(name=name), blocks=[model.layers[0]])
+        groups = made.param_groups
+        decayed = {n for group in groups if group["weight_decay"] for n in group["param_names"]}
+        assert decayed == expected
+        orthogonalized = {
+            n for group in groups if group["orthogonalize"] for n in group["param_names"]
+        }
+        if name == "muon":
+            assert orthogonalized == {"layers.0.in_proj.weight", "layers.0.experts.up_proj"}
+
+
+DECAYED_BY_TRANSFORMERS = {
+    # Decay rates and skips of state-space models, which their authors do not decay
+    "A_log", "D",
+    # Scales of single features, and one vector in several dimensions
+    "scale", "b1", "b2", "probe", "global_img_feature_extensor", "sub_img_feature_extensor",
+    "time_mix_key", "time_mix_receptance", "time_mix_value",
+}  # fmt: skip
+"""Parameters of two or more dimensions that only transformers decays."""
+
+
+@pytest.mark.long
+def test_weight_decay_of_all_models_is_that_of_transformers():
+    """Of vectors transformers decays those whose names have neither bias nor norm; launcher none."""
+    differences, models = set(), 0
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            model = build(model_type)
+        except Exception:  # no causal model, or its default config is invalid
+            continue
+        models += 1
+        parameters = dict(model.named_parameters())
+        theirs = {
+            name
+            for name in Trainer.get_decay_parameter_names(None, model)
+            if name in parameters and parameters[name].ndim > 1
+        }
+        ours = decayed_parameters(model).keys()
+        for name in theirs ^ ours:
+            module, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            depthwise = last == "weight" and isinstance(module, nn.Conv1d | nn.Conv2d)
+            # axk2 has linear layers inside a norm, which transformers knows by the name
+            linear = name in ours and isinstance(module, nn.Linear)
+            if not linear and not (depthwise and module.weight.shape[1] == 1):
+                differences.add(last)
+    assert differences == DECAYED_BY_TRANSFORMERS
+    assert models > 140
 
 
 def run_equal_steps(optimizer, reference_optimizers, model, reference_model, steps):
