@@ -27,11 +27,13 @@ from launcher.data.collation import (
 )
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences
+from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
 from launcher.models.loss import summed_classification_loss, summed_loss
 from launcher.models.preference import METRICS, Reference, summed_preference_loss
 from launcher.recipe import schema
+from launcher.recipe.layouts import unused_line
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,15 @@ class _Stored:
             document = int(np.searchsorted(store.offsets, start, side="right")) - 1
             yield document, start, start + length
 
+    @property
+    def notes(self) -> list[str]:
+        """How the rows are read, and which columns are not used: lines for the log."""
+        unused = self.store.unused
+        return [*self.store.notes, *([f"note: {unused_line(unused)}"] if unused else [])]
+
     def _problems(self) -> list[str]:
         store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"
-        lines = []
+        lines = self.notes
         if split := sequences.split_documents:
             lines.append(f"{split:,} documents are {longer} and continue in another sequence")
         if cut := sequences.cut_documents:
@@ -93,10 +101,13 @@ class _Stored:
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
             )
-        if dropped := sequences.long_pairs:
+        if dropped := sequences.long_documents:
+            why = f"they are {longer} (data.sequence_length, data.overlong)"
+            if self.unit == "pairs":
+                why = "their two answers, each with the prompt, are"
+                why += f" {longer} (data.sequence_length)"
             lines.append(
-                f"warning: {dropped:,} of {sequences.documents:,} pairs are dropped: their two "
-                f"answers, each with the prompt, are {longer} (data.sequence_length)"
+                f"warning: {dropped:,} of {sequences.documents:,} {self.unit} are dropped: {why}"
             )
         if dropped := sequences.dropped_documents:
             within = f" in their first {self.length} tokens (data.sequence_length)"
@@ -105,11 +116,11 @@ class _Stored:
                 f"{within if sequences.cut_documents else ''} and are dropped"
             )
         if store.skipped:
-            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
             lines.append(
                 f"warning: {len(store.skipped):,} rows cannot be used and are skipped "
-                f"(data.on_error: skip), listed in skipped_rows.jsonl; the first: {first}"
+                "(data.on_error: skip), listed in skipped_rows.jsonl:"
             )
+            lines += [f"  {line}" for line in causes(store.skipped)]
         return lines
 
 
@@ -164,7 +175,7 @@ class SequenceDataset(_Stored):
         """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
         sequences = self.sequences
-        documents = sequences.documents - sequences.dropped_documents - sequences.long_pairs
+        documents = sequences.documents - sequences.dropped_documents - sequences.long_documents
         text = f"{documents:,} {self.unit}, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
         if self.packed:

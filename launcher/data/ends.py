@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher.data.encoder import Encoder, make_encoder
+from launcher.data.encoder import Encoder, make_encoder, prompt_format
 from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.inputs import IGNORED
@@ -23,7 +23,9 @@ def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     kinds = {source.kind for source in data.sources().values()}
     kinds = {"instruct" if kind == "preference" else kind for kind in kinds}
     ends = set()
-    if "text" in kinds or ("instruct" in kinds and data.chat_template is None):
+    prompts = [one for one in data.sources().values() if one.kind in ("instruct", "preference")]
+    as_text = any(prompt_format(source, name) == "text" for source in prompts)
+    if "text" in kinds or as_text:
         ends.add(load_tokenizer(name).end)
     # Rows of kind instruct may be lists of messages
     if "chat" in kinds or (
@@ -35,9 +37,8 @@ def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
 
 def _end_of_turn(encoder: Encoder) -> list[int]:
     """The last token with loss of a short chat, apart from white space, if it is no text."""
-    columns: dict[str, str | None] = {"messages_column": None}
     row = Row(SourcePart("probe", "jsonl"), 0, {"messages": _PROBE})
-    (encoded,) = replace(encoder, columns=columns).encode_rows([row])
+    (encoded,) = replace(encoder, columns={}).encode_rows([row])
     if encoded.labels is None:  # the template refuses it
         return []
     assert encoder.tokenizer is not None

@@ -436,7 +436,7 @@ MISTAKES_IN_ARGUMENTS = [
      "data.train.b.weight: size does not mix with the numbers of other sources; give each a number, or none"),
     (None, ["data.train={a: {files: data.txt, limit: 0}}"], "data.train.a.limit: must be at least 1; got 0"),
     (None, ["data.train={a: {files: data.txt, messages_column: x, kind: text}}"],
-     "data.train.a.messages_column: needs kind: chat"),
+     "data.train.a.messages_column: needs kind: chat or preference"),
     (None, ["data.train={a: {files: data.txt, text_column: x, kind: chat}}"],
      "data.train.a.text_column: needs kind: text or classification"),
     (None, ["data.limit=-1"], "data.limit=-1: must be at least 1; got -1"),

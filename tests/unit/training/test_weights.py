@@ -29,6 +29,7 @@ from launcher.training.evaluation import Evaluated, over_all
 from tests.unit.data.rows import documents_of, write
 
 WEIGHTED = {"kind": "tokens", "weights_column": "weights"}
+UNWEIGHTED = {"weights_column": None, "ignore_columns": ("weights",)}
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5], "weights": [9, 1, 0.5, 0, 2]},
     {"input_ids": [6, 7, 8], "weights": 3},
@@ -69,7 +70,7 @@ def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
         parts = [collate_sequences(rows, **options, part=RowPart(at, 2)) for at in range(2)]
         assert sorted(itertools.chain(*(pairs_of(part["tensors"]) for part in parts))) == PAIRS
         assert sum(part["loss_weight"] for part in parts) == 13.875
-    unweighted = opened(tmp_path, weights_column=None)
+    unweighted = opened(tmp_path, **UNWEIGHTED)
     collated = unweighted.collate([unweighted[0]])
     assert "weights" not in collated["tensors"]
     assert "loss_weight" not in collated
@@ -96,7 +97,7 @@ def test_a_stream_has_the_same_weights(tmp_path):
 
 
 def test_a_source_without_weights_counts_one(tmp_path):
-    weighted, plain = opened(tmp_path), opened(tmp_path, weights_column=None, sequence_length=7)
+    weighted, plain = opened(tmp_path), opened(tmp_path, **UNWEIGHTED, sequence_length=7)
     mixture = MixtureDataset({"a": weighted, "b": plain}, None)
     collated = mixture.collate([mixture[0], mixture[len(weighted)]])
     found = collated["tensors"]["weights"]
@@ -220,7 +221,7 @@ def test_loss_is_the_weighted_mean(tmp_path, monkeypatch, packing, width):
 
 
 def test_weights_of_one_and_their_scale_do_not_matter(tmp_path):
-    model, found = small_model(chunked=True), opened(tmp_path, weights_column=None)
+    model, found = small_model(chunked=True), opened(tmp_path, **UNWEIGHTED)
     collated = found.collate([found[index] for index in range(len(found))])
     plain = collated["tensors"]
     expected = gradients(model, summed_loss(model, plain) / collated["loss_tokens"])
