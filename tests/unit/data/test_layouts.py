@@ -1,6 +1,7 @@
 """What rows in the layouts of popular data sets become: text, and which of it carries loss."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,9 +9,14 @@ from launcher.data.chat import dialogue, read_messages, read_tools
 from launcher.data.encoder import make_encoder
 from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
+from launcher.data.run_data import tokenizer_to_keep, trained_template
 from launcher.data.sources import file_part, read_rows
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import has_chat_template, hugging_face_byte_tokenizer
+from launcher.data.tokenizer import (
+    has_chat_template,
+    hugging_face_byte_tokenizer,
+    hugging_face_tokenizer,
+)
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
@@ -272,6 +278,40 @@ def test_an_instruct_model_is_trained_in_its_own_format(tmp_path, tokenizers):
     assert shown(tmp_path, row, tokenizers["base"])[1].startswith(
         "\n\nHuman: Say 1\n\nAssistant:[ 1"
     )
+
+
+def test_chat_and_export_use_the_format_that_was_trained(tmp_path, tokenizers):
+    """After Alpaca's text they write its headings: a conversation is rendered as it was trained."""
+
+    def trained(row, tokenizer, **data):
+        file = str(write(tmp_path / "a.jsonl", [row]))
+        kind = "preference" if "chosen" in row else "instruct"
+        settings = schema.Data(kind=kind, train=(file,), **data)
+        kept = tokenizer_to_keep(replace(settings, tokenizer=tokenizers[tokenizer]), schema.Model())
+        return settings, kept.chat_template
+
+    turns = [{"role": "system", "content": "Brief."}]
+    turns += [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    turns += [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "1"}]
+    row = {"question": "Say 1", "answer": "1", "history": [["Hi", "Hello."]], "system": "Brief."}
+    for tokenizer, more in (("base", {}), ("chat", {"prompt_format": "text"})):
+        settings, written = trained(row, tokenizer, **more)
+        loaded = hugging_face_tokenizer(tokenizers[tokenizer])
+        text = loaded.apply_chat_template(turns, chat_template=written, tokenize=False)
+        _, one = encoded(tmp_path, row, tokenizers[tokenizer], **more)
+        assert text == loaded.decode(one.ids)
+        asked = loaded.apply_chat_template(turns[:-1], chat_template=written, tokenize=False)
+        assert asked.endswith("### Instruction:\nSay 1\n\n### Response:\n")
+        data = replace(settings, tokenizer=tokenizers[tokenizer])
+        assert trained_template(data, tokenizers[tokenizer]) == written
+    assert trained(row, "chat")[1] == TEMPLATE
+    plain = {"prompt": "Say 1:", "completion": " 1"}
+    assert trained(plain, "chat", prompt_format="text")[1] is None  # nothing around the prompt
+    assert trained(plain, "base")[1] is None
+    assert trained(ROWS["ultrafeedback"][0], "chat", prompt_format="text")[1] == TEMPLATE
+    chat = schema.Source(files=("a.jsonl",), weight=1.0, kind="chat")
+    mixture = schema.Data(kind="instruct", prompt_format="text", train={"a": chat})
+    assert trained_template(mixture, tokenizers["chat"]) is None
 
 
 def test_reasoning_in_a_column(tmp_path, tokenizers):
