@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,7 +31,11 @@ from launcher.data.packing import Sequences
 from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
-from launcher.models.loss import summed_classification_loss, summed_loss
+from launcher.models.loss import (
+    summed_classification_loss,
+    summed_loss,
+    summed_loss_by_source,
+)
 from launcher.models.preference import METRICS, Reference, summed_preference_loss
 from launcher.recipe import schema
 from launcher.recipe.layouts import unused_line
@@ -293,9 +298,14 @@ class MixtureDataset:
         self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
         self.packed = self._first.packed
-        self.collate, self.loss = self._first.collate, self._first.loss
+        self.loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor] = self._first.loss
         self.width = self._first.width
         self.metrics = self._first.metrics
+        self.sources: tuple[str, ...] = ()
+        """The names of the sources, if the loss has a part for each of them."""
+        if len(parts) > 1 and all(type(part) is SequenceDataset for part in parts.values()):
+            self.sources = tuple(parts)
+            self.loss = functools.partial(summed_loss_by_source, sources=len(parts))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -304,7 +314,19 @@ class MixtureDataset:
         if index == NO_SAMPLE:
             return self._first[index]
         name, index = self.locate(index)
-        return self.parts[name][index]
+        sample = self.parts[name][index]
+        if not self.sources:
+            return sample
+        return sample | {"source": np.array([self.sources.index(name)])}
+
+    def collate(self, rows: list[Sample]) -> Collated:
+        """As of the sources; with `sources` (rows,), the numbers of the rows' sources, if the loss
+        has a part for each."""
+        made = self._first.collate(rows)
+        if not self.sources:
+            return made
+        of = torch.tensor([int(row["source"][0]) if "source" in row else 0 for row in rows])
+        return made | {"tensors": made["tensors"] | {"sources": of}}
 
     def locate(self, index: int) -> tuple[str, int]:
         """The source of a sample, and its index there."""
