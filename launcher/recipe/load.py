@@ -358,6 +358,9 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 problem = no_layout(first[1], named, ignored=ignored)
             else:
                 problem = lost_meaning(first[1], found, ignored)
+        elif named:  # the data cannot be looked at: by what the recipe says of its columns
+            row = dict.fromkeys(named.values())
+            found = guess(row, named, task=task, pairs=plain.get("preference") is not None)
         kind = "text" if found is None else found.layout.kind
         path: KeyPath = (
             ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")

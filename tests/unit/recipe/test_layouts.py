@@ -276,6 +276,12 @@ def test_the_start_refuses_rows_before_torch_is_imported(folder):
     assert named.recipe.data.kind == "text"
 
 
+def test_the_kind_follows_from_named_columns_of_data_that_is_not_here(folder):
+    for columns, kind in (("{prompt: a, completion: b}", "instruct"), ("{messages: a}", "chat")):
+        options = ["recipe=x.yaml", "data.train=gone.jsonl", f"data.columns={columns}"]
+        assert load_recipe(options, ranks=None, files=False).recipe.data.kind == kind
+
+
 def test_the_documents_show_the_table():
     """The table of layouts in docs/data.md has a row for each one, with the usual names."""
     text = (REPOSITORY / "docs/data.md").read_text().partition("## Layouts of rows")[2]
