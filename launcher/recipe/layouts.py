@@ -389,7 +389,7 @@ def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] 
             what += "the good ones, or make pairs of chosen and rejected (data.kind=preference)"
         elif kind in ("chat", "instruct") and name in _SCORES and _is_number(value):
             what = "says how good an answer is, and all would be learned alike: keep the good ones"
-        if what is None and kind != "text" and name in _WEIGHTS and _is_number(value):
+        if what is None and kind != "text" and name in _WEIGHTS and _is_weight(value):
             what = "holds a weight"
             if kind in ("chat", "tokens"):
                 what += f", which data.weights_column: {column} uses"
@@ -414,6 +414,11 @@ def _is_number(value: object) -> bool:
             return False
         return True
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_weight(value: object) -> bool:
+    """Also a list with the weight of each token."""
+    return _is_number(value) or not isinstance(value, str | bool | dict)
 
 
 _HINTS = (

@@ -186,6 +186,7 @@ LOST: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "completion": "b", "weight": 2}, "holds a weight, and kind instruct has none"),
     ({"prompt": "a", "completion": "b", "score": 0}, "says how good an answer is"),
     ({"input_ids": [1], "loss_mask": [0]}, "says which tokens carry loss"),
+    ({"input_ids": [1], "weights": [0.5]}, "holds a weight, which data.weights_column: weights"),
 ]
 KEPT: list[dict[str, Any]] = [
     {"prompt": "a", "completion": "b", "label": "poem", "images": [], "weight": None},
@@ -280,6 +281,17 @@ def test_the_kind_follows_from_named_columns_of_data_that_is_not_here(folder):
     for columns, kind in (("{prompt: a, completion: b}", "instruct"), ("{messages: a}", "chat")):
         options = ["recipe=x.yaml", "data.train=gone.jsonl", f"data.columns={columns}"]
         assert load_recipe(options, ranks=None, files=False).recipe.data.kind == kind
+
+
+def test_the_byte_tokenizer_needs_its_roles_for_chats(folder):
+    (folder / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    small = ["data.train=rows.jsonl", "data.tokenizer=bytes", "model.config.vocab_size=257"]
+    with pytest.raises(
+        RecipeError, match=r"257 is too small; .* needs 260 for chats: .*prompt_format"
+    ):
+        load(*small)
+    load(*small, "data.prompt_format=text")
+    load(*small[:2], "model.config.vocab_size=260")
 
 
 def test_the_documents_show_the_table():
