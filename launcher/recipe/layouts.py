@@ -349,6 +349,7 @@ _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
 _SCORES = ("score", "reward", "rating", "quality", "helpfulness")
 _MARKS = ("label", "kto_tag", "is_good", "is_correct", "accepted")
+_SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 
 
@@ -387,6 +388,9 @@ def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] 
         elif kind in ("chat", "instruct", "preference") and name in _MARKS and _is_mark(value):
             what = "marks good and bad answers (KTO), and all would be learned as good ones: keep "
             what += "the good ones, or make pairs of chosen and rejected (data.kind=preference)"
+        elif kind == "text" and name in ("role", "from") and str(value).lower() in _SPEAKERS:
+            what = "says who speaks, so a row is one message of a conversation: make each "
+            what += "conversation a row with the column messages"
         elif kind in ("chat", "instruct") and name in _SCORES and _is_number(value):
             what = "says how good an answer is, and all would be learned alike: keep the good ones"
         if what is None and kind != "text" and name in _WEIGHTS and _is_weight(value):

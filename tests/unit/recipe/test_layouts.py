@@ -185,6 +185,7 @@ LOST: list[tuple[dict[str, Any], str]] = [
     ({"messages": CHAT, "weight": 0.5}, "holds a weight, which data.weights_column: weight uses"),
     ({"prompt": "a", "completion": "b", "weight": 2}, "holds a weight, and kind instruct has none"),
     ({"prompt": "a", "completion": "b", "score": 0}, "says how good an answer is"),
+    ({"text": "a", "parent_id": "1", "role": "prompter"}, "says who speaks"),
     ({"input_ids": [1], "loss_mask": [0]}, "says which tokens carry loss"),
     ({"input_ids": [1], "weights": [0.5]}, "holds a weight, which data.weights_column: weights"),
 ]
