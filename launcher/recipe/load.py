@@ -350,6 +350,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         keys = data | {key: value for key, value in source.items() if value is not None}
         named, ignored = named_columns(keys), keys.get("ignore_columns") or ()
         ignored = [ignored] if isinstance(ignored, str) else ignored
+        if not isinstance(ignored, list):  # reported when the recipe is decoded
+            ignored = []
         found = problem = None
         if first is not None:
             pairs = plain.get("preference") is not None or task == "reward"
