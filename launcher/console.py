@@ -239,6 +239,13 @@ def loss_as_text(record: Mapping[str, Any]) -> str:
     return f"{record['loss']:.4f}"
 
 
+def losses_as_text(record: Mapping[str, Any]) -> str:
+    """The losses of the sources of a mixture in a line of metrics.jsonl; empty without any."""
+    losses = record.get("losses") or {}
+    known = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+    return f"({', '.join(known)})" if known else ""
+
+
 class ProgressLine:
     """One line for each logged step: redrawn on a terminal, elsewhere printed every few seconds."""
 
@@ -265,6 +272,7 @@ class ProgressLine:
         fields = [  # the lowest numbers are the most important
             (0, f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"),
             (1, f"loss {loss_as_text(record)}{mean}"),
+            (8, losses_as_text(record)),
             (5, f"grad norm {norm}"),
             (7, f"lr {record['learning_rate']:.2e}"),
             (3, f"{record['tokens_per_second']:,.0f} tokens/s"),

@@ -67,8 +67,9 @@ def chat(
 ) -> int:
     """Talk with the model of a run: a line for each turn, from the terminal or a pipe.
 
-    It answers with the chat template and the system prompt of the run; a model that was trained
-    without a template completes each line. /reset begins another conversation. Ctrl-C stops an
+    It answers with the chat template and the system prompt of the run, or under the headings of
+    Alpaca's text if it was trained on them; a model that was trained without either completes each
+    line. /reset begins another conversation. Ctrl-C stops an
     answer, Ctrl-D ends.
 
     \b

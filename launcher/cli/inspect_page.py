@@ -22,6 +22,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
 from launcher.data.objectives import MaskedDataset
 from launcher.data.opening import make_order, open_dataset, pack_store
+from launcher.data.problems import causes, problem_lines
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 _WIDTH = 120
 _STREAMED = 1000
 """Rows of a stream that are inspected."""
-_SHOWN_PROBLEMS = 5
 _BAR = 44
 _SYMBOLS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -81,6 +81,7 @@ def print_page(
     )
     for part, dataset in opened.items():
         page.histogram(f"{part}: " if several else "", dataset)
+        page.lines(dataset.notes)
         page.skipped(dataset.skipped)
 
 
@@ -107,7 +108,11 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
     parts = find_parts(patterns, kind=data.kind, max_document=most)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
-    store = store_rows(list(encoder.encode_rows(rows)), data.on_error)
+    unused: dict[str, str] = {}
+    store = store_rows(list(encoder.encode_rows(rows, unused=unused)))
+    if data.on_error == "fail" and store.skipped:
+        raise RecipeError(list(problem_lines(store.skipped, rows=_STREAMED, complete=False)))
+    store = replace(store, unused=unused, notes=encoder.notes)
     if not store.documents:
         raise RecipeError(
             f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"
@@ -314,12 +319,17 @@ class _Page:
             row = (f"{low:>{width},} – {high:>{width},} ", (f"{drawn:<{_BAR}}", style))
             self._print(Text.assemble(*row, f" {count:>{len(f'{largest:,}')},}"))
 
+    def lines(self, lines: Sequence[str]) -> None:
+        """Prints lines."""
+        for line in lines:
+            self._print(line)
+
     def skipped(self, rows: list[dict[str, str]]) -> None:
-        """Prints the first rows that cannot be used."""
-        for row in rows[:_SHOWN_PROBLEMS]:
-            self._print(f"skipped: {row['where']}: {row['problem']}")
-        if (more := len(rows) - _SHOWN_PROBLEMS) > 0:
-            self._print(f"... and {more:,} more; a run lists them in skipped_rows.jsonl")
+        """Prints how many rows cannot be used, by cause."""
+        if rows:
+            self._print(f"{len(rows):,} rows are skipped; a run lists them in skipped_rows.jsonl:")
+        for line in causes(rows):
+            self._print(f"  {line}")
 
 
 def bins(lengths: npt.NDArray[np.integer[Any]], *, mark: int) -> list[tuple[int, int, int]]:
@@ -356,7 +366,7 @@ def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
         f"{many} without loss, dropped": _some(sequences.dropped_documents),
-        "pairs longer than a sequence, dropped": _some(sequences.long_pairs),
+        f"{dataset.unit} longer than a sequence, dropped": _some(sequences.long_documents),
         "rows skipped": _some(len(dataset.skipped)),
     }
 

@@ -20,8 +20,9 @@ from launcher.console import bytes_as_text, two_digits
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine, known_machine
-from launcher.recipe.columns import first_columns, kind_of
+from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
+from launcher.recipe.layouts import guess, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
@@ -126,18 +127,22 @@ def load_text(text: str, machine: Machine) -> Recipe:
 
 def _kind(data: str, method: str) -> str:
     """data.kind, by the columns of the data. Raises RecipeError if the method is for others."""
-    found = first_columns([data], hub=True)
-    if found is None:
+    first = first_row([data], hub=True)
+    if first is None:
         return "text"
-    kind, columns = kind_of(found[1], {}, pairs=method == "dpo"), ", ".join(found[1])
-    if kind is None:
-        what = "no kind of data has these; a recipe of yours can name them (docs/data.md)"
-        raise RecipeError(f"command line: data={data}: columns {columns}: {what}")
+    row, where = first[1], f"command line: data={data}"
+    found = guess(row, {}, pairs=method == "dpo")
+    if found is None:
+        what = "a recipe of yours can name them (docs/data.md)"
+        raise RecipeError(f"{where}: {no_layout(row, {})}; {what}")
+    if (problem := lost_meaning(row, found)) is not None:
+        raise RecipeError(f"{where}: {problem}; a recipe of yours can have that key (docs/data.md)")
+    kind = found.layout.kind
     if (kind == "preference") != (method == "dpo"):
         what = "method=dpo needs chosen and rejected"
         if kind == "preference":
             what = "chosen and rejected are for method=dpo"
-        raise RecipeError(f"command line: data={data}: columns {columns}: {what}")
+        raise RecipeError(f"{where}: columns {', '.join(row)}: {what}")
     return kind
 
 
@@ -214,7 +219,7 @@ class Wanted:
             *("data:", f"  kind: {self.kind}  # by the columns of the data"),
             f"  train: [{_scalar(self.data)}]",
             "  validation_split: 0.02  # one document in fifty is not trained on",
-            f"  sequence_length: {self.sequence_length}  # tokens; longer chats are cut",
+            f"  sequence_length: {self.sequence_length}  # tokens; longer chats are left out",
         ]
         if best is not None and not best.data.packing:
             lines.append("  packing: false  # this model cannot keep packed documents apart")

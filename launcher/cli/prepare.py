@@ -63,8 +63,10 @@ def _fetch(recipe: Recipe) -> int:
 
 
 def _tokenize(recipe: Recipe, files: DataFiles) -> None:
+    from launcher.data.problems import causes
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
+    from launcher.recipe.layouts import unused_line
 
     store = open_store(
         files.patterns,
@@ -77,9 +79,14 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     assert store.folder is not None
     what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
     _print(f"{files.key}: {what}: {store.folder} ({_size(store.folder)})")
+    for note in store.notes:
+        _print(f"{files.key}: {note}")
+    if store.unused:
+        _print(f"{files.key}: {unused_line(store.unused)}")
     if skipped := store.skipped:
-        first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
-        _print(f"{files.key}: {len(skipped):,} rows cannot be used and are skipped, first {first}")
+        _print(f"{files.key}: {len(skipped):,} rows cannot be used and are skipped:")
+        for line in causes(skipped):
+            _print(f"  {line}")
 
 
 def model_inputs(model: Model) -> ModelInputs:

@@ -10,12 +10,19 @@ Message = dict[str, Any]
 """Role, content, and whatever else the data set gives it."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_SHAREGPT = {
-    "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("observation", "function_response"), "tool"),
+_OTHER_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "chatbot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
-"""Roles that have another name in ShareGPT's `from`."""
+"""Other names of roles, of ShareGPT and other data sets."""
+_CALLS = ("function_call", "tool_call")
+"""Roles of messages that hold the calls of an assistant, as JSON."""
+_ROLE_KEYS = ("role", "from", "speaker")
+_CONTENT_KEYS = ("content", "value", "parts", "text")
+_LOSS_KEYS = ("weight", "loss", "loss_weight", "train", "training")
+"""Keys of a message that say whether it carries loss."""
+_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _PLACEHOLDER = "Qz7aZq"
@@ -39,43 +46,127 @@ class NotAsServedError(RowError):
     """A turn that the template shows otherwise than the model must produce it."""
 
 
-def read_messages(value: object, column: str) -> list[Message]:
-    """Messages for a template, from OpenAI's `messages` (role, content) or ShareGPT's
-    `conversations` (from, value). Raises RowError.
+def read_messages(value: object, column: str, *, turns: bool = False) -> list[Message]:
+    """Messages for a template: of `messages` (role, content), ShareGPT's `conversations` (from,
+    value), or Gemini's `contents` (role, parts), also as JSON. Raises RowError.
 
-    Text parts are joined. Keys without a value are dropped; other keys stay. `loss` is false in the
-    messages that have a `weight` of 0 (OpenAI) or `loss: false` (ShareGPT), and in no other.
+    Text parts are joined, and parts of type reasoning become `reasoning_content`. Calls that are
+    messages of their own, and those in parts, become `tool_calls`. Keys without a value are dropped;
+    other keys stay. `loss` is false in the messages that have a `weight` of 0 (OpenAI) or `loss:
+    false` (ShareGPT), and in no other. turns: a list of texts are a user's and an assistant's in
+    turn.
     """
+    value = parsed_messages(value)
+    if turns and isinstance(value, list) and value and all(isinstance(t, str) for t in value):
+        roles = ("user", "assistant")
+        value = [{"role": roles[at % 2], "content": text} for at, text in enumerate(value)]
+    if isinstance(value, list):
+        value = [message for turn in value for message in _question_and_answer(turn)]
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
-        return [_message(turn, f"message {number}") for number, turn in enumerate(value, start=1)]
+        messages: list[Message] = []
+        for number, turn in enumerate(value, start=1):
+            for message in _messages_of(turn, f"message {number}"):
+                _append(messages, message)
+        return messages
     got = "an empty list" if value == [] else type(value).__name__
     form = "a list of messages, each with role and content (or from and value)"
     raise RowError(f"column {column!r} must hold {form}; got {got}")
 
 
-def _message(turn: Message, what: str) -> Message:
+def _question_and_answer(turn: object) -> list[object]:
+    """The two messages of a turn that holds both, {"human": ..., "assistant": ...} (ms-swift); else
+    the turn."""
+    if not isinstance(turn, dict) or not {*_ROLE_KEYS}.isdisjoint(turn) or len(turn) != 2:
+        return [turn]
+    said = {_OTHER_ROLES.get(key, key): text for key, text in turn.items()}
+    if said.keys() != {"user", "assistant"}:
+        return [turn]
+    return [{"role": role, "content": said[role]} for role in ("user", "assistant")]
+
+
+def parsed_messages(value: object) -> object:
+    """A list of messages, if the value is such a list as JSON, a single message, or an object with
+    the key `messages`; else the value."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        return parsed if _looks_like_messages(parsed) else value
+    if isinstance(value, dict):
+        if isinstance(value.get("messages"), list):
+            return value["messages"]
+        return [value] if _looks_like_messages([value]) else value
+    return value
+
+
+def _looks_like_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and any(key in turn for key in _ROLE_KEYS) for turn in value)
+    )
+
+
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
+
+
+def dialogue(text: str) -> list[Message] | None:
+    """The turns of a dialogue as text, `\\n\\nHuman: ...\\n\\nAssistant: ...` (Anthropic's HH);
+    None: it is none. An empty last turn, which is to be answered, is left out."""
+    parts = _SPEAKER.split(text)
+    if parts[0].strip() or parts[1:2] != ["Human"]:
+        return None
+    roles = {"Human": "user", "Assistant": "assistant"}
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    turns = [{"role": roles[speaker], "content": said.strip()} for speaker, said in pairs]
+    return turns[:-1] if not turns[-1]["content"] else turns
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Appends a message. Calls of an assistant's message without another text belong to the
+    assistant's message before, if that is one."""
+    before = messages[-1] if messages else None
+    if (
+        before is not None
+        and before["role"] == message["role"] == "assistant"
+        and message.keys() <= {"role", "content", "tool_calls"}
+        and message.get("tool_calls")
+        and not message["content"]
+    ):
+        before["tool_calls"] = [*before.get("tool_calls", ()), *message["tool_calls"]]
+    else:
+        messages.append(message)
+
+
+def _messages_of(turn: Message, what: str) -> list[Message]:
+    """The message of a turn; before it, those of results of tools in its parts."""
     message = {key: content for key, content in turn.items() if content is not None}
-    if "role" not in message and "from" in message:
-        speaker = message.pop("from")
-        content = message.pop("value", None)
-        role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
-        message = {"role": role, "content": content, **message}
-    role, content = message.get("role"), message.get("content")
+    role_key = next((key for key in _ROLE_KEYS if key in message), "role")
+    role = message.pop(role_key, None)
+    content_key = next((key for key in _CONTENT_KEYS if key in message), "content")
+    content = message.pop(content_key, None)
+    if isinstance(role, str):
+        known = role.strip().lower()
+        role = known if known in (*_ROLES, *_CALLS) else _OTHER_ROLES.get(known, role)
+    message = {"role": role, "content": content, **message}
+    if role in _CALLS:
+        message |= {"role": "assistant", "content": "", "tool_calls": _written_calls(content, what)}
     if not isinstance(message.get("function_call", {}), dict):
         raise RowError(f"{what}: function_call must be an object with name and arguments")
-    if role not in _ROLES:
+    if message["role"] not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
-        raise RowError(f"{what}: {got}; must be one of {', '.join(_ROLES)}")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            kinds = [part.get("type") for part in content if isinstance(part, dict)]
-            raise RowError(f"{what}: only text can be trained on; got parts of the types {kinds}")
-        content = "".join(texts)
+        others = ", ".join([*_ROLES, *_OTHER_ROLES, *_CALLS])
+        raise RowError(f"{what}: {got}; must be one of {others}")
+    if seen := [key for key in _PICTURES if message.get(key)]:
+        raise RowError(f"{what}: only text can be trained on; got {', '.join(seen)}")
+    results: list[Message] = []
+    if isinstance(message["content"], list):
+        message, results = _with_parts(message, what)
     # Templates that only ask whether there is the key would write a call instead of the content
     if calls := _tool_calls(message.pop("tool_calls", None), what):
         message["tool_calls"] = calls
+    content = message["content"]
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
     if not isinstance(content, str):
@@ -83,11 +174,98 @@ def _message(turn: Message, what: str) -> Message:
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
     if role == "assistant":
         content = _with_opening_mark(content)
-    weights = [message.pop(key, 1) for key in ("weight", "loss")]
+    weights = [message.pop(key, 1) for key in _LOSS_KEYS]
     if any(weight not in (0, 1) for weight in weights):
-        raise RowError(f"{what}: weight and loss must be 0 or 1 (false or true); got {weights}")
+        given = [key for key in _LOSS_KEYS if turn.get(key) not in (None, 0, 1)]
+        got = ", ".join(f"{key}: {turn[key]!r}" for key in given)
+        raise RowError(f"{what}: whether it carries loss must be 0 or 1 (false or true); got {got}")
     silent = {} if all(weights) else {"loss": False}
-    return {**message, "content": content, **silent}
+    if results and not content:
+        return results
+    return [*results, {**message, "content": content, **silent}]
+
+
+def _with_parts(message: Message, what: str) -> tuple[Message, list[Message]]:
+    """A message whose content is a list of parts, with its text, reasoning and calls; and the
+    messages of the results of tools in it."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[object] = []
+    results: list[Message] = []
+    others = []
+    for part in message["content"]:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = _text_of(part)
+        if kind in ("reasoning", "thinking") and text is not None:
+            thoughts.append(text)
+        elif kind == "tool_use" and isinstance(part.get("name"), str):
+            calls.append(
+                {
+                    "type": "function",
+                    "function": {"name": part["name"], "arguments": part.get("input") or {}},
+                }
+            )
+        elif kind == "tool_result":
+            inner = part.get("content") or ""
+            inner = _joined(inner) if isinstance(inner, list) else inner
+            if not isinstance(inner, str):
+                raise RowError(f"{what}: the result of a tool must be text")
+            results.append({"role": "tool", "content": inner})
+        elif kind in (None, "text", "input_text", "output_text") and text is not None:
+            texts.append(text)
+        else:
+            others.append(kind or f"with the keys {', '.join(part)}")
+    if others:
+        raise RowError(f"{what}: only text can be trained on; got parts of the types {others}")
+    made = {**message, "content": "".join(texts)}
+    if thoughts and not any(made.get(key) for key in _REASONING):
+        made["reasoning_content"] = "\n\n".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    return made, results
+
+
+def _text_of(part: object) -> str | None:
+    if not isinstance(part, dict):
+        return None
+    keys = ("text", "value", "content", "reasoning", "thinking")
+    found = (part[key] for key in keys if isinstance(part.get(key), str))
+    return next(found, None)
+
+
+def _joined(parts: list[object]) -> str | None:
+    texts = [part if isinstance(part, str) else _text_of(part) for part in parts]
+    known = [text for text in texts if text is not None]
+    return "".join(known) if len(known) == len(texts) else None
+
+
+def _written_calls(value: object, what: str) -> list[object]:
+    """The calls of a message whose role says that it holds some: an object, or a list of them, also
+    as JSON. Raises RowError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{what}: its tool call is not JSON: {error}") from None
+    return read_calls(value, what)
+
+
+def read_calls(value: object, what: str) -> list[object]:
+    """Calls in the form of a message's `tool_calls`, of one or several objects with name and
+    arguments. Raises RowError."""
+    calls = value if isinstance(value, list) else [value]
+    made: list[object] = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"{what}: a tool call must be an object with name and arguments")
+        arguments = function.get("arguments", function.get("parameters", {}))
+        named = {"name": function["name"], "arguments": arguments}
+        made.append({"type": "function", "function": named})
+    return made
 
 
 def _with_opening_mark(content: str) -> str:
@@ -111,11 +289,24 @@ def _tool_calls(value: object, what: str) -> list[object] | None:
 
 
 def read_tools(value: object) -> list[object] | None:
-    """A row's `tools`: a list, or a list as JSON. Raises RowError."""
+    """A row's `tools`: a list, or a list as JSON. A function without the object around it gets it:
+    {"type": "function", "function": {...}} is what templates expect. Raises RowError."""
     try:
-        return read_list(value, "column 'tools'")
+        tools = read_list(value, "column 'tools'")
     except RowError as error:
-        raise RowError(f"{error}; rename the column if it has no descriptions of tools") from None
+        what = (
+            "rename the column if it has no descriptions of tools, or data.ignore_columns names it"
+        )
+        raise RowError(f"{error}; {what}") from None
+    return None if tools is None else [_described(tool) for tool in tools]
+
+
+def _described(tool: object) -> object:
+    bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
+    if isinstance(tool, dict) and bare and tool.get("type", "function") == "function":
+        function = {key: value for key, value in tool.items() if key != "type"}
+        return {"type": "function", "function": function}
+    return tool
 
 
 def read_list(value: object, where: str) -> list[object] | None:
@@ -137,6 +328,10 @@ def with_system(
 ) -> list[Message]:
     """The messages after the system prompt of a row's column, or else after the default one if they
     have none. Raises RowError."""
+    if isinstance(value, dict):  # Gemini's systemInstruction
+        value = value.get("parts", value.get("content"))
+    if isinstance(value, list) and value:
+        value = _joined(value) or value
     own = read_text(value, column)
     if not messages or not (own or default):
         return messages
@@ -205,18 +400,20 @@ def encodable(text: str, where: str) -> str:
     return text
 
 
-def instruction(row: dict[str, Any], rounds: list[tuple[str, str]], *, headings: bool) -> str:
-    """Instruction and input as one prompt. headings: in Alpaca's form, after earlier rounds."""
-    parts = {"Instruction": row["instruction"], "Input": row.get("input") or ""}
-    for name, text in parts.items():
-        if not isinstance(text, str):
-            got = type(text).__name__
-            raise RowError(f"column {name.lower()!r} must hold text; got {got}")
+def instruction(parts: dict[str, object], rounds: list[tuple[str, str]], *, headings: bool) -> str:
+    """Instruction and input as one prompt. parts: their values, or null, by the names of their
+    columns, the instruction first. headings: in Alpaca's form, after earlier rounds."""
+    texts: list[str] = []
+    for column, text in parts.items():
+        if not isinstance(text, str) and (text is not None or not texts):
+            raise RowError(f"column {column!r} must hold text; got {type(text).__name__}")
+        texts.append(text or "")
     if not headings:
-        return "\n\n".join(text for text in parts.values() if text)
-    shown = [name for name, text in parts.items() if text or name == "Instruction"]
+        return "\n\n".join(text for text in texts if text)
+    named = list(zip(("Instruction", "Input"), texts, strict=False))
+    shown = [(name, text) for name, text in named if text or name == "Instruction"]
     before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
-    own = [f"### {name}:\n{parts[name]}" for name in shown]
+    own = [f"### {name}:\n{text}" for name, text in shown]
     return "\n\n".join([*before, *own, "### Response:\n"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from launcher.data.chat import RowError
 from launcher.data.sources import Values
 from launcher.data.tokenizer import Ids
-from launcher.recipe.columns import kind_of
+from launcher.recipe.layouts import KEYS
 
 Weights = npt.NDArray[np.float32]
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-20, 1e20
@@ -19,29 +18,18 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-20, 1e20
 range, that sum or its inverse, times ranks and loss scale, could be 0 or infinite."""
 
 
-def read_column(
-    columns: Mapping[str, str | None],
-    row: Values,
-    key: str,
-    kinds: type | tuple[type, ...],
-    what: str,
-    names: tuple[str, ...] = (),
-    *,
-    own: str,
-) -> tuple[str, Any]:
-    """Name and value of the column that data.KEY names; if it is null, of the first of `names` that
-    is in the row. Raises RowError unless the value is of these kinds. own: data.kind."""
-    present = [name for name in names if name in row]
-    column = columns[key] or (present or names)[0]
+def read_value(
+    row: Values, column: str, kinds: type | tuple[type, ...], what: str, *, role: str
+) -> Any:
+    """The value of the column of a role. Raises RowError unless it is of these kinds, which `what`
+    names."""
     value = row.get(column)
     if value is not None and isinstance(value, kinds):
-        return column, value
+        return value
     got = f"got {type(value).__name__}" if column in row else "no such column"
-    hint = f"data.{key} names it" + (f"; null: {', '.join(names)}" if names else "")
-    if (kind := kind_of(row, columns)) not in (None, "text", own):
-        hint = f"those of data.kind={kind}; or {hint}"
-    what = f"must hold {what}; {got}; columns: {', '.join(row)} ({hint})"
-    raise RowError(f"column {column!r} {what}")
+    key = f"data.{KEYS[role]}" if role in KEYS else "data.columns"
+    listed = ", ".join(row)
+    raise RowError(f"column {column!r} must hold {what}; {got}; columns: {listed} ({key} names it)")
 
 
 def read_integers(row: Values, column: str) -> Ids:

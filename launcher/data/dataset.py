@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,11 +28,17 @@ from launcher.data.collation import (
 )
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Sequences
+from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
-from launcher.models.loss import summed_classification_loss, summed_loss
+from launcher.models.loss import (
+    summed_classification_loss,
+    summed_loss,
+    summed_loss_by_source,
+)
 from launcher.models.preference import METRICS, Reference, summed_preference_loss
 from launcher.recipe import schema
+from launcher.recipe.layouts import unused_line
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,15 @@ class _Stored:
             document = int(np.searchsorted(store.offsets, start, side="right")) - 1
             yield document, start, start + length
 
+    @property
+    def notes(self) -> list[str]:
+        """How the rows are read, and which columns are not used: lines for the log."""
+        unused = self.store.unused
+        return [*self.store.notes, *([f"note: {unused_line(unused)}"] if unused else [])]
+
     def _problems(self) -> list[str]:
         store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"
-        lines = []
+        lines = self.notes
         if split := sequences.split_documents:
             lines.append(f"{split:,} documents are {longer} and continue in another sequence")
         if cut := sequences.cut_documents:
@@ -93,10 +106,13 @@ class _Stored:
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
             )
-        if dropped := sequences.long_pairs:
+        if dropped := sequences.long_documents:
+            why = f"they are {longer} (data.sequence_length, data.overlong)"
+            if self.unit == "pairs":
+                why = "their two answers, each with the prompt, are"
+                why += f" {longer} (data.sequence_length)"
             lines.append(
-                f"warning: {dropped:,} of {sequences.documents:,} pairs are dropped: their two "
-                f"answers, each with the prompt, are {longer} (data.sequence_length)"
+                f"warning: {dropped:,} of {sequences.documents:,} {self.unit} are dropped: {why}"
             )
         if dropped := sequences.dropped_documents:
             within = f" in their first {self.length} tokens (data.sequence_length)"
@@ -105,11 +121,11 @@ class _Stored:
                 f"{within if sequences.cut_documents else ''} and are dropped"
             )
         if store.skipped:
-            first = f"{store.skipped[0]['where']}: {store.skipped[0]['problem']}"
             lines.append(
                 f"warning: {len(store.skipped):,} rows cannot be used and are skipped "
-                f"(data.on_error: skip), listed in skipped_rows.jsonl; the first: {first}"
+                "(data.on_error: skip), listed in skipped_rows.jsonl:"
             )
+            lines += [f"  {line}" for line in causes(store.skipped)]
         return lines
 
 
@@ -164,7 +180,7 @@ class SequenceDataset(_Stored):
         """Lines for the log. The first is about the size."""
         tokens, count = self.tokens, len(self)
         sequences = self.sequences
-        documents = sequences.documents - sequences.dropped_documents - sequences.long_pairs
+        documents = sequences.documents - sequences.dropped_documents - sequences.long_documents
         text = f"{documents:,} {self.unit}, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {self.length}"
         if self.packed:
@@ -282,9 +298,14 @@ class MixtureDataset:
         self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
         self.packed = self._first.packed
-        self.collate, self.loss = self._first.collate, self._first.loss
+        self.loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor] = self._first.loss
         self.width = self._first.width
         self.metrics = self._first.metrics
+        self.sources: tuple[str, ...] = ()
+        """The names of the sources, if the loss has a part for each of them."""
+        if len(parts) > 1 and all(type(part) is SequenceDataset for part in parts.values()):
+            self.sources = tuple(parts)
+            self.loss = functools.partial(summed_loss_by_source, sources=len(parts))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -293,7 +314,19 @@ class MixtureDataset:
         if index == NO_SAMPLE:
             return self._first[index]
         name, index = self.locate(index)
-        return self.parts[name][index]
+        sample = self.parts[name][index]
+        if not self.sources:
+            return sample
+        return sample | {"source": np.array([self.sources.index(name)])}
+
+    def collate(self, rows: list[Sample]) -> Collated:
+        """As of the sources; with `sources` (rows,), the numbers of the rows' sources, if the loss
+        has a part for each."""
+        made = self._first.collate(rows)
+        if not self.sources:
+            return made
+        of = torch.tensor([int(row["source"][0]) if "source" in row else 0 for row in rows])
+        return made | {"tensors": made["tensors"] | {"sources": of}}
 
     def locate(self, index: int) -> tuple[str, int]:
         """The source of a sample, and its index there."""

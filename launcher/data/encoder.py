@@ -6,31 +6,38 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from launcher.data.chat import (
     Message,
     RowError,
+    dialogue,
     encodable,
     instruction,
+    parsed_messages,
+    read_calls,
     read_history,
+    read_list,
     read_messages,
+    read_text,
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
-from launcher.data.columns import Weights, read_column, read_integers, read_margin, read_weights
-from launcher.data.pairs import different, with_shared_prompt
+from launcher.data.columns import Weights, read_integers, read_margin, read_value, read_weights
+from launcher.data.pairs import different, pair_of_answers
 from launcher.data.rendering import load_template, render, render_text
 from launcher.data.sources import Row, SourcePart, Values, in_batches, read_all
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
     Tokenizer,
+    has_chat_template,
     load_tokenizer,
     prints_date,
     tokenizer_identity,
@@ -38,28 +45,28 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.layouts import (
+    Match,
+    describe_column,
+    lost_meaning,
+    match_row,
+    named_columns,
+    no_layout,
+    roles_of,
+    unused_columns,
+)
 
 _Tokens = tuple[Any, ...]
 """Ids, labels, category and perhaps cut_tokens and weights of a row, as in Encoded."""
-_COLUMNS: dict[schema.DataKind, tuple[str, ...]] = {
-    "text": ("text_column",),
-    "tokens": (),
-    "chat": ("messages_column",),
-    "instruct": ("prompt_column", "response_column"),
-    "classification": ("text_column", "label_column"),
-    "preference": ("prompt_column", "chosen_column", "rejected_column"),
-}
 _WITH_TEMPLATE = ("chat", "instruct", "preference")
 """Kinds whose rows may be rendered with a chat template."""
 _SETTINGS = {
-    "weights_column": ("tokens", "chat"),
-    "margin_column": ("preference",),
-    "system_column": _WITH_TEMPLATE,
+    "ignore_columns": ("chat", "instruct", "preference", "text", "tokens", "classification"),
     "system": _WITH_TEMPLATE,
     "loss_on": ("chat", "instruct"),
     "chat_template_kwargs": _WITH_TEMPLATE,
 }
-"""Further keys of data that change the tokens or their weights, and the kinds that read them."""
+"""Further keys of data that change the tokens, and the kinds that read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,8 @@ class Encoder:
     kind: schema.DataKind
     tokenizer: str | None
     """A folder, a hub id or `bytes`; None for kind tokens."""
-    columns: dict[str, str | None]
+    columns: dict[str, str]
+    """The columns that the recipe names, by their role (`recipe/layouts.py`)."""
     labels: tuple[str, ...] | None = None
     template: str | None = None
     """The text of a chat template that replaces the tokenizer's own."""
@@ -108,17 +116,33 @@ class Encoder:
     day: str | None = None
     """YYYY-MM-DD, for a chat template that prints today's date; None if none does."""
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Those of _SETTINGS that have another value than their default."""
+    """Those of _SETTINGS that have another value than their default; and for kinds instruct and
+    preference `prompt_format`, chat or text."""
 
     @property
     def text_column(self) -> str:
         """The column that the content of a text file goes to."""
-        return self.columns.get("text_column") or "text"
+        return self.columns.get("text") or "text"
 
     @property
-    def system_column(self) -> str:
-        """The column with the system prompt."""
-        return self.settings.get("system_column") or "system"
+    def as_turns(self) -> bool:
+        """Whether a prompt and an answer that are texts become turns of a conversation."""
+        return bool(self.settings.get("prompt_format") == "chat")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Columns that are not used on purpose."""
+        return self.settings.get("ignore_columns") or ()
+
+    def match(self, row: Values) -> Match:
+        """The layout of a row. Raises RowError if none fits, or if a column that changes what the
+        row means is not used."""
+        found = match_row(row, self.columns, [self.kind], self.ignored)
+        if found is None:
+            raise RowError(no_layout(row, self.columns, self.kind, self.ignored))
+        if (problem := lost_meaning(row, found, self.ignored)) is not None:
+            raise RowError(problem)
+        return found
 
     @property
     def reads_arrays(self) -> bool:
@@ -147,10 +171,23 @@ class Encoder:
             **day,
         }
 
-    def encode_rows(self, rows: Iterable[Row], *, batch_rows: int = 64) -> Iterator[Encoded]:
+    @property
+    def notes(self) -> list[str]:
+        """What to say at the start of how rows are read."""
+        if self.kind not in ("instruct", "preference"):
+            return []
+        how = "a user's and an assistant's turn of the chat template"
+        if not self.as_turns:
+            how = "one text, without a chat template"
+        return [f"a prompt and an answer are trained as {how} (data.prompt_format)"]
+
+    def encode_rows(
+        self, rows: Iterable[Row], *, batch_rows: int = 64, unused: dict[str, str] | None = None
+    ) -> Iterator[Encoded]:
         """One result per row, in order. Tokenizing in batches is several times faster.
 
-        Raises RecipeError for a problem of the tokenizer.
+        unused: gains the columns with content that are not used, each with what it might be. Raises
+        RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _KINDS[self.kind]
         for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
@@ -159,11 +196,28 @@ class Encoder:
                 if row.values is not None:
                     try:
                         usable.append(read_row(self, row.values))
+                        if unused is not None:
+                            self.note_unused(row.values, unused)
                     except RowError as error:
                         problems[index] = str(error)
             encoded = iter(encode(self, usable) if usable else ())
             for row, problem in zip(batch, problems, strict=True):
                 yield Encoded(row, problem=problem) if problem else Encoded(row, *next(encoded))
+
+    def note_unused(self, row: Values, unused: dict[str, str]) -> None:
+        """Adds the columns of a row that have content and are not used to `unused`. Raises
+        RowError."""
+        found = self.match(row)
+        for column, value in unused_columns(row, found, self.ignored):
+            if column not in unused:
+                unused[column] = describe_column(column, value, found)
+
+
+def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:
+    """How kinds instruct and preference train a prompt and an answer that are texts."""
+    if data.prompt_format != "auto":
+        return data.prompt_format
+    return "chat" if data.chat_template is not None or has_chat_template(tokenizer) else "text"
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
@@ -192,10 +246,13 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         for name, kinds in _SETTINGS.items()
         if kind in kinds and getattr(data, name) != getattr(schema.Data, name)
     }
+    if kind in ("instruct", "preference") and tokenizer is not None:
+        settings["prompt_format"] = prompt_format(data, tokenizer)
+    named = named_columns(vars(data))
     return Encoder(
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
-        columns={name: getattr(data, name) for name in _COLUMNS[kind]},
+        columns={role: column for role, column in named.items() if role in roles_of(kind)},
         labels=data.labels if kind == "classification" else None,
         template=template,
         longest=data.sequence_length if kind == "classification" else None,
@@ -208,8 +265,12 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
 
 
 def _read_text(encoder: Encoder, row: Values) -> str:
-    column, text = read_column(encoder.columns, row, "text_column", str, "text", own=encoder.kind)
-    return encodable(text, f"column {column!r}")
+    return _text(encoder.match(row), row)
+
+
+def _text(found: Match, row: Values) -> str:
+    column = found.columns["text"]
+    return encodable(read_value(row, column, str, "text", role="text"), f"column {column!r}")
 
 
 def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
@@ -219,17 +280,19 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
 
 
 def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
-    ids = read_integers(row, "input_ids")
+    found = encoder.match(row)
+    ids = read_integers(row, found.columns["input_ids"])
     if (least := int(ids.min(initial=0))) < 0:
         raise RowError(f"input_ids must not be negative; got {least}")
-    labels = None if row.get("labels") is None else read_integers(row, "labels")
+    of_labels = found.get("labels") or "labels"
+    labels = None if row.get(of_labels) is None else read_integers(row, of_labels)
     if labels is not None and len(labels) != len(ids):
         need = "there must be one for each token (-100: no loss)"
         raise RowError(f"{len(ids)} input_ids, but {len(labels)} labels; {need}")
     wrong = [] if labels is None else labels[(labels < 0) & (labels != IGNORED)]
     if len(wrong):
         raise RowError(f"labels must be token ids, or -100 for no loss; got {int(wrong[0])}")
-    column = encoder.settings.get("weights_column")
+    column = encoder.columns.get("weights")
     if column is None or not ids.size:
         return ids, labels, None
     weights = np.broadcast_to(read_weights(row, column, len(ids)), ids.shape)
@@ -238,20 +301,22 @@ def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
 
 
 def _read_chat(encoder: Encoder, row: Values) -> Rendered:
-    names = ("messages", "conversations")
-    column, value = read_column(
-        encoder.columns, row, "messages_column", object, "messages", names, own=encoder.kind
-    )
-    messages = _with_system(encoder, row, read_messages(value, column))
-    rendered, weights = _render(encoder, row, messages), encoder.settings.get("weights_column")
+    found = encoder.match(row)
+    column = found.columns["messages"]
+    value = read_value(row, column, object, "messages", role="messages")
+    messages = _with_system(encoder, found, row, read_messages(value, column, turns=True))
+    rendered, weights = _render(encoder, found, row, messages), encoder.columns.get("weights")
     if weights is None:
         return rendered
     return replace(rendered, weight=float(read_weights(row, weights)[0]))
 
 
-def _with_system(encoder: Encoder, row: Values, messages: list[Message]) -> list[Message]:
-    column = encoder.system_column
-    return with_system(messages, row.get(column), column, encoder.settings.get("system"))
+def _with_system(
+    encoder: Encoder, found: Match, row: Values, messages: list[Message]
+) -> list[Message]:
+    column = found.get("system") or "system"
+    value = row.get(column) if "system" in found.columns else None
+    return with_system(messages, value, column, encoder.settings.get("system"))
 
 
 def _template(encoder: Encoder) -> ChatTemplate:
@@ -259,9 +324,22 @@ def _template(encoder: Encoder) -> ChatTemplate:
     return load_template(encoder.tokenizer, encoder.template, encoder.day, values)
 
 
-def _render(encoder: Encoder, row: Values, messages: list[Message], loss_from: int = 0) -> Rendered:
-    loss_on = encoder.settings.get("loss_on")
-    return render(_template(encoder), row, messages, loss_from=loss_from, loss_on=loss_on)
+def _render(
+    encoder: Encoder, found: Match, row: Values, messages: list[Message], loss_from: int = 0
+) -> Rendered:
+    return render(
+        _template(encoder),
+        _tools(found, row),
+        messages,
+        loss_from=loss_from,
+        loss_on=encoder.settings.get("loss_on"),
+    )
+
+
+def _tools(found: Match, row: Values) -> Values:
+    """The tools of a row, as its only column."""
+    column = found.get("tools")
+    return {} if column is None else {"tools": row.get(column)}
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
@@ -274,40 +352,76 @@ def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
     ]
 
 
-def _read_instruct(
-    encoder: Encoder,
-    row: Values,
-    key_of_answer: str = "response_column",
-    names: tuple[str, ...] = ("response", "completion", "output"),
+def _read_instruct(encoder: Encoder, row: Values) -> Rendered | tuple[str, str]:
+    found = encoder.match(row)
+    if (calls := found.get("calls")) is not None:
+        column = found.columns["instruction"]
+        prompt = read_value(row, column, str, "text", role="instruction")
+        listed = read_list(row.get(calls), f"column {calls!r}")
+        if not listed:
+            raise RowError(f"column {calls!r} is empty, so there is nothing to learn from")
+        made = read_calls(listed, f"column {calls!r}")
+        answer = {"role": "assistant", "content": "", "tool_calls": made}
+        question = _with_system(encoder, found, row, [{"role": "user", "content": prompt}])
+        return _render(encoder, found, row, [*question, answer], loss_from=len(question))
+    return _read_answer(encoder, found, row, "response")
+
+
+_PROMPT, _ANSWER = (str, list), "text or a list of messages"
+
+
+def _read_answer(
+    encoder: Encoder, found: Match, row: Values, role: str
 ) -> Rendered | tuple[str, str]:
-    """Prompt and response, to be joined as they are; or a conversation, if either is a list of
-    messages, or if the recipe has a chat template."""
-    kinds, what, as_chat = (str, list), "text or a list of messages", encoder.template is not None
-    column, response = read_column(
-        encoder.columns, row, key_of_answer, kinds, what, names, own=encoder.kind
-    )
+    """A prompt and the response in the column of a role: a conversation, if either is a list of messages, or if
+    texts become turns; else two texts, to be joined as they are."""
+    column = found.columns[role]
+    response = parsed_messages(read_value(row, column, (str, list, dict), _ANSWER, role=role))
+    if not isinstance(response, str | list):
+        raise RowError(f"column {column!r} must hold {_ANSWER}; got an object")
     if not response:
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
-    key, names = "prompt", ("prompt", "instruction and input")
-    rounds: list[tuple[str, str]] = []
-    if encoder.columns["prompt_column"] is None and "prompt" not in row and "instruction" in row:
-        rounds, headings = read_history(row.get("history")), not (as_chat or type(response) is list)
-        prompt: str | list[object] = instruction(row, rounds if headings else [], headings=headings)
-    else:
-        key, prompt = read_column(
-            encoder.columns, row, "prompt_column", kinds, what, names, own=encoder.kind
-        )
-    if isinstance(prompt, str) and isinstance(response, str) and not as_chat:
-        column, default = encoder.system_column, encoder.settings.get("system")
-        return render_text(row, prompt, response, column=column, default=default)
+    as_turns, rounds = encoder.as_turns, list[tuple[str, str]]()
+    key = found.get("instruction") or found.get("prompt") or found.get("messages") or "prompt"
+    prompt: Any = parsed_messages(row.get(key))
+    if found.get("instruction") is not None and not isinstance(prompt, list):
+        history = found.get("history")
+        rounds = [] if history is None else read_history(row.get(history))
+        headings = not (as_turns or isinstance(response, list))
+        parts = {key: row.get(key)}
+        if (more := found.get("input")) is not None:
+            parts[more] = row.get(more)
+        prompt = instruction(parts, rounds if headings else [], headings=headings)
+    elif not isinstance(prompt, list):
+        prompt = read_value(row, key, str, _ANSWER, role="prompt")
+    if isinstance(prompt, str) and isinstance(response, str) and as_turns:
+        if found.get("prompt") is not None and re.match(r"\s\S", response):
+            response = response[1:]  # white space that joins two texts
+        prompt = _dialogue_before_answer(prompt) or prompt
+    column_of_system, default = found.get("system") or "", encoder.settings.get("system")
+    reasoning = found.get("reasoning")
+    thought = None if reasoning is None else read_text(row.get(reasoning), reasoning)
+    if isinstance(prompt, str) and isinstance(response, str) and not as_turns:
+        if thought:
+            what = "holds reasoning, which only a chat template writes; set data.prompt_format=chat"
+            raise RowError(f"column {reasoning!r} {what}, or data.ignore_columns: [{reasoning}]")
+        system = {**_tools(found, row), column_of_system: row.get(column_of_system)}
+        return render_text(system, prompt, response, column=column_of_system, default=default)
     earlier = [
         turn
         for asked, answered in rounds
         for turn in (*_turns("user", asked, key), *_turns("assistant", answered, column))
     ]
-    question = _with_system(encoder, row, [*earlier, *_turns("user", prompt, key)])
+    question = _with_system(encoder, found, row, [*earlier, *_turns("user", prompt, key)])
     answer = _turns("assistant", response, column)
-    return _render(encoder, row, question + answer, loss_from=len(question))
+    if thought:
+        answer[-1] = {**answer[-1], "reasoning_content": thought}
+    return _render(encoder, found, row, question + answer, loss_from=len(question))
+
+
+def _dialogue_before_answer(prompt: str) -> list[Message] | None:
+    """The turns of a prompt that is a dialogue and ends where the assistant is to answer."""
+    return dialogue(prompt) if prompt.rstrip().endswith("\n\nAssistant:") else None
 
 
 def _turns(role: str, value: str | list[object], column: str) -> list[Message]:
@@ -334,12 +448,11 @@ def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
 
 
 def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
-    prompt, chosen, rejected = encoder.columns.values()
-    assert chosen is not None
-    assert rejected is not None
-    row = with_shared_prompt(row, prompt, chosen, rejected)
-    answers = [_read_instruct(encoder, row, f"{key}_column", ()) for key in ("chosen", "rejected")]
-    margin = read_margin(row, encoder.settings.get("margin_column"))
+    found = encoder.match(row)
+    row, found = pair_of_answers(row, found, as_turns=encoder.as_turns)
+    chosen, rejected = found.columns["chosen"], found.columns["rejected"]
+    answers = [_read_answer(encoder, found, row, role) for role in ("chosen", "rejected")]
+    margin = read_margin(row, encoder.columns.get("margin"))
     return [*different(answers, chosen, rejected), margin]
 
 
@@ -353,13 +466,11 @@ def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_To
 
 
 def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
-    text = _read_text(encoder, row)
+    found = encoder.match(row)
+    text, column = _text(found, row), found.columns["label"]
     if not text:
-        raise RowError(f"column {encoder.text_column!r} is empty")
-    names = encoder.labels
-    column, value = read_column(
-        encoder.columns, row, "label_column", object, "the label", own=encoder.kind
-    )
+        raise RowError(f"column {found.columns['text']!r} is empty")
+    names, value = encoder.labels, read_value(row, column, object, "the label", role="label")
     if names is not None and value in names:
         return text, names.index(value)
     if isinstance(value, str) and value.strip().isdecimal():  # a .csv holds only text

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from launcher.data.chat import Message
-from launcher.data.encoder import Encoder, make_encoder
+from launcher.data.encoder import Encoder, make_encoder, prompt_format
 from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.inputs import IGNORED
@@ -48,7 +48,9 @@ def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     kinds = {source.kind for source in data.sources().values()}
     kinds = {"instruct" if kind == "preference" else kind for kind in kinds}
     ends = set()
-    if "text" in kinds or ("instruct" in kinds and data.chat_template is None):
+    prompts = [one for one in data.sources().values() if one.kind in ("instruct", "preference")]
+    as_text = any(prompt_format(source, name) == "text" for source in prompts)
+    if "text" in kinds or as_text:
         ends.add(load_tokenizer(name).end)
     # Rows of kind instruct may be lists of messages
     if "chat" in kinds or (
@@ -64,7 +66,6 @@ def _ends_of_turns(encoder: Encoder) -> set[int]:
     assert encoder.tokenizer is not None
     tokenizer = hugging_face_tokenizer(encoder.tokenizer)
     added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    columns: dict[str, str | None] = {"messages_column": None}
     settings = {**encoder.settings}
     if settings.get("loss_on") == "all":  # its last token is that of the conversation
         settings.pop("loss_on")
@@ -73,7 +74,7 @@ def _ends_of_turns(encoder: Encoder) -> set[int]:
         for messages in _PROBES
         for tools in (None, _TOOLS)
     ]
-    probing = replace(encoder, columns=columns, settings=settings)
+    probing = replace(encoder, columns={}, settings=settings)
     ends, inner = set[int](), set[int]()
     for encoded in probing.encode_rows(rows):
         if encoded.labels is None:  # the template refuses it

@@ -19,7 +19,8 @@ from launcher.data.dataset import (
 )
 from launcher.data.objectives import MaskedDataset, RewardDataset, masking_vocabulary
 from launcher.data.packing import Integers, first_names, no_targets, pack, pack_pairs
-from launcher.data.token_store import ModelInputs, TokenStore, open_store
+from launcher.data.problems import SHOWN
+from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 
@@ -47,9 +48,13 @@ def open_dataset(
         store = open_store(
             files, data, tokenizer=tokenizer, model=model, build=build, validation=validation
         )
+        if data.overlong == "error":
+            _refuse_overlong(store, files, data, tokenizer=tokenizer, validation=validation)
         if validation or data.validation_split is None:
             return pack_store(store, data, model)
-        mask = split.held_out(store.documents, data.validation_split)
+        store, mask = split.split_documents(
+            store, data.validation_split, divide=data.kind == "text"
+        )
         if held_out:
             return pack_store(split.copy_documents(store, np.flatnonzero(mask)), data, model)
         return pack_store(store, data, model, documents=np.flatnonzero(~mask))
@@ -60,6 +65,33 @@ def open_dataset(
         name: opened(of_source, source[name].files) for name, of_source in data.sources().items()
     }
     return MixtureDataset(parts, mixture_weights(source.values()))
+
+
+def _refuse_overlong(
+    store: TokenStore,
+    files: tuple[str, ...],
+    data: schema.Data,
+    *,
+    tokenizer: str | None,
+    validation: bool,
+) -> None:
+    """Raises RecipeError if a row is longer than a sequence."""
+    sizes = np.diff(store.offsets)
+    longer = np.flatnonzero(sizes > data.sequence_length)
+    if not len(longer):
+        return
+    what = f"tokens, more than {data.sequence_length:,} (data.sequence_length)"
+    shown = longer[:SHOWN].tolist()
+    where = rows_of_documents(
+        store, files, data, set(shown), tokenizer=tokenizer, validation=validation
+    )
+    lines = [f"{where[number]}: {sizes[number]:,} {what}" for number in shown]
+    text = f"{len(longer):,} of {store.documents:,} rows are longer than a sequence, by up to "
+    text += f"{sizes.max() - data.sequence_length:,} tokens; raise data.sequence_length, or set "
+    others = "data.overlong: drop"
+    if data.kind != "preference":
+        others += ", or cut"
+    raise RecipeError([*lines, text + others])
 
 
 def pack_store(
@@ -73,7 +105,8 @@ def pack_store(
         assert store.classes is not None
         sequences = pack_pairs(store.offsets, store.classes, store.targets, **options)
     else:
-        sequences = pack(store.offsets, kind, labels=store.labels, **options)
+        drops = data.drops_overlong
+        sequences = pack(store.offsets, kind, labels=store.labels, drops_overlong=drops, **options)
     if kind == "classification":  # the tokenizer has cut its documents
         sequences = dataclasses.replace(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens

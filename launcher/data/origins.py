@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MixtureDataset
-from launcher.data.encoder import make_encoder
 from launcher.data.run_data import RunData
-from launcher.data.sources import find_parts, read_all
+from launcher.data.token_store import rows_of_documents
 
 
 @dataclass
@@ -49,20 +47,13 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
         source = data.sources()[name]
         assert isinstance(source.train, tuple)
         mine = [row for row in rows if row.source == name]
-        encoder = make_encoder(source.kind, source, tokenizer=tokenizer)
-        most = source.max_document_bytes
-        parts = find_parts(source.train, kind=source.kind, max_document=most)
-        file_rows: Any = read_all(parts, column=encoder.text_column)
-        # A store does not record where documents come from: read the rows again. Tokenize them
-        # only if some have no document
-        store = mine[0].dataset.store
-        if store.empty or store.skipped:
-            file_rows = (
-                encoded.row for encoded in encoder.encode_rows(file_rows) if encoded.ids.size
-            )
-        wanted = {row.document for row in mine}
-        read = enumerate(itertools.islice(file_rows, max(wanted) + 1))
-        where = {number: row.where for number, row in read if number in wanted}
+        where = rows_of_documents(
+            mine[0].dataset.store,
+            source.train,
+            source,
+            {row.document for row in mine},
+            tokenizer=tokenizer,
+        )
         for row in mine:
             row.where = where[row.document]
     return rows

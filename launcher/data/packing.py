@@ -39,8 +39,8 @@ class Sequences:
     cut_tokens: int = 0
     dropped_documents: int = 0
     """Documents without a target, or whose targets are all cut off."""
-    long_pairs: int = 0
-    """Pairs that are longer than a sequence, which are dropped."""
+    long_documents: int = 0
+    """Documents, or pairs, that are longer than a sequence and dropped for that."""
     targets: int = 0
     """Tokens with loss in all pieces; 0 for classification."""
 
@@ -56,14 +56,32 @@ def pack(
     sequence_length: int,
     labels: npt.NDArray[np.int32] | None = None,
     documents: Integers | None = None,
+    drops_overlong: bool = False,
 ) -> Sequences:
     """Packs documents of a data.kind: those with the numbers `documents`, in order; None: all.
 
-    Documents that are too long are split for kinds text and tokens, and cut for other kinds: the
-    end of an answer is no useful target without its beginning.
+    Documents that are too long are dropped, or else split for kinds text and tokens, and cut for
+    other kinds: the end of an answer is no useful target without its beginning.
 
     labels: of the tokens; None: the ids. Parts without a target are dropped.
     """
+    if drops_overlong:
+        numbers = np.arange(len(offsets) - 1) if documents is None else documents
+        fits = np.diff(offsets)[numbers] <= sequence_length
+        if not fits.all():
+            count = int(np.count_nonzero(~fits))
+            if count == len(fits):
+                empty = np.zeros(0, dtype=np.int64)
+                return Sequences(empty, empty, np.zeros(1, np.int64), count, long_documents=count)
+            kept = pack(
+                offsets,
+                kind,
+                packing=packing,
+                sequence_length=sequence_length,
+                labels=labels,
+                documents=numbers[fits],
+            )
+            return replace(kept, documents=len(fits), long_documents=count)
     packed = offsets
     if documents is not None:  # as if they followed each other
         packed = np.cumsum(np.append(0, np.diff(offsets)[documents]))
@@ -107,7 +125,7 @@ def pack_pairs(
         np.arange(np.count_nonzero(kept) + 1),
         int(np.count_nonzero(wanted)),
         dropped_documents=int(np.count_nonzero(fits & ~trained & wanted)),
-        long_pairs=int(np.count_nonzero(~fits & wanted)),
+        long_documents=int(np.count_nonzero(~fits & wanted)),
         targets=int(targets.reshape(-1, 2)[kept].sum()),
     )
     return best_fit(pieces, sequence_length) if packing else pieces
@@ -223,7 +241,10 @@ def no_targets(files: str, data: schema.Data) -> str:
     why = "all labels are -100, or rows have a single token"
     if data.kind == "preference":
         why = f"no pair fits into {data.sequence_length} tokens (data.sequence_length)"
-    if data.kind in ("chat", "instruct"):
+    if data.drops_overlong and data.kind != "preference":
+        why = f"no row with loss fits into {data.sequence_length} tokens (data.sequence_length)"
+        why += "; raise it, or cut such rows (data.overlong)"
+    elif data.kind in ("chat", "instruct"):
         first = f"the first {data.sequence_length} tokens of its row (data.sequence_length)"
         why = f"each answer begins after {first}"
     return f"data: no token with loss in {files}: {why}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
@@ -21,10 +21,11 @@ from launcher.data.batching import (
     StreamOrder,
     make_batch_sampler,
 )
+from launcher.data.chat import parsed_messages
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset
-from launcher.data.encoder import make_encoder
+from launcher.data.encoder import make_encoder, prompt_format
 from launcher.data.ends import taught_ends
 from launcher.data.loader import (
     GlobalBatch,
@@ -39,12 +40,14 @@ from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
+from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer, tokenizer_name
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
+from launcher.recipe.columns import first_row
+from launcher.recipe.layouts import match_row, named_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -275,7 +278,58 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedToken
         # Token rows, and a model whose folder has none, or one with code of its own
         logger.warning(f"the model is exported without its tokenizer: {error}")
         return None
-    if data.chat_template is not None:
+    template = trained_template(data, name)
+    if template is not None:
         tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = template or None
     return tokenizer
+
+
+_ALPACA = """\
+{%- for message in messages -%}
+    {%- if message.role == "system" -%}
+        {{- message.content ~ "\\n\\n" -}}
+    {%- elif message.role == "user" -%}
+        {{- "### Instruction:\\n" ~ message.content ~ "\\n\\n### Response:\\n" -}}
+    {%- elif message.role == "assistant" -%}
+        {{- message.content ~ (eos_token if loop.last else "\\n\\n") -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""Writes what kind instruct trains as text where the prompt is an instruction."""
+
+
+def trained_template(data: schema.Data, tokenizer: str) -> str | None:
+    """The chat template that renders what the run trained; None: the tokenizer's own, if it has one;
+    empty: there is none, because the run trained prompts as they are."""
+    if data.chat_template is not None:
+        return Path(data.chat_template).read_text(encoding="utf-8")
+    sources = data.sources().values()
+    prompts = [source for source in sources if source.kind in ("instruct", "preference")]
+    if not prompts or any(source.kind == "chat" for source in sources):
+        return None
+    if any(prompt_format(source, tokenizer) == "chat" for source in prompts):
+        return None
+    forms = {_form_of_prompts(source) for source in prompts}
+    if "messages" in forms:
+        return None
+    if "instruction" in forms:
+        begin = "{{- bos_token -}}\n" if load_tokenizer(tokenizer).begin else ""
+        return begin + _ALPACA
+    return ""
+
+
+def _form_of_prompts(data: schema.Data) -> Literal["messages", "instruction", "text"]:
+    """What the first row holds: messages, an instruction, which is trained under a heading, or a
+    prompt, to which nothing is added."""
+    assert isinstance(data.train, tuple)
+    first = first_row(data.train, hub=True)
+    named, ignored = named_columns(vars(data)), data.ignore_columns or ()
+    found = None if first is None else match_row(first[1], named, [data.kind], ignored)
+    if first is None or found is None:
+        return "text"
+    roles = ("prompt", "instruction", "messages", "response", "chosen")
+    values = [first[1].get(found.get(role) or "") for role in roles]
+    if any(isinstance(parsed_messages(value), list) for value in values):
+        return "messages"
+    return "instruction" if found.get("instruction") is not None else "text"

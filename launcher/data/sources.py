@@ -34,7 +34,7 @@ from launcher.recipe.hub import (
     saved_bytes,
 )
 
-ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
+ROW_FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """Files of rows. Every other file is one document."""
 
 _NOT_TEXT = {
@@ -49,7 +49,7 @@ COMPRESSED_ROWS = 16
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
 
-Form = Literal["text", "jsonl", "json", "parquet", "csv", "hub", "hub_stream"]
+Form = Literal["text", "jsonl", "json", "parquet", "csv", "tsv", "hub", "hub_stream"]
 Values = dict[str, Any]
 """A row: the value of each column."""
 
@@ -87,7 +87,7 @@ class Row:
 
     part: SourcePart
     number: int
-    """From 1: the line in the part (jsonl), the line in the file (csv, text), else the row. 0: the
+    """From 1: the line in the part (jsonl), the line in the file (csv, tsv, text), else the row. 0: the
     whole file."""
     values: Values | None
     """None: it cannot be read."""
@@ -103,7 +103,7 @@ class Row:
             return part.name
         if part.form == "jsonl":
             return f"{part.name}:{_lines_before(part.name, part.start) + self.number}"
-        if part.form in ("csv", "text"):
+        if part.form in ("csv", "tsv", "text"):
             return f"{part.name}:{self.number}"
         shard = f" shard {part.start + 1} of {part.end}" if part.form == "hub_stream" else ""
         return f"{part.name}{shard} row {self.number}"
@@ -381,7 +381,8 @@ def _csv(part: SourcePart) -> Iterator[Row]:
     with io.TextIOWrapper(
         open_binary(part.name), encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as stream:
-        reader = csv.reader(_csv_lines(part, stream), strict=True)
+        dialect = "excel-tab" if part.form == "tsv" else "excel"
+        reader = csv.reader(_csv_lines(part, stream), dialect, strict=True)
         header: list[str] = []
         while True:
             line, problem = reader.line_num + 1, ""
@@ -540,6 +541,7 @@ _READERS = {
     "json": _json,
     "parquet": _parquet,
     "csv": _csv,
+    "tsv": _csv,
     "hub": _hub,
     "hub_stream": _hub_stream,
 }

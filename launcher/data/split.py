@@ -28,6 +28,22 @@ def held_out(documents: int, share: float) -> npt.NDArray[np.bool_]:
     return mask
 
 
+def split_documents(
+    store: TokenStore, share: float, *, divide: bool
+) -> tuple[TokenStore, npt.NDArray[np.bool_]]:
+    """The store, and which of its documents are held out.
+
+    divide: a single document is made two, and the second one, with this share of its tokens, is held
+    out. Raises RecipeError if there is a single document that cannot be divided.
+    """
+    tokens = int(store.offsets[-1])
+    if store.documents != 1 or not divide or tokens < 4:
+        return store, held_out(store.documents, share)
+    held = min(max(2, round(share * tokens)), tokens - 2)
+    both = dataclasses.replace(store, offsets=np.array([0, tokens - held, tokens]))
+    return both, np.array([False, True])
+
+
 def _hashes(count: int) -> npt.NDArray[np.uint64]:
     """A different number for each document, in random order: splitmix64 (Steele et al., "Fast
     splittable pseudorandom number generators", OOPSLA 2014)."""

@@ -92,6 +92,8 @@ class StoreWriter:
         self.done = 0
         """Parts that are written."""
         self.sums: dict[str, int] = {"largest_id": -1}
+        self.unused: dict[str, str] = {}
+        """See `TokenStore`."""
         self._saved = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
         source = left or folder
@@ -102,6 +104,7 @@ class StoreWriter:
             os.truncate(folder / name, size)
         if noted:
             self.done, self.sums = noted["done"], noted["sums"]
+            self.unused = noted.get("unused", {})
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -132,6 +135,7 @@ class StoreWriter:
         self.sums["largest_id"] = max(self.sums["largest_id"], *largest)
         for name in COUNTS:
             self.sums[name] = self.sums.get(name, 0) + getattr(store, name)
+        self.unused = store.unused | self.unused
 
     def part_done(self) -> None:
         """All documents of the next part are appended."""
@@ -146,7 +150,8 @@ class StoreWriter:
             os.fsync(file.fileno())
         files = [self._folder / name for name in _NOTED]
         sizes = {file.name: file.stat().st_size for file in files if file.exists()}
-        noted = {"tasks": self._tasks, "done": self.done, "sums": self.sums, "sizes": sizes}
+        noted: dict[str, Any] = {"tasks": self._tasks, "done": self.done, "sums": self.sums}
+        noted |= {"sizes": sizes, "unused": self.unused}
         replace_text(self._folder / _PROGRESS, json.dumps(noted))
         self._saved = time.monotonic()
 
@@ -176,6 +181,7 @@ class StoreWriter:
             "skipped": [json.loads(line) for line in lines],
             **dict.fromkeys(COUNTS, 0),
             **self.sums,
+            "unused": self.unused,
             "content": checksum.hexdigest(),
             "sizes": sizes,
         }

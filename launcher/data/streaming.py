@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
+from launcher.data.chat import RowError
 from launcher.data.collation import (
     EMPTY,
     Collated,
@@ -54,8 +55,9 @@ from launcher.models.inputs import IGNORED
 from launcher.models.loss import summed_loss
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
+from launcher.recipe.layouts import unused_line
 
-VERSION = 4
+VERSION = 5
 """Version of the order of samples, part of its digest."""
 SHARDS = 64
 """Most shards. More would let more ranks share the work, and make each start slower."""
@@ -66,6 +68,8 @@ _PART_BYTES = 16 * 2**20
 _PARTS = 1 << 14
 """Finding where each part starts is one read of the file, on every rank."""
 _NO_TARGETS = "no token with loss within data.sequence_length"
+_DIVIDED, _LOOKED_AT = ("jsonl", "parquet"), 20
+"""Forms of files, and their first rows, that are looked at for columns that are not used."""
 _ENCODED_ROWS = 16
 """Rows tokenized at once. More are faster per row; fewer are ready sooner."""
 
@@ -168,6 +172,9 @@ class _Shard:
                     self._skip(encoded, listed=self._list_bad_rows and turn == 0)
                 elif encoded.ids.size:
                     check_range(encoded, stream.model)
+                    if self._too_long(encoded, listed=self._list_bad_rows and turn == 0):
+                        dropped = True
+                        continue
                     if not self._learnable(encoded):
                         dropped = True
                         if self._list_bad_rows and turn == 0:
@@ -183,6 +190,20 @@ class _Shard:
                 what = no_targets(listed, stream.data) if dropped else what
                 raise RecipeError(f"{what}; {hint}")
             part, row, any_document = 0, 0, False
+
+    def _too_long(self, encoded: Encoded, *, listed: bool) -> bool:
+        """Whether a document is dropped for its length, which is noted. Raises RecipeError if it is
+        an error."""
+        data = self._stream.data
+        if encoded.ids.size <= data.sequence_length:
+            return False
+        size = f"{encoded.ids.size:,} tokens, more than {data.sequence_length:,}"
+        problem = f"{size} (data.sequence_length, data.overlong)"
+        if data.overlong == "error":
+            raise RecipeError(f"{encoded.row.where}: {problem}")
+        if data.drops_overlong and listed:
+            self._list(replace(encoded, problem=problem))
+        return data.drops_overlong
 
     def _learnable(self, encoded: Encoded) -> bool:
         """Whether a document has a target, after it is cut."""
@@ -279,6 +300,7 @@ class StreamingDataset(IterableDataset[Collated]):
         self.skipped: list[dict[str, str]] = []
         shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
+        settings.append(data.drops_overlong)
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         order += [encoder.settings] if encoder.settings else []
         if data.on_error == "skip" and data.max_document != schema.Data.max_document:
@@ -384,7 +406,20 @@ class StreamingDataset(IterableDataset[Collated]):
                 f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
                 f"better, {hint}, up to {SHARDS} shards"
             )
+        lines += self.encoder.notes
+        if unused := self._unused():
+            lines.append(f"note: {unused_line(unused)}")
         return lines
+
+    def _unused(self) -> dict[str, str]:
+        """The columns that are not used in the first rows of a file of lines or row groups."""
+        unused: dict[str, str] = {}
+        parts = (part for shard in self.shards for part in shard)
+        part = next((part for part in parts if part.form in _DIVIDED), None)
+        for row in itertools.islice(read_rows(part), _LOOKED_AT) if part is not None else ():
+            with contextlib.suppress(RowError):  # reported when the row is read
+                self.encoder.note_unused(row.values or {}, unused)
+        return unused
 
 
 def _given(samples: int, shard: int, shards: int) -> int:

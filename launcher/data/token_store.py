@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from launcher.console import advanced, task
 from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
+from launcher.data.problems import problem_lines
 from launcher.data.sources import (
     SourcePart,
     content_sample,
@@ -71,7 +72,8 @@ _MEMORY_BYTES = 64 << 20
 """Ids of a task that are held in memory."""
 _SPILL = "spill-"
 """Beginning of the names of files with the documents of a large task."""
-_SHOWN_PROBLEMS = 5
+_COUNTED_ROWS = 10_000
+"""Rows that are read, after a part with rows that cannot be used, to count these."""
 _POLL_SECONDS = 5.0
 """The longest pause between two checks of the cache: a thousand ranks may wait."""
 _LOGGED_SECONDS = 60.0
@@ -121,6 +123,10 @@ class TokenStore:
     """Texts for classification that were longer than data.sequence_length."""
     cut_tokens: int = 0
     largest_id: int = -1
+    unused: dict[str, str] = field(default_factory=dict)
+    """Columns with content that are not used, each with what it might be."""
+    notes: list[str] = field(default_factory=list)
+    """What to say at the start of how the rows are read."""
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
@@ -183,6 +189,28 @@ def open_store(
         for encoded in encoder.encode_rows(encoder.read(parts)):
             check_range(encoded, model)
     return store
+
+
+def rows_of_documents(
+    store: TokenStore,
+    patterns: tuple[str, ...],
+    data: schema.Data,
+    wanted: set[int],
+    *,
+    tokenizer: str | None,
+    validation: bool = False,
+) -> dict[int, str]:
+    """Where the rows of documents of a store are, by the documents' numbers. A store does not record
+    it: reads the files up to the last of them, and tokenizes again if some rows are no documents."""
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    parts = find_parts(
+        patterns, kind=data.kind, validation=validation, max_document=data.max_document_bytes
+    )
+    rows = encoder.read(parts)
+    if store.empty or store.skipped:
+        rows = (encoded.row for encoded in encoder.encode_rows(rows) if encoded.ids.size)
+    read = enumerate(itertools.islice(rows, max(wanted) + 1))
+    return {number: row.where for number, row in read if number in wanted}
 
 
 def check_range(encoded: Encoded, model: ModelInputs) -> None:
@@ -265,8 +293,8 @@ def _build(
         if not meta["documents"]:
             problem, skipped = f"data: no document with text in {len(parts)} files", meta["skipped"]
             if skipped:
-                first = f"{skipped[0]['where']}: {skipped[0]['problem']}"
-                problem += f"; all {len(skipped)} rows were skipped, the first: {first}"
+                listed = problem_lines(skipped, rows=len(skipped))
+                raise RecipeError([f"{problem}; all {len(skipped):,} rows were skipped:", *listed])
             raise RecipeError(problem)
         seconds = max(time.monotonic() - started, 1e-3)
         empty = f"; {meta['empty']:,} rows without text skipped" if meta["empty"] else ""
@@ -331,7 +359,8 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
-        **{name: meta[name] for name in ("largest_id", "skipped", *COUNTS)},
+        notes=encoder.notes,
+        **{name: meta[name] for name in ("largest_id", "skipped", "unused", *COUNTS)},
     )
 
 
@@ -348,7 +377,8 @@ def _tokenize(
     spill: Path,
 ) -> Iterator[list[TokenStore]]:
     """The documents of each task after the first `done` ones. Raises RecipeError for rows that
-    cannot be used (data.on_error: fail)."""
+    cannot be used (data.on_error: fail): of the part with the first of them, and of those after it
+    up to _COUNTED_ROWS rows."""
     if done == len(tasks):
         return
     processes = min(data.processes or len(os.sched_getaffinity(0)), len(tasks) - done)
@@ -365,11 +395,27 @@ def _tokenize(
     try:
         with task("tokenizing", len(tasks)) as advance:
             advance(done)
-            for stores, problems in loader:
-                if problems:
-                    raise RecipeError(problems)
+            skipped: list[dict[str, str]] = []
+            failed, rows, number = "", 0, done
+            for stores, of_task, problem in loader:
+                number += 1
+                rows += of_task
+                failed = failed or problem
+                bad = [row for store in stores for row in store.skipped]
+                if data.on_error == "fail" and (bad or skipped):
+                    skipped += bad
+                    if rows >= _COUNTED_ROWS or failed:
+                        break
+                    continue
+                if failed:
+                    break
                 yield stores
                 advance(1)
+            if skipped:
+                complete = number == len(tasks) and not failed and rows < _COUNTED_ROWS
+                raise RecipeError(list(problem_lines(skipped, rows=rows, complete=complete)))
+            if failed:
+                raise RecipeError(failed)
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
             raise
@@ -392,31 +438,35 @@ def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]
 
 def _run_task(
     encoder: Encoder, on_error: str, spill: Path, parts: list[SourcePart]
-) -> tuple[list[TokenStore], list[str]]:
-    """The documents of a task; or its problems: a loader would wrap a RecipeError. A compressed
-    file is one task, whatever its size: what exceeds _MEMORY_BYTES goes to files in `spill`."""
-    stores, held = [], 0
-    rows = encoder.encode_rows(encoder.read(parts))
+) -> tuple[list[TokenStore], int, str]:
+    """The documents of a task, the number of its rows, and a problem of a file or the tokenizer: a
+    loader would wrap a RecipeError. A compressed file is one task, whatever its size: what exceeds
+    _MEMORY_BYTES goes to files in `spill`. With on_error: fail, the documents are of no use after a
+    row that cannot be used, and at most _COUNTED_ROWS further rows are read."""
+    stores: list[TokenStore] = []
+    held = count = 0
+    unused: dict[str, str] = {}
+    rows = encoder.encode_rows(encoder.read(parts), unused=unused)
     try:
         for some in in_batches(rows, most=_STORE_ROWS, size=lambda one: one.row.size):
-            store = store_rows(some, on_error)
+            count += len(some)
+            store = store_rows(some)
             held += store.ids.nbytes
             if held > _MEMORY_BYTES:
                 store = spilled(store, spill / f"{_SPILL}{os.getpid()}-{uuid.uuid4().hex}")
             stores.append(store)
-        return stores, []
+            if on_error == "fail" and count >= _COUNTED_ROWS and any(s.skipped for s in stores):
+                break
     except RecipeError as error:
-        return [], error.problems
+        return stores, count, str(error)
+    if stores:
+        stores[-1] = replace(stores[-1], unused=unused)
+    return stores, count, ""
 
 
-def store_rows(rows: list[Encoded], on_error: str) -> TokenStore:
-    """The documents of these rows. Raises RecipeError with their problems (on_error: fail)."""
+def store_rows(rows: list[Encoded]) -> TokenStore:
+    """The documents of these rows, and the rows that cannot be used."""
     skipped = [row.skipped for row in rows if row.problem]
-    if on_error == "fail" and skipped:
-        lines = [f"{row['where']}: {row['problem']}" for row in skipped[:_SHOWN_PROBLEMS]]
-        if more := len(skipped) - len(lines):
-            lines.append(f"... and {more} more nearby; data.on_error: skip leaves such rows out")
-        raise RecipeError(lines)
     documents = [row for row in rows if row.ids.size]
     labelled = any(row.labels is not None for row in documents)
     classes = [row.category for row in documents if row.category is not None]

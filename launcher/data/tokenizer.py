@@ -323,6 +323,23 @@ def prints_date(name: str) -> bool:
     )
 
 
+def has_chat_template(name: str) -> bool:
+    """Whether the tokenizer has a chat template. Loads no tokenizer."""
+    if str(name) == "bytes":
+        return True
+    for file, content in _tokenizer_files(name):
+        if file.endswith(".jinja"):
+            return True
+        if file in ("tokenizer_config.json", "chat_template.json"):
+            try:
+                config = json.loads(content)
+            except ValueError:  # reported when the tokenizer is loaded
+                continue
+            if isinstance(config, dict) and config.get("chat_template"):
+                return True
+    return False
+
+
 def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:
     """Names and contents of a tokenizer's files, with its named chat templates."""
     folder = model_folder(name, key="data.tokenizer", weights=False)

@@ -170,6 +170,9 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
         for key, name in names.items():
             if key in record and (record[key] is not None or key in _MAY_DIVERGE):
                 yield title, name, record[key]
+    for source, loss in (record.get("losses") or {}).items():
+        if loss is not None:  # else the step had no target of it
+            yield "Loss", source, loss
     for set_name, loss in (record.get("eval_losses") or {}).items():
         yield "Loss", f"evaluation, {set_name}", loss
     for key in record:

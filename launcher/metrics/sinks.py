@@ -121,6 +121,7 @@ def _numbers(record: Record) -> dict[str, float]:
     prefix = "evaluation" if "eval_loss" in record else "training"
     values = {name: value for name, value in record.items() if name not in ("step", "time")}
     values |= {f"eval_loss/{name}": loss for name, loss in record.get("eval_losses", {}).items()}
+    values |= {f"loss/{name}": loss for name, loss in record.get("losses", {}).items()}
     return {
         f"{prefix}/{name}": value
         for name, value in values.items()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 _NOT_INPUTS = (
-    *("targets", "target_positions", "weights", "text_mask"),
+    *("targets", "target_positions", "weights", "text_mask", "sources"),
     *("answers", "answer_tokens", "reference"),
     *("teacher_ids", "teacher_log_probabilities"),
 )
@@ -47,6 +47,35 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         return add_router_loss((losses * weights).sum(), model, outputs, micro_batch, weights.sum())
     summed, outputs = _cross_entropies(model, micro_batch, "sum")
     return add_router_loss(summed, model, outputs, micro_batch)
+
+
+def summed_loss_by_source(
+    model: nn.Module, micro_batch: MicroBatch, *, sources: int
+) -> torch.Tensor:
+    """`summed_loss`, and without gradients for each source of a mixture its part of this sum, and
+    then for each source the weights of its targets (without weights their number): float32,
+    (1 + 2 x sources,).
+
+    A micro-batch also has `sources` (batch,), the number of the source of each row; without it, this
+    is `summed_loss`.
+    """
+    if "sources" not in micro_batch:
+        return summed_loss(model, micro_batch)
+    losses, outputs = target_losses(model, micro_batch)
+    targets, weights = micro_batch["targets"], micro_batch.get("weights")
+    counted = (targets != IGNORED).float()
+    counted = (counted if weights is None else counted * weights).flatten()
+    of = micro_batch["sources"][:, None].expand(targets.shape).flatten()
+    if (positions := micro_batch.get("target_positions")) is not None:
+        counted, of = counted[positions], of[positions]
+    losses = losses if weights is None else losses * counted
+    summed = losses.sum()
+    parts = losses.new_zeros(2, sources)
+    parts[0].index_add_(0, of, losses.detach())
+    parts[1].index_add_(0, of, counted)
+    count = None if weights is None else counted.sum()
+    summed = add_router_loss(summed, model, outputs, micro_batch, count)
+    return torch.cat([summed.view(1), parts.flatten()])
 
 
 def target_losses(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, ModelOutput]:

@@ -1,4 +1,4 @@
-"""data.kind from the columns of the data, where the recipe does not give it."""
+"""The first row of the data, by which data.kind is found where the recipe does not give it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import csv
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -21,51 +22,31 @@ _FIRST_BYTES = 1 << 24
 """Bytes of a .json file that are searched for the end of its first row."""
 
 
-def kind_of(
-    columns: Collection[str], data: Mapping[str, Any], *, task: object = None, pairs: bool = False
-) -> str | None:
-    """The kind of data that has these columns, or None.
-
-    data: the keys data.*_column. task: model.task. pairs: training is on pairs.
-    """
-
-    def has(key: str, *names: str) -> bool:
-        given = data.get(f"{key}_column")
-        return not set(columns).isdisjoint([given] if isinstance(given, str) else names)
-
-    chat = has("messages", "messages", "conversations")
-    if has("chosen", "chosen") and has("rejected", "rejected") and (pairs or not chat):
-        return "preference"
-    if chat:
-        return "chat"
-    if "input_ids" in columns:
-        return "tokens"
-    if task == "sequence_classification" and has("text", "text"):
-        return "classification"
-    if has("prompt", "prompt", "instruction") and has(
-        "response", "response", "completion", "output"
-    ):
-        return "instruct"
-    return "text" if has("text", "text") else None
-
-
-def first_columns(patterns: Iterable[str], *, hub: bool = False) -> tuple[str, list[str]] | None:
-    """The first file that the patterns name, and the columns of its first row; None if that is not
-    a file of rows, or cannot be read. hub: also fetch a data set of the hub."""
+def first_row(
+    patterns: Iterable[str], *, hub: bool = False
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The first file that the patterns name, and its first row; None if that is not a file of rows,
+    or cannot be read. hub: also fetch a data set of the hub."""
     for pattern in patterns:
         if is_of_system(pattern):
             return None
         matches = sorted(glob.glob(pattern, recursive=True))
         if not matches and is_hub_id(pattern):
-            return (pattern, load_data_set(pattern).column_names) if hub else None
+            return _first_of_hub(pattern) if hub else None
         for match in map(Path, matches):
             try:
                 for file in _files(match) if match.is_dir() else [match]:
-                    columns = _columns(file)
-                    return None if columns is None else (str(file), columns)
+                    row = _row(file)
+                    return None if row is None else (str(file), row)
             except Exception:  # of damaged files: many classes, reported when they are read
                 return None
     return None
+
+
+def _first_of_hub(name: str) -> tuple[str, Mapping[str, Any]]:
+    rows = load_data_set(name)
+    columns = dict.fromkeys(rows.column_names)
+    return name, columns | (dict(rows[0]) if len(rows) else {})
 
 
 def is_of_system(pattern: str) -> bool:
@@ -84,16 +65,32 @@ def _suffix(file: Path) -> str:
     return Path(file.stem if file.suffix in (".gz", ".zst") else file.name).suffix.lower()
 
 
-def _columns(file: Path) -> list[str] | None:
+def _row(file: Path) -> Mapping[str, Any] | None:
     if file.is_dir():  # of save_to_disk
         if (file / SAVED_DICT).is_file():
             file /= "train"
-        return list(json.loads((file / "dataset_info.json").read_text())["features"])
+        names = json.loads((file / "dataset_info.json").read_text())["features"]
+        return dict.fromkeys(names) | _first_of_arrow(file)
     read = _READERS.get(_suffix(file))
     if read is None or not file.is_file():  # a named pipe is read only once
         return None
     with _open(file) as stream:
         return read(stream)
+
+
+def _first_of_arrow(folder: Path) -> dict[str, Any]:
+    """The first row of a folder of `save_to_disk`; nothing if it cannot be read like this."""
+    import pyarrow
+
+    for file in sorted(folder.glob("*.arrow")):
+        try:
+            batch = pyarrow.ipc.open_stream(file).read_next_batch()
+        except (pyarrow.ArrowException, OSError, StopIteration):
+            return {}
+        if batch.num_rows:
+            row: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
+            return row
+    return {}
 
 
 def _open(file: Path) -> BinaryIO:
@@ -106,27 +103,45 @@ def _open(file: Path) -> BinaryIO:
     return file.open("rb")
 
 
-def _jsonl(stream: BinaryIO) -> list[str]:
+def _jsonl(stream: BinaryIO) -> Mapping[str, Any]:
     line = next(line for line in iter(partial(stream.readline, _FIRST_LINE), b"") if line.strip())
-    return list(json.loads(line.decode("utf-8-sig")).keys())
+    return _object(json.loads(line.decode("utf-8-sig")))
 
 
-def _json(stream: BinaryIO) -> list[str]:
+def _json(stream: BinaryIO) -> Mapping[str, Any]:
     text = stream.read(_FIRST_BYTES).decode("utf-8-sig", errors="ignore")
     row, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
-    return list(row)
+    return _object(row)
 
 
-def _csv(stream: BinaryIO) -> list[str]:
+def _object(row: object) -> Mapping[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError("a row must be an object")
+    return row
+
+
+def _csv(stream: BinaryIO, *, dialect: str = "excel") -> Mapping[str, Any]:
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    return next(csv.reader(iter(partial(text.readline, _FIRST_LINE), "")))
+    rows = csv.reader(iter(partial(text.readline, _FIRST_LINE), ""), dialect)
+    header = next(rows)
+    return dict(itertools.zip_longest(header, next(rows, [])[: len(header)]))
 
 
-def _parquet(stream: BinaryIO) -> list[str]:
+def _parquet(stream: BinaryIO) -> Mapping[str, Any]:
     import pyarrow.parquet
 
-    names: list[str] = pyarrow.parquet.read_schema(stream).names
-    return names
+    with pyarrow.parquet.ParquetFile(stream) as file:
+        row: dict[str, Any] = dict.fromkeys(file.schema_arrow.names)
+        for batch in file.iter_batches(1):
+            row |= batch.to_pylist()[0]
+            break
+        return row
 
 
-_READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+_READERS: dict[str, Callable[[BinaryIO], Mapping[str, Any]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": partial(_csv, dialect="excel-tab"),
+    ".parquet": _parquet,
+}

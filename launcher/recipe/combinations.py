@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from launcher.recipe.decode import KeyPath, subsection
-from launcher.recipe.schema import Recipe
+from launcher.recipe.layouts import KEYS, NAMES, SWITCHES, role_of, roles_of
+from launcher.recipe.schema import DataKind, Recipe
 
 Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
@@ -25,7 +26,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.train data.validation data.streaming data.text_column", "data.builder", False),
     ("data.validation_split", "data.builder data.streaming", False),
     ("data.text_column", "data.kind", "text classification"),
-    ("data.messages_column", "data.kind", "chat"),
+    ("data.messages_column", "data.kind", "chat preference"),
     ("data.prompt_column", "data.kind", "instruct preference"),
     ("data.response_column", "data.kind", "instruct"),
     ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
@@ -55,6 +56,9 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.system_column data.system", "data.kind", "chat instruct preference"),
     ("data.chat_template_kwargs", "data.kind", "chat instruct preference"),
     ("data.loss_on", "data.kind", "chat instruct"),
+    ("data.prompt_format", "data.kind", "instruct preference"),
+    ("data.overlong", "data.builder", False),
+    ("data.columns data.ignore_columns", "data.builder", False),
     ("data.limit", "data.builder data.streaming", False),
     ("data.shuffle_buffer", "data.streaming", True),
     ("data.streaming", "data.kind", "text tokens chat instruct"),
@@ -140,6 +144,8 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
         for key in keys.split():
             yield _needs(recipe, key, other, needed)
     yield _source_columns(recipe)
+    yield _columns(recipe)
+    yield _overlong(recipe)
     for keys in _ONE_OF:
         yield _one_of(recipe, keys.split())
 
@@ -162,6 +168,50 @@ def _source_columns(recipe: Recipe) -> Found:
             column = key.removeprefix("data.")
             if getattr(source, column) and (source.kind or recipe.data.kind) not in needed:
                 yield f"data.train.{name}.{column}", f"needs kind: {' or '.join(needed)}"
+
+
+def _columns(recipe: Recipe) -> Found:
+    """What is wrong with data.columns, also of the sources of a mixture."""
+    data, train = recipe.data, recipe.data.train
+    places: list[tuple[KeyPath, Any, set[str]]] = [(("data",), data, kinds_of(recipe))]
+    for name, source in train.items() if isinstance(train, dict) else ():
+        places.append((("data", "train", name), source, {source.kind or data.kind}))
+    for path, section, kinds in places:
+        seen: dict[str, str] = {}
+        for name in section.columns or ():
+            role, where = role_of(name), (*path, "columns", name)
+            if role is None:
+                known = [role for role in NAMES if role not in SWITCHES]
+                what = f"no column of a row is called so; known here: {', '.join(known)}"
+                if name in SWITCHES:
+                    what = f"has a key of its own: data.{KEYS[name]}"
+                yield where, what
+                continue
+            if not any(role in roles_of(kind) for kind in kinds):
+                able = [kind for kind in get_args(DataKind) if role in roles_of(kind)]
+                yield where, f"needs data.kind: {' or '.join(able)}"
+            key = KEYS.get(role, "")
+            if role in seen:
+                yield where, f"is another name for {seen[role]}; give one of them"
+            elif key and getattr(section, key) not in (None, _default(f"data.{key}")):
+                yield where, f"{'.'.join(map(str, path))}.{key} is given too; give one of them"
+            seen[role] = name
+
+
+def _overlong(recipe: Recipe) -> Found:
+    """What is wrong with data.overlong, also of the sources of a mixture."""
+    data, train = recipe.data, recipe.data.train
+    sections: list[tuple[KeyPath, Any, str]] = [(("data",), data, data.kind)]
+    for name, source in train.items() if isinstance(train, dict) else ():
+        sections.append((("data", "train", name), source, source.kind or data.kind))
+    for path, section, kind in sections:
+        if kind == "preference" and section.overlong == "cut":
+            yield (
+                (*path, "overlong"),
+                "not for kind preference, whose answers must be whole; use drop",
+            )
+        if kind == "classification" and section.overlong in ("drop", "error"):
+            yield (*path, "overlong"), "not for kind classification, whose texts are cut"
 
 
 def _default(key: str) -> Any:

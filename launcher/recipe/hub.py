@@ -16,7 +16,7 @@ from launcher.errors import RecipeError, first_line
 logger = logging.getLogger(__name__)
 
 _FILE_ENDINGS = (
-    *(".jsonl", ".json", ".parquet", ".csv", ".txt", ".py", ".md", ".yaml", ".yml"),
+    *(".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".py", ".md", ".yaml", ".yml"),
     *(".gz", ".zst", ".jinja"),
 )
 _WITHOUT_OWNER = (

@@ -26,7 +26,7 @@ from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.recipe.columns import first_columns, kind_of
+from launcher.recipe.columns import first_row
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -40,6 +40,7 @@ from launcher.recipe.decode import (
     unit,
 )
 from launcher.recipe.find import find_recipe, shown_path
+from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
@@ -126,7 +127,7 @@ def load_recipe(
     refused = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in refused if problem is not None]
     problems += _interpolate(plain, origins)
-    _complete(plain, origins, hub=hub)
+    problems += _complete(plain, origins, hub=hub)
     problems += _characters(plain, {problem.path for problem in problems})
     problems += _continued_adapter(plain, origins)
     reported = {problem.path for problem in problems}
@@ -327,8 +328,9 @@ def resolve_arguments(arguments: Any, path: KeyPath) -> Any:
     return arguments
 
 
-def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> None:
-    """Sets the keys of section data that follow from others, unless these are not sound."""
+def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:
+    """Sets the keys of section data that follow from others, unless these are not sound. Yields
+    what is wrong with the first row of data without a kind."""
     data, model = plain.get("data"), plain.get("model")
     if not isinstance(data, dict):
         return
@@ -344,17 +346,34 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> None:
         files = [files] if isinstance(files, str) else files
         if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
             continue
-        found = None if source.get("kind") is not None else first_columns(files, hub=hub)
-        pairs = plain.get("preference") is not None or task == "reward"
-        columns = data | {key: value for key, value in source.items() if value is not None}
-        kind = found and kind_of(found[1], columns, task=task, pairs=pairs)
+        first = None if source.get("kind") is not None else first_row(files, hub=hub)
+        keys = data | {key: value for key, value in source.items() if value is not None}
+        named, ignored = named_columns(keys), keys.get("ignore_columns") or ()
+        ignored = [ignored] if isinstance(ignored, str) else ignored
+        if not isinstance(ignored, list):  # reported when the recipe is decoded
+            ignored = []
+        found = problem = None
+        if first is not None:
+            pairs = plain.get("preference") is not None or task == "reward"
+            found = guess(first[1], named, task=task, pairs=pairs, ignored=ignored)
+            if found is None:
+                problem = no_layout(first[1], named, ignored=ignored)
+            else:
+                problem = lost_meaning(first[1], found, ignored)
+        elif named:  # the data cannot be looked at: by what the recipe says of its columns
+            row = dict.fromkeys(named.values())
+            found = guess(row, named, task=task, pairs=plain.get("preference") is not None)
+        kind = "text" if found is None else found.layout.kind
         path: KeyPath = (
             ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
         )
-        if (kind or "text") != data.get("kind") and source.get("kind") is None:
-            (data if len(path) == 2 else source)["kind"] = kind or "text"
-            if found is not None and kind is not None:
-                origins.derived[path] = f"{kind}, by the columns of {shown(found[0])}"
+        if kind != data.get("kind") and source.get("kind") is None:
+            (data if len(path) == 2 else source)["kind"] = kind
+            if first is not None and found is not None:
+                origins.derived[path] = f"{kind}, by the columns of {shown(first[0])}"
+        if first is not None and problem is not None:
+            where: KeyPath = ("data", "train", name, "files") if name else ("data", "train")
+            yield Problem(where, f"{shown(first[0])}: {problem}")
 
 
 class _Counter:

@@ -184,19 +184,32 @@ class Data(Section):
     """Keep the workers of an evaluation running until the next one."""
     pin_memory: StrictBool | None = None
     """Page-locked host memory for the copy to the device; null: if the device is a GPU."""
+    columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
+    """Columns of your data by what they are for, such as {prompt: question, completion: answer}, for
+    all kinds; null: by their usual names (docs/data.md). The keys below name single ones."""
+    ignore_columns: TextList | None = None
+    """Columns that are not used on purpose: they are neither named at the start nor refused."""
     text_column: Text = "text"
     """Column with the document, for kinds text and classification."""
     messages_column: Text | None = None
-    """Column of kind chat; null: messages (role, content), or conversations (from, value)."""
+    """Column of kinds chat and preference with a conversation; null: messages, conversations, ..."""
     prompt_column: Text | None = None
-    """Column of kinds instruct and preference; null: prompt, or instruction and input. Without it,
-    the prompt of kind preference is what both answers begin with."""
+    """Column of kinds instruct and preference; null: prompt, or instruction and input, or question,
+    ... Without it, the prompt of kind preference is what both answers begin with."""
     response_column: Text | None = None
-    """Column of kind instruct; null: response, completion or output."""
+    """Column of kind instruct; null: response, completion, output, answer, ..."""
     chosen_column: Text = "chosen"
     """Column of kind preference with the better answer."""
     rejected_column: Text = "rejected"
     """Column of kind preference with the worse answer."""
+    prompt_format: Literal["auto", "chat", "text"] = "auto"
+    """How kinds instruct and preference train a prompt and an answer that are texts. chat: a user's
+    and an assistant's turn. text: one text, under Alpaca's headings if the prompt is an instruction.
+    auto: chat if the tokenizer has a chat template, or data.chat_template is given."""
+    overlong: Literal["cut", "drop", "error"] | None = None
+    """What becomes of a row with more than sequence_length tokens. cut: it loses its end; of kinds
+    text and tokens, it continues in another sequence. null: drop for kinds chat, instruct and
+    preference, else cut."""
     margin_column: Text | None = None
     """Column of kind preference with a number, for model.task reward: how much larger the score of
     the better answer should be; null: 0 for all pairs."""
@@ -211,7 +224,8 @@ class Data(Section):
     """Column of kinds tokens and chat with the weight of a row, or for kind tokens of each token;
     null: each token with loss counts the same."""
     system_column: Text | None = None
-    """Column of kinds chat, instruct and preference with the system prompt; null: system."""
+    """Column of kinds chat, instruct and preference with the system prompt; null: system,
+    system_prompt, ..."""
     system: Text | None = None
     """System prompt of rows that have none, for kinds chat, instruct and preference; null: none."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
@@ -240,6 +254,13 @@ class Data(Section):
     cache: Folder | None = None
     """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or
     ~/.cache/launcher."""
+
+    @property
+    def drops_overlong(self) -> bool:
+        """Whether rows that are too long are left out."""
+        if self.overlong is None:
+            return self.kind in ("chat", "instruct", "preference")
+        return self.overlong == "drop"
 
     @property
     def max_document_bytes(self) -> int:

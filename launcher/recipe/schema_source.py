@@ -1,6 +1,8 @@
 """The sources of a mixture of training data."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from launcher.recipe.section import PositiveFloat, PositiveInt, Section, Text, TextList
 
@@ -37,6 +39,14 @@ class Source(Section):
     """null: data.weights_column."""
     system_column: Text | None = None
     """null: data.system_column."""
+    columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
+    """null: data.columns."""
+    ignore_columns: TextList | None = None
+    """null: data.ignore_columns."""
+    prompt_format: Literal["auto", "chat", "text"] | None = None
+    """null: data.prompt_format."""
+    overlong: Literal["cut", "drop", "error"] | None = None
+    """null: data.overlong."""
 
     def given(self) -> dict[str, Any]:
         """The keys that replace those of data."""

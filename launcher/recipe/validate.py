@@ -210,9 +210,19 @@ def _sizes(recipe: Recipe) -> Found:
         yield f"model.config.{key}", message
     size = config.get("vocab_size")
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
-    if tokenizer == "bytes" and isinstance(size, int) and 0 < size < 257:
-        what = "the tokenizer `bytes` needs 257: 256 bytes and an end of document"
-        yield "model.config.vocab_size", f"{size} is too small; {what}"
+    if tokenizer == "bytes" and isinstance(size, int) and size > 0:
+        sources = recipe.data.sources().values()
+        asks = any(
+            source.kind in ("instruct", "preference") and source.prompt_format != "text"
+            for source in sources
+        )
+        if size < 257:
+            what = "the tokenizer `bytes` needs 257: 256 bytes and an end of document"
+            yield "model.config.vocab_size", f"{size} is too small; {what}"
+        elif size < 260 and (asks or any(source.kind == "chat" for source in sources)):
+            what = "the tokenizer `bytes` needs 260 for chats: three roles begin a turn"
+            what += "; data.prompt_format: text trains prompts without them" if asks else ""
+            yield "model.config.vocab_size", f"{size} is too small; {what}"
 
 
 def _new_tokens(recipe: Recipe) -> Found:

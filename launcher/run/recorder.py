@@ -164,6 +164,8 @@ class StepRecorder:
         self._metrics: tuple[str, ...] = preference.METRICS
         if task == "reward" or teacher is not None:
             self._metrics = reward.METRICS if teacher is None else distillation.METRICS
+        self.sources: tuple[str, ...] = ()
+        """The sources of a mixture, if the loss has a part for each (`summed_loss_by_source`)."""
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
@@ -288,6 +290,9 @@ class StepRecorder:
     def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
         further = () if step.metrics is None else self._metrics
+        parts = [f"{part} {name}" for part in ("loss", "weight") for name in self.sources]
+        if parts:
+            further = tuple(parts)
         names = (*GATHERED[:1], *further, *GATHERED[1:])
         gathered = dict(zip(names, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
@@ -298,7 +303,8 @@ class StepRecorder:
         return {
             "step": step.number,
             "loss": finite(gathered["loss"].sum().item()),
-            **{name: finite(gathered[name].sum().item()) for name in further},
+            **{name: finite(gathered[name].sum().item()) for name in further if name not in parts},
+            **self._by_source(gathered),
             "grad_norm": None,
             "learning_rate": step.learning_rate,
             "tokens": totals.tokens,
@@ -323,6 +329,16 @@ class StepRecorder:
             "gpu_utilization": finite(gathered["busy"].min().item()),
             "samples_seen": step.batch.samples_seen,
         }
+
+    def _by_source(self, gathered: dict[str, torch.Tensor]) -> Json:
+        """`losses`: the mean loss of each source of a mixture, null without a target of it."""
+        if not self.sources:
+            return {}
+        losses = {}
+        for name in self.sources:
+            loss, weight = (gathered[f"{part} {name}"].sum().item() for part in ("loss", "weight"))
+            losses[name] = finite(loss / weight) if weight else None
+        return {"losses": losses}
 
     def _most_retries(self, interval: _Interval, by_rank: torch.Tensor) -> int | None:
         """Retried allocations of the rank with the most; None on a CPU."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from launcher.checkpoint.resume import Resumed
 from launcher.console import configure_logging, task
 from launcher.data.batching import Position
+from launcher.data.dataset import MixtureDataset
 from launcher.data.loader import check_shared_memory
 from launcher.data.run_data import RunData
 from launcher.distributed import process_group
@@ -149,6 +150,8 @@ class TrainingRun:
         )
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
+        if isinstance(training.data.training, MixtureDataset):
+            recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
         self._compilation = Compilation(self._progress, rank=rank.ranks.rank)

@@ -23,7 +23,7 @@ from launcher.data.chat import Message
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.rendering import load_template
-from launcher.data.run_data import teach_ends
+from launcher.data.run_data import teach_ends, trained_template
 from launcher.data.tokenizer import (
     Tokenizer,
     hugging_face_tokenizer,
@@ -130,9 +130,10 @@ def open_chat_model(
         _check(stored, folder, name)
         teach_ends(stored.model, recipe.data, recipe.model)
         assert name is not None
+        written = trained_template(recipe.data, name)
         if plain is None:
             plain = not _with_template(recipe.data, name)
-        template = None if plain else _template_of(recipe.data, name)
+        template = None if plain else _template_of(recipe.data, name, written or None)
         return ChatModel(stored, name, template, recipe.data.system)
     stored, name = open_exported_weights(folder), str(folder)
     _check(stored, folder, name)
@@ -158,14 +159,15 @@ def _check(stored: StoredModel, folder: Path, tokenizer: str | None) -> None:
 
 def _with_template(data: schema.Data, tokenizer: str) -> bool:
     """Whether the run trained with a chat template."""
-    kinds = {source.kind for source in data.sources().values()}
-    if "chat" in kinds:
+    if written := trained_template(data, tokenizer):
         return True
-    pairs = "preference" in kinds and bool(hugging_face_tokenizer(tokenizer).chat_template)
-    return data.chat_template is not None or pairs
+    kinds = {source.kind for source in data.sources().values()}
+    prompts = not kinds.isdisjoint(("instruct", "preference")) and written is None
+    return "chat" in kinds or prompts
 
 
-def _template_of(data: schema.Data, tokenizer: str) -> ChatTemplate:
+def _template_of(data: schema.Data, tokenizer: str, written: str | None) -> ChatTemplate:
+    """written: the template that the run trained with, if it is not the tokenizer's own."""
     encoder = make_encoder("chat", data, tokenizer=tokenizer)
     values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
-    return load_template(tokenizer, encoder.template, encoder.day, values)
+    return load_template(tokenizer, written, encoder.day, values)

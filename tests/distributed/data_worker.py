@@ -99,6 +99,10 @@ class Worker:
                 note["norms"].append(step.grad_norm.item())
                 note["counts"].append(step.batch.statistics.read()[:2])
                 note["micro_batches"].append(len(step.batch.micro_batches))
+                if step.metrics is not None:
+                    parts = step.metrics.clone()
+                    dist.all_reduce(parts, group=self.groups[ranks])
+                    note.setdefault("parts", []).append(parts.tolist())
         self.done(name, note, started)
 
     def evaluate(self, name, overrides, *, ranks=2, model="llama"):

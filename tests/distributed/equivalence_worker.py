@@ -293,7 +293,7 @@ def compare_strategies(worker):
     )
     for ranks in (1, 2, 4):
         train(f"ZeRO-1 ranks={ranks}", ZERO, ranks=ranks, accumulation=2)
-    weighted = ["data.weights_column=weights", f"data.validation={worker.folder}/train.jsonl"]
+    weighted = ["data.weights_column=worth", f"data.validation={worker.folder}/train.jsonl"]
     for strategy, ranks, accumulation in (("ddp", 1, 1), ("ddp", 4, 2), ("fsdp", 2, 8)):
         train(
             f"weighted {strategy} ranks={ranks}",

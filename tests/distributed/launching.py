@@ -242,9 +242,9 @@ def write_rows(file, count=53):
                 row["labels"] = [
                     -100 if i < len(ids) // 2 else token for i, token in enumerate(ids)
                 ]
-            row["weights"] = [(index + i) % 5 / 8 for i in range(1, 1 + len(ids))]
-            if not any(row["weights"][1:]):
-                row["weights"] = 0.3
+            row["worth"] = [(index + i) % 5 / 8 for i in range(1, 1 + len(ids))]
+            if not any(row["worth"][1:]):
+                row["worth"] = 0.3
             out.write(json.dumps(row) + "\n")
 
 

@@ -73,10 +73,16 @@ _LAYERS = "target_modules: [q_proj, k_proj, o_proj, up_proj, down_proj]"
 LORA = f"lora={{rank: 4, {_LAYERS}}}"
 SAVED = f"lora={{rank: 4, {_LAYERS}, modules_to_save: [embed_tokens, lm_head, norm]}}"
 DORA = f"lora={{rank: 4, {_LAYERS}, dora: true, modules_to_save: [lm_head]}}"
-WEIGHTED = "data.weights_column=weights"
+WEIGHTED = "data.weights_column=worth"
 UNPACKED = "data.packing=false"
 _BYTES = ["data.tokenizer=bytes", "data.sequence_length=64", "data.validation=FOLDER/pairs.jsonl"]
-PAIRS = ["data.kind=preference", "preference.loss=dpo", "data.train=FOLDER/pairs.jsonl", *_BYTES]
+PAIRS = [
+    "data.kind=preference",
+    "preference.loss=dpo",
+    "data.prompt_format=text",
+    "data.train=FOLDER/pairs.jsonl",
+    *_BYTES,
+]
 CLASSES = [
     *("data.kind=classification", "data.train=FOLDER/pairs.jsonl", *_BYTES, UNPACKED),
     *("data.text_column=chosen", "data.label_column=label", "data.labels=[even, odd]"),

@@ -27,7 +27,14 @@ def assert_same_training(one, other, *, tolerance=1e-5):
 
 
 def test_mixture_is_independent_of_rank_count(results):
-    assert_same_training(results["mixture, 2 ranks"], results["mixture, 1 rank"])
+    both, alone = results["mixture, 2 ranks"], results["mixture, 1 rank"]
+    assert_same_training(both, alone)
+    # The part of each source in the loss of a step, and in its targets
+    for step, loss in enumerate(both["losses"]):
+        parts = both["parts"][step]
+        assert parts == pytest.approx(alone["parts"][step], rel=1e-5)
+        assert sum(parts[:2]) == pytest.approx(loss, rel=1e-5)
+        assert sum(parts[2:]) == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

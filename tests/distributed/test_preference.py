@@ -20,7 +20,7 @@ RECIPE = """
 run: {name: pairs, max_steps: 6, seed: 7}
 model: {config: {model_type: llama, vocab_size: 257, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
   num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 256}}
-data: {kind: preference, train: [pairs.jsonl], validation: [far.jsonl], tokenizer: bytes, sequence_length: 192,
+data: {kind: preference, train: [pairs.jsonl], validation: [far.jsonl], tokenizer: bytes, sequence_length: 192, prompt_format: text,
   workers: 0, cache: cache}
 preference: {loss: dpo}
 batch: {global_batch_size: 8, micro_batch_size: 2}

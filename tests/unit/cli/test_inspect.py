@@ -216,12 +216,16 @@ def test_truncated_chats_and_skipped_rows_are_reported(folder, capsys):
     rows = [[question, *answers[0]], [question], [question, *answers[1]]]
     write(folder / "data.jsonl", [{"messages": row} for row in rows])
     data = ("kind=chat", "train=data.jsonl", "sequence_length=32", "on_error=skip", "shuffle=false")
-    lines = inspect(capsys, "recipe=x.yaml", *(f"data.{setting}" for setting in data))
+    options = ["recipe=x.yaml", *(f"data.{setting}" for setting in data)]
+    dropped = table(inspect(capsys, *options))
+    assert dropped["documents longer than a sequence, dropped"] == "1"
+    lines = inspect(capsys, *options, "data.overlong=cut")
     assert f"<|user|>Hi<|end|><|assistant|>⟦{long_text[:27]}⟧" in lines
     assert "… 94 tokens are cut off" in lines
     assert "<|user|>Hi<|end|><|assistant|>⟦yes<|end|>⟧" in lines
     assert table(lines)["documents that lose their end"] == "1  (94 tokens)"
-    assert any(line.startswith("skipped: data.jsonl:2: ") for line in lines)
+    at = lines.index("1 rows are skipped; a run lists them in skipped_rows.jsonl:")
+    assert lines[at + 1].startswith("  1 like data.jsonl:2: ")
 
 
 def test_class_names_are_shown(folder, capsys):

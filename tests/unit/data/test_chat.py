@@ -712,7 +712,7 @@ ROLES = "must be one of system, developer, user, assistant, tool, function, ipyt
         ("x", f"{LIST} str"),
         ([], f"{LIST} an empty list"),
         ([{"content": "x"}], f"message 1: no role; {ROLES}"),
-        ([{"role": "bot", "content": "x"}], f"message 1: unknown role 'bot'; {ROLES}"),
+        ([{"role": "critic", "content": "x"}], f"message 1: unknown role 'critic'; {ROLES}"),
         ([{"from": "narrator"}], f"message 1: unknown role 'narrator'; {ROLES}"),
         ([{"role": "user"}], "message 1: content must be text, or a list of text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "message 1: only text can be"),
@@ -763,13 +763,14 @@ INSTRUCT = [
 
 def test_instruct_rows(tmp_path, folder):
     tokenizer = bpe_tokenizer()
-    found = encode_file(tmp_path, [row for row, _ in INSTRUCT], "instruct", folder)
+    text = {"prompt_format": "text"}
+    found = encode_file(tmp_path, [row for row, _ in INSTRUCT], "instruct", folder, **text)
     assert [split_by_loss(one, tokenizer) for one in found] == [
         expected for _, expected in INSTRUCT
     ]
     # Prompt and response are tokenized as one text
     assert found[0].ids.tolist() == [*tokenizer("what? yes")["input_ids"], tokenizer.eos_token_id]
-    columns = {"prompt_column": "q", "response_column": "a"}
+    columns = {"prompt_column": "q", "response_column": "a", **text}
     (named,) = encode_file(tmp_path, [{"q": "a?", "a": "no"}], "instruct", folder, **columns)
     assert split_by_loss(named, tokenizer) == ("a?", "no<eos>")
     rows = [
@@ -808,8 +809,8 @@ def test_bad_rows_do_not_affect_good_rows(tmp_path, folder):
     assert [one.problem for one in found] == [
         "",
         "no assistant turn, so nothing to learn from",
-        "column 'messages' must hold messages; no such column; columns: text "
-        "(data.messages_column names it; null: messages, conversations)",
+        "no column for messages (messages, conversations, conversation, contents, ...); columns: text; "
+        "data.columns: {messages: NAME} names it",
         "the conversation holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
         "",
     ]
@@ -818,7 +819,10 @@ def test_bad_rows_do_not_affect_good_rows(tmp_path, folder):
 
 
 BROKEN_INSTRUCT = [
-    ({"prompt": "a"}, "column 'response' must hold text or a list of messages; no such"),
+    (
+        {"prompt": "a"},
+        "no column for response (response, completion, output, solution, ...); columns",
+    ),
     ({"prompt": "a", "output": ""}, "column 'output' is empty, so there is nothing to learn from"),
     ({"prompt": 3, "output": "x"}, "column 'prompt' must hold text or a list of messages; got"),
     ({"instruction": 3, "output": "x"}, "column 'instruction' must hold text; got int"),
@@ -869,7 +873,7 @@ def test_messages_without_loss(tokenizer, template):
     ):
         encoded(tokenizer, template, read_messages(last[2:], "messages"))
     with pytest.raises(
-        RowError, match=r"^message 1: weight and loss must be 0 or 1 .* got \[0.5, "
+        RowError, match=r"^message 1: whether it carries loss must be 0 or 1 .* got weight: 0.5$"
     ):
         read_messages([{**last[1], "weight": 0.5}], "messages")
 
@@ -914,7 +918,8 @@ def test_system_column_and_default_system_prompt(tmp_path, folder):
         assert tokenizer.decode(one.ids).startswith(begin)
     assert found[3].problem.startswith("column 'about' and message 1 hold different system prompts")
     rows = [{"prompt": "what?", "response": "no", **more} for more in ({}, {"about": "yes"})]
-    found = encode_file(tmp_path, rows, "instruct", folder, **settings)
+    text = {**settings, "prompt_format": "text"}
+    found = encode_file(tmp_path, rows, "instruct", folder, **text)
     assert [split_by_loss(one, tokenizer) for one in found] == [
         ("maybe\n\nwhat?", "no<eos>"),
         ("yes\n\nwhat?", "no<eos>"),
@@ -925,7 +930,7 @@ def test_system_column_and_default_system_prompt(tmp_path, folder):
     assert tokenizer.decode(one.ids).count(begins[1]) == 2
 
 
-READS_TOOLS = "{% if tools %}{{ tools[0].name }}{% endif %}"
+READS_TOOLS = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
 CALLED = [{"name": "maybe"}]
 
 
@@ -952,7 +957,8 @@ def test_tools_that_the_template_does_not_read_are_refused(tmp_path, folder, kin
     if kind != "chat":
         row = {"prompt": "a", "response": "no", "chosen": "no", "rejected": "yes"}
         rows = [{**row, "tools": each} for each in tools]
-        problems = [one.problem for one in encode_file(tmp_path, rows, kind, folder)]
+        found = encode_file(tmp_path, rows, kind, folder, prompt_format="text")
+        problems = [one.problem for one in found]
         text = "text is trained on without a chat template"
         assert problems == [*[""] * 4, *[f"{why}: {text}; {hint}"] * 2]
 
@@ -1017,7 +1023,9 @@ def test_which_turns_carry_loss(tmp_path, folder):
     rows = [{"messages": [system, *first]}, {"messages": first[:3]}, {"messages": silent}]
 
     def texts(loss_on, kind="chat", rows=rows, **more):
-        found = encode_file(tmp_path, rows, kind, folder, loss_on=loss_on, **more)
+        found = encode_file(
+            tmp_path, rows, kind, folder, loss_on=loss_on, prompt_format="text", **more
+        )
         kept = [[t for t in one.targets if t != IGNORED] for one in found]
         return [one.problem or tokenizer.decode(t) for one, t in zip(found, kept, strict=True)]
 
@@ -1046,7 +1054,7 @@ def test_alpaca_system_and_history(tmp_path, folder):
     rows = [row | {"history": history}, row | {"history": "[]"}]
     rows += [row | {"history": json.dumps(history)}, row | {"history": [["a"]]}]
     rows += [{"prompt": "what?", "response": "no", "system": "maybe"}]
-    found = encode_file(tmp_path, rows, "instruct", folder)
+    found = encode_file(tmp_path, rows, "instruct", folder, prompt_format="text")
     before = "### Instruction:\na\n\n### Response:\nyes\n\n"
     whole = (f"maybe\n\n{before}{ALPACA}### Response:\n", "no<eos>")
     assert [split_by_loss(one, tokenizer) for one in found if not one.problem] == [
@@ -1158,7 +1166,9 @@ def test_ends_of_the_training_data(tmp_path, folder):
     assert with_line_end != with_marks(CHATML)
     assert ends(kind="chat", template=with_line_end) == ["<|end|>"]
     assert ends(kind="chat", template=with_marks(PLAIN)) == ["<eos>"]
-    assert ends(kind="instruct") == ["<eos>", "<|end|>"]  # rows are texts or messages
+    assert ends(kind="instruct") == ["<|end|>"]
+    # rows are texts or messages
+    assert ends(kind="instruct", prompt_format="text") == ["<eos>", "<|end|>"]
     assert ends(kind="instruct", template=with_marks(CHATML)) == ["<|end|>"]
     assert ends(kind="tokens") == ends(kind="classification") == []
     # Calls, and turns before another message, may end otherwise

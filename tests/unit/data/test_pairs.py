@@ -22,6 +22,7 @@ def answer(text):
 
 def pair_of(tmp_path, row, **settings):
     """Prompt and answers as the bytes of the two parts of the only document."""
+    settings = {"prompt_format": "text"} | settings
     file = write(tmp_path / "rows.jsonl", [row])
     data = schema.Data(kind="preference", tokenizer="bytes", cache=str(tmp_path / "c"), **settings)
     store = open_store((str(file),), data, tokenizer="bytes", build=True)
@@ -75,7 +76,7 @@ def test_messages_begin_with_the_prompt():
         {"prompt": "Hi", "chosen": [USER, answer("a")], "rejected": [USER, answer("b")]},
     )
     for row in rows:
-        found = with_shared_prompt(row, None, "chosen", "rejected")
+        found = with_shared_prompt(row, "prompt", "chosen", "rejected")
         assert found["prompt"] == [USER]
         assert (found["chosen"], found["rejected"]) == ([answer("a")], [answer("b")])
 
@@ -84,7 +85,7 @@ def test_messages_begin_with_the_prompt():
 def test_a_prompt_that_the_answers_repeat_is_there_once(system):
     prompt = [*system, USER]
     row = {"prompt": prompt, "chosen": [*prompt, answer("a")], "rejected": [*prompt, answer("b")]}
-    found = with_shared_prompt(row, None, "chosen", "rejected")
+    found = with_shared_prompt(row, "prompt", "chosen", "rejected")
     assert found == {"prompt": prompt, "chosen": [answer("a")], "rejected": [answer("b")]}
 
 
@@ -92,7 +93,7 @@ def test_a_prompt_that_the_answers_repeat_is_there_once(system):
 def test_a_given_prompt_stays(prompt):
     same = answer("first")
     row = {"prompt": prompt, "chosen": [same, answer("a")], "rejected": [same, answer("b")]}
-    assert with_shared_prompt(row, None, "chosen", "rejected") == row
+    assert with_shared_prompt(row, "prompt", "chosen", "rejected") == row
 
 
 def test_a_conversation_is_rendered_with_the_template(tmp_path):
@@ -112,7 +113,7 @@ def test_a_conversation_is_rendered_with_the_template(tmp_path):
     ("row", "problem"),
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'rejected' hold the same answer"),
-        ({"prompt": "a", "chosen": "b"}, "column 'rejected' must hold text or a list of messages"),
+        ({"prompt": "a", "chosen": "b"}, "no column for rejected (rejected, "),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "column 'chosen' is empty"),
         ({"chosen": "b", "rejected": "c"}, "no column 'prompt', and 'chosen' and 'rejected' begin"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "column 'prompt' must hold text"),

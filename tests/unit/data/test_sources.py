@@ -81,7 +81,7 @@ def test_patterns_match_files(tmp_path, monkeypatch):
     write(tmp_path / "set/a.jsonl", ["x"])
     assert found("set", kind="chat") == ["set/a.jsonl"]
     assert found("set") == ["set/README.md", "set/a.jsonl"]
-    forms = "kind chat reads .jsonl, .json, .parquet, .csv; use kind text for text files"
+    forms = "kind chat reads .jsonl, .json, .parquet, .csv, .tsv; use kind text for text files"
     with pytest.raises(RecipeError, match=rf"README.md: {forms}"):
         found("set/README.md", kind="chat")
 
@@ -191,7 +191,8 @@ def test_folders_of_save_to_disk_are_data_sets(tmp_path, cache, monkeypatch):
 
 
 NO_COLUMN = (
-    "column 'text' must hold text; no such column; columns: body (data.text_column names it)"
+    "no column for text (text, content, raw_content, sentence); columns: body; "
+    "data.columns: {text: NAME} names it"
 )
 NOT_TEXT = "column 'text' must hold text; got NoneType; columns: text (data.text_column names it)"
 OBJECT = 'must be an object such as {"text": ...}; got'
@@ -581,7 +582,10 @@ def test_store_of_tokens(tmp_path, cache, name):
 
 
 BROKEN_TOKENS = [
-    ([{"input_ids": [1]}, {"text": "x"}], ":2: no column 'input_ids'; columns: text"),
+    (
+        [{"input_ids": [1]}, {"text": "x"}],
+        ":2: no column for input_ids (input_ids); columns: text; data.columns: {input_ids: NAME} names it",
+    ),
     ([{"input_ids": "abc"}], ":1: input_ids must be a list of whole numbers"),
     ([{"input_ids": [1, 2.0]}], ":1: input_ids must be a list of whole numbers"),
     ([{"input_ids": [1, True]}], ":1: input_ids must be a list of whole numbers"),
@@ -755,9 +759,12 @@ def dataset_of(sizes, length, *, packed):
 def test_rows_are_padded_on_the_right():
     dataset = dataset_of([3, 1, 2], 8, packed=False)
     collated = dataset.collate([dataset[index] for index in range(3)])
-    assert {tensor.dtype for tensor in collated["tensors"].values()} == {torch.int64}
+    dtypes = {name: tensor.dtype for name, tensor in collated["tensors"].items()}
+    assert dtypes.pop("text_mask") == torch.bool
+    assert {*dtypes.values()} == {torch.int64}
     assert {name: tensor.tolist() for name, tensor in collated["tensors"].items()} == {
         "input_ids": [[0, 1, 2], [3, 0, 0], [4, 5, 0]],
+        "text_mask": [[1, 1, 1], [1, 0, 0], [1, 1, 0]],
         "targets": [[1, 2, IGNORED], [IGNORED] * 3, [5, IGNORED, IGNORED]],
         "target_positions": [0, 1, 6],
     }
@@ -876,12 +883,13 @@ def answer_rows(*prompts):
 @pytest.mark.parametrize("packing", [True, False])
 def test_rows_whose_targets_are_cut_off_are_dropped(tmp_path, cache, packing):
     """With sequences of 8 tokens, a prompt of 9 leaves no target, and one of 8 the first."""
-    options = {"kind": "instruct", "sequence_length": 8, "packing": packing}
+    options: dict = {"kind": "instruct", "sequence_length": 8, "packing": packing}
+    options |= {"overlong": "cut", "prompt_format": "text"}
     rows = answer_rows(2, 9, 8, 20)
     dataset = dataset_from_file(write(tmp_path / "a.jsonl", rows), cache, **options)
     collated = [dataset.collate([dataset[index]]) for index in range(len(dataset))]
     assert [one["loss_tokens"] for one in collated] == [4, 1]
-    size, cut, dropped = dataset.describe()
+    size, _, cut, dropped = dataset.describe()
     assert size.startswith("2 documents, 14 tokens in 2 sequences of up to 8")
     assert size.endswith("; 35.7% of these tokens carry loss")  # 5 of 14
     assert cut.startswith("warning: 3 of 4 documents are longer than 8 tokens")

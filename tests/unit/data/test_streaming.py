@@ -295,6 +295,7 @@ def test_rows_whose_targets_are_cut_off_are_dropped_and_listed(tmp_path, packing
     rows = [{"prompt": "p" * size, "response": f"{size}"} for size in (2, 17, 16, 30, 3)]
     file = write(tmp_path / "a.jsonl", rows)
     options = {"batch": 1, "micro": 1, "kind": "instruct", "shuffle": False, "packing": packing}
+    options |= {"overlong": "cut", "prompt_format": "text"}
     found = rows_of(make_stream(file, steps=6, **options))
     assert all(any(target != IGNORED for target in targets) for _, targets in found)
     assert skipped_rows(file) == ["a.jsonl:2", "a.jsonl:4"]

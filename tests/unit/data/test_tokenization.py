@@ -193,15 +193,17 @@ def test_several_bad_rows_are_reported_together(tmp_path, cache, open_files):
     file = write_broken_rows(tmp_path, range(3, 20))
     with pytest.raises(RecipeError) as error:
         open_files(file)
-    *lines, last = error.value.problems
+    *lines, count, cause = error.value.problems
     assert [line.split(": ")[0] for line in lines] == [f"{file}:{line}" for line in range(4, 9)]
-    assert last == "... and 12 more nearby; data.on_error: skip leaves such rows out"
+    assert count == "17 of 60 rows cannot be used (data.on_error: skip leaves them out):"
+    assert cause.startswith(f"  17 like {file}:4: not JSON: ")
     with pytest.raises(RecipeError) as error:
         open_files(write(file, "x\n\n[]\n"), on_error="skip")
-    assert str(error.value) == (
-        "data: no document with text in 1 files; all 2 rows were skipped, "
-        f"the first: {file}:1: not JSON: Expecting value (column 1)"
-    )
+    assert error.value.problems == [
+        "data: no document with text in 1 files; all 2 rows were skipped:",
+        f"{file}:1: not JSON: Expecting value (column 1)",
+        f'{file}:3: must be an object such as {{"text": ...}}; got list',
+    ]
     assert store_names(cache) == []
 
 

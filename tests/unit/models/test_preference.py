@@ -196,7 +196,7 @@ def test_long_pairs_and_answers_without_targets_are_dropped():
     dataset = dataset_of([*PAIRS[:2], long, *PAIRS[2:4], empty, *PAIRS[4:]])
     documents = np.concatenate([batch_of(dataset)["documents"]])
     assert sorted(documents.tolist()) == [0, 1, 3, 4, 6, 7]
-    assert dataset.sequences.long_pairs == 1
+    assert dataset.sequences.long_documents == 1
     assert dataset.sequences.dropped_documents == 1
     first, warning, dropped = dataset.describe()
     assert first.startswith("6 pairs, ")

@@ -121,7 +121,7 @@ def test_an_encoder_is_refused():
 def test_margins_of_rows(tmp_path):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "cc", "m": m} for m in (1, -0.5)]
     file, cache = write(tmp_path / "rows.jsonl", rows), str(tmp_path / "c")
-    data = Data(kind="preference", margin_column="m", cache=cache)
+    data = Data(kind="preference", margin_column="m", prompt_format="text", cache=cache)
     store = open_store((str(file),), data, tokenizer="bytes", build=True)
     assert store.weights.tolist() == [1.0] * 7 + [-0.5] * 7
     assert (store.labels != IGNORED).sum() == 10

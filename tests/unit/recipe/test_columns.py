@@ -42,17 +42,13 @@ def write(name, row):
         ("tokens", {"input_ids": [1]}, []),
         ("text", {"text": "a", "label": 0}, []),
         ("classification", {"text": "a", "label": 0}, ["model.task=sequence_classification"]),
-        ("text", {"other": "a"}, []),
     ],
 )
 def test_kind_follows_from_the_columns(folder, kind, row, more):
     write("rows.jsonl", row)
     loaded = load("data.train=[rows.jsonl]", *more)
     assert loaded.recipe.data.kind == kind
-    known = "other" not in row
-    assert loaded.origins.of(("data", "kind")) == (
-        f"{kind}, by the columns of rows.jsonl" if known else "default"
-    )
+    assert loaded.origins.of(("data", "kind")) == f"{kind}, by the columns of rows.jsonl"
     given = load("data.train=[rows.jsonl]", "data.kind=text", "model.task=causal_lm")
     assert (given.recipe.data.kind, given.origins.derived) == ("text", {})
 
@@ -74,11 +70,12 @@ def test_columns_of_all_files_of_rows(folder):
     (inner / ".hidden.jsonl").write_text("{}")
     (inner / "notes.txt").write_text("")
     (inner / "rows.json").write_text(json.dumps(rows))
-    names = ["a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.jsonl.zst", "inner", "a.js*"]
+    (folder / "a.tsv").write_text("instruction\tinput\toutput\na\t\tb\n")
+    names = ["a.json", "a.parquet", "a.csv", "a.tsv", "a.jsonl.gz", "a.jsonl.zst", "inner", "a.js*"]
     for name in names:
         assert (name, load(f"data.train=[{name}]").recipe.data.kind) == (name, "instruct")
     for damaged in (b"", b"{", b"[1]", b"\xff", b'"text"'):
-        for name in ("b.json", "b.jsonl", "b.parquet", "b.jsonl.gz", "b.csv"):
+        for name in ("b.json", "b.jsonl", "b.parquet", "b.jsonl.gz"):
             (folder / name).write_bytes(damaged)
             assert load(f"data.train=[{name}]").recipe.data.kind == "text"
             (folder / name).unlink()
@@ -116,7 +113,8 @@ def test_rows_of_another_kind_are_named(folder):
     with pytest.raises(RecipeError) as error:
         open_store(data.train, data, tokenizer="bytes", build=True)
     what = (
-        "column 'text' must hold text; no such column; columns: messages (those of data.kind=chat; "
+        "no column for text (text, content, raw_content, sentence); columns: messages; "
+        "data.columns: {text: NAME} names it; or set data.kind=chat, which has such columns"
     )
     assert what in str(error.value)
 
@@ -124,11 +122,11 @@ def test_rows_of_another_kind_are_named(folder):
 def test_data_sets_of_the_hub_are_fetched_only_for_commands_that_train(folder, monkeypatch):
     fetched = []
 
-    class Rows:
+    class Rows(list):
         column_names = ("messages",)
 
     monkeypatch.setattr(
-        "launcher.recipe.columns.load_data_set", lambda name: fetched.append(name) or Rows
+        "launcher.recipe.columns.load_data_set", lambda name: fetched.append(name) or Rows([CHAT])
     )
     assert load("data.train=[owner/chats:train]").recipe.data.kind == "text"
     assert fetched == []

@@ -343,7 +343,7 @@ def test_mixture_is_written_shown_and_overridden(folder, capsys):
     lines = [
         line
         for line in lines
-        if not line.endswith(("_column: null  # default", "limit: null  # default"))
+        if not re.search(r"(_column|limit|columns|prompt_format|overlong): null  # default$", line)
     ]
     at = lines.index("  train:")
     assert lines[at : at + 12] == [

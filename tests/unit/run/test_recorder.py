@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launcher.console import losses_as_text
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
+from launcher.metrics.sinks import _numbers
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.models.build import TokenFlops
 from launcher.recipe.load import load_recipe
@@ -84,6 +86,20 @@ def test_mfu_counts_attention_to_tokens_of_the_same_document(reporter):
     assert line["document_length"] == 10
     operations = 3.0 + 2.0 * 10 + 5.0 * 4
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * operations / 600.0)
+
+
+def test_losses_of_the_sources_of_a_mixture(clock):
+    """Sums of losses and of weights, over the ranks; a source may have no target in a step."""
+    recorder = StepRecorder(SINGLE_RANK)
+    recorder.sources = ("web", "talk", "code")
+    clock.now += 2.0
+    parts = torch.tensor([1.5, 0.5, 0.0, 0.75, 0.25, 0.0])
+    recorder.add(last := dataclasses.replace(step(1, loss=2.0), metrics=parts))
+    line = recorder.collect(recorder.launch(last))
+    assert (line["loss"], line["losses"]) == (2.0, {"web": 2.0, "talk": 2.0, "code": None})
+    assert losses_as_text(line) == "(web 2.0000, talk 2.0000)"
+    assert not [key for key in line if key.startswith(("loss ", "weight "))]
+    assert _numbers(line)["training/loss/web"] == 2.0
 
 
 def test_step_time_by_phase(clock):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.data import token_store
-from launcher.data.batching import RankBatchSampler, StreamOrder
+from launcher.data.batching import NO_SAMPLE, RankBatchSampler, StreamOrder
 from launcher.data.collation import EMPTY, collate_sequences
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
@@ -29,6 +29,7 @@ from launcher.training.evaluation import Evaluated, over_all
 from tests.unit.data.rows import documents_of, write
 
 WEIGHTED = {"kind": "tokens", "weights_column": "weights"}
+UNWEIGHTED = {"weights_column": None, "ignore_columns": ("weights",)}
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5], "weights": [9, 1, 0.5, 0, 2]},
     {"input_ids": [6, 7, 8], "weights": 3},
@@ -69,7 +70,7 @@ def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
         parts = [collate_sequences(rows, **options, part=RowPart(at, 2)) for at in range(2)]
         assert sorted(itertools.chain(*(pairs_of(part["tensors"]) for part in parts))) == PAIRS
         assert sum(part["loss_weight"] for part in parts) == 13.875
-    unweighted = opened(tmp_path, weights_column=None)
+    unweighted = opened(tmp_path, **UNWEIGHTED)
     collated = unweighted.collate([unweighted[0]])
     assert "weights" not in collated["tensors"]
     assert "loss_weight" not in collated
@@ -96,7 +97,7 @@ def test_a_stream_has_the_same_weights(tmp_path):
 
 
 def test_a_source_without_weights_counts_one(tmp_path):
-    weighted, plain = opened(tmp_path), opened(tmp_path, weights_column=None, sequence_length=7)
+    weighted, plain = opened(tmp_path), opened(tmp_path, **UNWEIGHTED, sequence_length=7)
     mixture = MixtureDataset({"a": weighted, "b": plain}, None)
     collated = mixture.collate([mixture[0], mixture[len(weighted)]])
     found = collated["tensors"]["weights"]
@@ -220,7 +221,7 @@ def test_loss_is_the_weighted_mean(tmp_path, monkeypatch, packing, width):
 
 
 def test_weights_of_one_and_their_scale_do_not_matter(tmp_path):
-    model, found = small_model(chunked=True), opened(tmp_path, weights_column=None)
+    model, found = small_model(chunked=True), opened(tmp_path, **UNWEIGHTED)
     collated = found.collate([found[index] for index in range(len(found))])
     plain = collated["tensors"]
     expected = gradients(model, summed_loss(model, plain) / collated["loss_tokens"])
@@ -229,6 +230,33 @@ def test_weights_of_one_and_their_scale_do_not_matter(tmp_path):
         total = weight * collated["loss_tokens"]
         actual = gradients(model, summed_loss(model, plain | weights) / total)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_loss_of_a_mixture_by_source(tmp_path, chunked, weighted):
+    """The parts are the losses of the sources' own rows; the sum and its gradient do not change."""
+    model, more = small_model(chunked=chunked), {} if weighted else UNWEIGHTED
+    (tmp_path / "b").mkdir()
+    parts = {
+        "a": opened(tmp_path, ROWS[:2], **more),
+        "b": opened(tmp_path / "b", ROWS[2:], **more),
+    }
+    mixture = MixtureDataset(parts, None)
+    assert mixture.sources == ("a", "b")
+    order = [*reversed(range(len(mixture))), NO_SAMPLE]
+    collated = mixture.collate([mixture[index] for index in order])
+    found = mixture.loss(model, collated["tensors"])
+    whole = summed_loss(model, {k: v for k, v in collated["tensors"].items() if k != "sources"})
+    assert found[0].item() == pytest.approx(whole.item(), rel=1e-6)
+    torch.testing.assert_close(gradients(model, found[0]), gradients(model, whole))
+    for number, part in enumerate(parts.values()):
+        alone = part.collate([part[index] for index in range(len(part))])
+        own = summed_loss(model, alone["tensors"]).item()
+        assert found[1 + number].item() == pytest.approx(own, rel=1e-5)
+        weight = alone.get("loss_weight", alone["loss_tokens"])
+        assert found[3 + number].item() == pytest.approx(weight, rel=1e-6)
+    assert MixtureDataset({"a": parts["a"]}, None).sources == ()
 
 
 def test_router_loss_counts_by_the_weights():

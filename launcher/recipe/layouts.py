@@ -1,0 +1,483 @@
+"""The layouts of rows: by which columns they are known, and what a row becomes.
+
+This table is used twice: for data.kind where the recipe does not give it, before torch is imported,
+and for reading the rows (`data/encoder.py`). docs/data.md shows it.
+
+A *role* is what a column is for, such as `response`. Its column is the one that `data.columns` or a
+key such as `data.response_column` names, else the first of the role's usual names (NAMES), in any
+case, that the row has. A layout is known by the roles that it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.recipe.schema_source import DataKind
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation", "contents", "dialog"),
+    "prompt": ("prompt",),
+    "instruction": (
+        *("instruction", "question", "query", "problem", "inputs", "user", "human", "message_1"),
+        "input",
+    ),
+    "input": ("input", "context", "article", "passage"),
+    "response": (
+        *("response", "completion", "output", "solution", "generated_solution", "answer"),
+        *("targets", "target", "assistant", "gpt", "message_2", "generation"),
+    ),
+    "reasoning": ("reasoning_content",),
+    "history": ("history",),
+    "calls": ("answers",),
+    "system": (
+        *("system", "system_prompt", "system_message"),
+        *("system_instruction", "systemInstruction"),
+    ),
+    "tools": ("tools", "functions"),
+    "chosen": (
+        *("chosen", "chosen_messages", "chosen_conversations", "chosen_response"),
+        *("preferred_output", "response_j"),
+    ),
+    "rejected": (
+        *("rejected", "rejected_messages", "rejected_conversations", "rejected_response"),
+        *("non_preferred_output", "response_k"),
+    ),
+    "text": ("text", "content", "raw_content", "sentence"),
+    "label": ("label",),
+    "input_ids": ("input_ids",),
+    "labels": ("labels",),
+    "weights": (),
+    "margin": (),
+}
+"""The usual names of the column of each role, the first one that is there counts."""
+KEYS = {
+    role: f"{role}_column"
+    for role in (
+        *("text", "messages", "prompt", "response", "chosen", "rejected"),
+        *("margin", "label", "weights", "system"),
+    )
+}
+"""The keys of `data` that name the column of a role."""
+SWITCHES = ("weights", "margin")
+"""Roles whose keys also switch something on, so that `data.columns` does not take them."""
+
+_BY_DEFAULT = ("text", "chosen", "rejected", "label")
+"""Roles whose key has the name of the role as its default."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows with columns of certain roles."""
+
+    kind: DataKind
+    needs: tuple[str, ...]
+    """Roles whose columns a row must have."""
+    also: tuple[str, ...]
+    """Roles whose columns are used where a row has them."""
+    becomes: str
+    """What a row becomes, for the documents."""
+
+
+_SHARED = ("system", "tools")
+LAYOUTS = (
+    Layout("preference", ("prompt", "chosen", "rejected"), (*_SHARED, "margin"), "a pair"),
+    Layout(
+        "preference",
+        ("instruction", "chosen", "rejected"),
+        ("input", "history", *_SHARED, "margin"),
+        "a pair",
+    ),
+    Layout(
+        "preference",
+        ("messages", "chosen", "rejected"),
+        (*_SHARED, "margin"),
+        "a pair of answers to the conversation",
+    ),
+    Layout(
+        "preference",
+        ("chosen", "rejected"),
+        (*_SHARED, "margin"),
+        "a pair; the prompt is what both begin with",
+    ),
+    Layout(
+        "preference",
+        ("messages", "rejected"),
+        (*_SHARED, "margin"),
+        "a pair: the last answer of the conversation, and a worse one",
+    ),
+    Layout(
+        "preference",
+        ("instruction", "response", "rejected"),
+        ("input", "history", *_SHARED, "margin"),
+        "a pair: the response, and a worse one",
+    ),
+    Layout(
+        "preference",
+        ("prompt", "response", "rejected"),
+        (*_SHARED, "margin"),
+        "a pair: the response, and a worse one",
+    ),
+    Layout("chat", ("messages",), (*_SHARED, "weights"), "a conversation"),
+    Layout("tokens", ("input_ids",), ("labels", "weights"), "its token ids"),
+    Layout("classification", ("text", "label"), (), "a text with its class"),
+    Layout(
+        "instruct",
+        ("instruction", "calls", "tools"),
+        ("system",),
+        "a user's turn, and an assistant's with tool calls",
+    ),
+    Layout(
+        "instruct",
+        ("instruction", "response"),
+        ("input", "history", "reasoning", *_SHARED),
+        "a user's and an assistant's turn; as text, Alpaca's headings",
+    ),
+    Layout(
+        "instruct",
+        ("prompt", "response"),
+        ("reasoning", *_SHARED),
+        "a user's and an assistant's turn; as text, one after the other",
+    ),
+    Layout("text", ("text",), (), "a text"),
+)
+"""The first one that fits counts."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A layout that fits a row."""
+
+    layout: Layout
+    columns: Mapping[str, str]
+    """The column of each role that the row has."""
+
+    def get(self, role: str) -> str | None:
+        """The column of a role; None: the row has none."""
+        return self.columns.get(role)
+
+
+def roles_of(kind: str) -> frozenset[str]:
+    """The roles of the columns that rows of a data.kind may have."""
+    return frozenset(
+        role for layout in LAYOUTS if layout.kind == kind for role in (*layout.needs, *layout.also)
+    )
+
+
+def role_of(name: str) -> str | None:
+    """The role that a key of `data.columns` stands for: a role, or one of its usual names."""
+    if name in SWITCHES:
+        return None
+    if name in NAMES:
+        return name
+    return next((role for role, names in NAMES.items() if name in names), None)
+
+
+def named_columns(data: Mapping[str, Any]) -> dict[str, str]:
+    """The column of each role that keys of section `data` name. A key at its default names none."""
+    named = {
+        role: data[key]
+        for role, key in KEYS.items()
+        if isinstance(data.get(key), str) and not (role in _BY_DEFAULT and data[key] == role)
+    }
+    columns = data.get("columns")
+    for name, column in columns.items() if isinstance(columns, Mapping) else ():
+        role = role_of(name) if isinstance(name, str) else None
+        if role is not None and isinstance(column, str):
+            named[role] = column
+    return named
+
+
+def match(
+    columns: Collection[str],
+    named: Mapping[str, str],
+    kinds: Collection[str],
+    ignored: Collection[str] = (),
+) -> Match | None:
+    """The first layout of these kinds that fits rows with these columns; None if there is none.
+
+    named: of `named_columns`. ignored: data.ignore_columns.
+    """
+    return _match(tuple(columns), tuple(named.items()), tuple(kinds), tuple(ignored))
+
+
+def match_row(
+    row: Mapping[str, Any],
+    named: Mapping[str, str],
+    kinds: Collection[str],
+    ignored: Collection[str] = (),
+) -> Match | None:
+    """`match` by the columns of a row that are not null, or else by all: rows of several layouts in
+    one file have the columns of all of them."""
+    given = [column for column, value in row.items() if value is not None]
+    found = match(given, named, kinds, ignored)
+    return found or match(row, named, kinds, ignored)
+
+
+@functools.lru_cache(maxsize=1024)
+def _match(
+    columns: tuple[str, ...],
+    named: tuple[tuple[str, str], ...],
+    kinds: tuple[str, ...],
+    ignored: tuple[str, ...],
+) -> Match | None:
+    present = [column for column in columns if column not in ignored]
+    for layout in LAYOUTS:
+        if layout.kind in kinds and _takes(layout, dict(named)):
+            found = _columns_of(layout, present, dict(named))
+            if all(role in found for role in layout.needs):
+                return Match(layout, found)
+    return None
+
+
+def _takes(layout: Layout, named: Mapping[str, str]) -> bool:
+    """Whether a layout has all roles whose columns are named, apart from those of other kinds."""
+    roles = {*layout.needs, *layout.also}
+    return all(role in roles for role in named if role in roles_of(layout.kind))
+
+
+def _columns_of(layout: Layout, columns: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
+    """The column of each role of a layout that there is. No column has two roles."""
+    spelt = {column.lower(): column for column in reversed(columns)}
+    found: dict[str, str] = {}
+    for role in (*layout.needs, *layout.also):
+        if role in named:
+            candidates = [named[role]] if named[role] in columns else []
+        else:
+            usual = (spelt.get(name.lower()) for name in NAMES[role])
+            candidates = [column for column in usual if column is not None]
+        taken = {*found.values(), *(named[other] for other in named if other != role)}
+        column = next((column for column in candidates if column not in taken), None)
+        # The same column may be named for two roles on purpose
+        if column is None and role in named and candidates:
+            column = candidates[0]
+        if column is not None:
+            found[role] = column
+    return found
+
+
+def guess(
+    row: Mapping[str, Any],
+    named: Mapping[str, str],
+    *,
+    task: object = None,
+    pairs: bool = False,
+    ignored: Collection[str] = (),
+) -> Match | None:
+    """The layout of the first row of data whose kind is not given; None if none fits.
+
+    task: model.task. pairs: training is on pairs. A conversation that ends with an answer beside a
+    pair, as in UltraFeedback, is one of both: a chat, unless training is on pairs.
+    """
+    kinds = ["chat", "tokens", "instruct", "text"]
+    if task == "sequence_classification":
+        kinds.insert(2, "classification")
+    found = match_row(row, named, kinds, ignored)
+    pair = match_row(row, named, ["preference"], ignored)
+    if pair is None or pairs:
+        return pair or found
+    if "chosen" not in pair.columns:  # of a conversation that is good as it is
+        return found
+    chat = found is not None and found.layout.kind == "chat"
+    if found is not None and chat and _ends_with_answer(row.get(found.columns["messages"])):
+        return found
+    return pair
+
+
+def _ends_with_answer(messages: object) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict):
+        return True  # not known
+    return last.get("role", last.get("from")) not in ("user", "human", "system", "tool")
+
+
+def no_layout(
+    columns: Collection[str],
+    named: Mapping[str, str],
+    kind: str | None = None,
+    ignored: Collection[str] = (),
+) -> str:
+    """Why rows with these columns cannot be used: the nearest layout, what it lacks, and the key
+    that names it. kind: data.kind; None: of any."""
+    present = [column for column in columns if column not in ignored]
+    found: list[tuple[int, int, Layout, list[str]]] = []
+    for number, layout in enumerate(LAYOUTS):
+        if layout.kind == kind or (
+            kind is None and layout.kind not in ("tokens", "classification")
+        ):
+            there = _columns_of(layout, present, named)
+            missing = [role for role in layout.needs if role not in there]
+            if len(missing) < len(layout.needs) or kind is not None:
+                untaken = 0 if _takes(layout, named) else 1
+                found.append((len(missing) + untaken, number, layout, missing))
+    listed = f"columns: {', '.join(columns) or 'none'}"
+    if not found:
+        form = "{prompt: NAME, response: NAME}, {messages: NAME} or {text: NAME}"
+        return f"no layout of rows has these columns; {listed}; data.columns names them: {form}"
+    _, _, layout, missing = min(found)[:4]
+    near = "" if kind is not None else f" of the nearest layout ({_form(layout)})"
+    lacks = [f"{role} ({_usual(role, named)})" for role in missing]
+    names = ", ".join(f"{role}: NAME" for role in missing)
+    text = (
+        f"no column for {' and '.join(lacks)}{near}; {listed}; data.columns: {{{names}}} names it"
+    )
+    other = match(present, named, {layout.kind for layout in LAYOUTS} - {kind or "", "text"})
+    if kind is not None and other is not None:
+        text += f"; or set data.kind={other.layout.kind}, which has such columns"
+    return text
+
+
+def _form(layout: Layout) -> str:
+    return f"{layout.kind}: {', '.join(layout.needs)}"
+
+
+def _usual(role: str, named: Mapping[str, str]) -> str:
+    """The names that a role's column may have."""
+    if role in named:
+        return f"{named[role]}, as the recipe names it"
+    names = NAMES[role]
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+# Columns that are not used
+
+_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+_WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
+_SCORES = ("score", "reward", "rating", "quality", "helpfulness")
+_MARKS = ("label", "kto_tag", "is_good", "is_correct", "accepted")
+_SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+
+
+def has_content(value: object) -> bool:
+    """Whether a value is more than null or empty. 0 and false are content."""
+    if value is None:
+        return False
+    try:
+        return len(value) > 0  # type: ignore[arg-type]
+    except TypeError:
+        return not (isinstance(value, float) and math.isnan(value))
+
+
+def unused_columns(
+    row: Mapping[str, Any], found: Match, ignored: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """The columns of a row that have content and are not used, with their values."""
+    used = {*found.columns.values(), *ignored}
+    for column, value in row.items():
+        if column not in used and has_content(value):
+            yield column, value
+
+
+def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] = ()) -> str | None:
+    """The problem of a row with an unused column that changes what the row means; None: no such
+    column."""
+    kind = found.layout.kind
+    for column, value in unused_columns(row, found, ignored):
+        name = column.lower()
+        what = None
+        if name in _PICTURES:
+            what = "holds images, video or audio, which training on text does not see"
+        elif kind == "tokens":
+            if name in _MASKS and "labels" not in found.columns:
+                what = "says which tokens carry loss; write it as labels, with -100 for no loss"
+        elif kind in ("chat", "instruct", "preference") and name in _MARKS and _is_mark(value):
+            what = "marks good and bad answers (KTO), and all would be learned as good ones: keep "
+            what += "the good ones, or make pairs of chosen and rejected (data.kind=preference)"
+        elif kind == "text" and name in ("role", "from") and str(value).lower() in _SPEAKERS:
+            what = "says who speaks, so a row is one message of a conversation: make each "
+            what += "conversation a row with the column messages"
+        elif kind in ("chat", "instruct") and name in _SCORES and _is_number(value):
+            what = "says how good an answer is, and all would be learned alike: keep the good ones"
+        if what is None and kind != "text" and name in _WEIGHTS and _is_weight(value):
+            what = "holds a weight"
+            if kind in ("chat", "tokens"):
+                what += f", which data.weights_column: {column} uses"
+            else:
+                what += f", and kind {kind} has none"
+        if what is not None:
+            return f"column {column!r} {what}; data.ignore_columns: [{column}] trains without it"
+    return None
+
+
+def _is_mark(value: object) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "false", "0", "1")
+    return isinstance(value, bool) or value in (0, 1, -1)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_weight(value: object) -> bool:
+    """Also a list with the weight of each token."""
+    return _is_number(value) or not isinstance(value, str | bool | dict)
+
+
+_HINTS = (
+    (("reasoning", "thinking", "cot", "thought", "rationale"), "reasoning", "reasoning"),
+    (("rejected",), "rejected", "a worse answer"),
+    (("score", "rating", "reward"), "", "a score"),
+    (("margin",), "margin", "a margin"),
+    (("chosen", "preferred"), "chosen", "a better answer"),
+    (("system", "persona"), "system", "a system prompt"),
+    (("tool", "function"), "tools", "tools"),
+    (("weight",), "weights", "a weight"),
+    (("history",), "history", "earlier turns"),
+    (("prompt", "instruction", "question", "query"), "instruction", "a prompt"),
+    (("response", "answer", "completion", "output", "solution"), "response", "an answer"),
+    (("context", "passage", "input"), "input", "the input of a prompt"),
+    (("label", "class"), "label", "a class"),
+    (("text", "content"), "text", "a text"),
+)
+"""Parts of names of columns, and what such a column may be: a role, and in words."""
+_SHOWN = 8
+
+
+def unused_line(columns: Mapping[str, str]) -> str:
+    """The line about columns that are not used. columns: each with its `describe_column`."""
+    parts = list(columns.values())
+    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    listed = ", ".join(parts[:_SHOWN])
+    return f"columns that are not used: {listed}{more} (data.ignore_columns: on purpose)"
+
+
+def describe_column(column: str, value: object, found: Match) -> str:
+    """A column that is not used, and what it might be. value: of it, in a row with the layout
+    `found`."""
+    role, words, name = "", "", column.lower()
+    if _is_conversation(value):
+        role, words = "messages", "a conversation"
+    elif not name.endswith("id"):
+        first = next((hint for hint in _HINTS if any(part in name for part in hint[0])), None)
+        if first is not None:
+            _, role, words = first
+    if not words:
+        return column
+    free = role in roles_of(found.layout.kind) and role not in found.columns
+    if role in SWITCHES:
+        key = f"data.{KEYS[role]}: {column}"
+    else:
+        key = f"data.columns: {{{role}: {column}}}"
+    return f"{column} ({words}? {key})" if free else f"{column} ({words}?)"
+
+
+def _is_conversation(value: object) -> bool:
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
