@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -40,14 +40,13 @@ from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
+from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from launcher.recipe.hub import model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +259,7 @@ def teach_ends(model: nn.Module, data: schema.Data, section: schema.Model) -> No
         add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
 
 
-def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedTokenizerBase | None:
+def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> KeptTokenizer | None:
     """The tokenizer of an exported model: that of the data, with its chat template, or the model's
     own; None if there is none."""
     name = tokenizer_name(data, model)
@@ -274,7 +273,12 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedToken
         # Token rows, and a model whose folder has none, or one with code of its own
         logger.warning(f"the model is exported without its tokenizer: {error}")
         return None
+    template = None
     if data.chat_template is not None:
+        template = Path(data.chat_template).read_text(encoding="utf-8")
         tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
-    return tokenizer
+        tokenizer.chat_template = template
+    source = None
+    if str(name) != "bytes":
+        source = model_folder(name, key="data.tokenizer", weights=False)
+    return KeptTokenizer(name, tokenizer, source, template)

@@ -160,7 +160,7 @@ def test_export_writes_dtype_tokenizer_and_generation_config(tmp_path, dtype):
     (base / "generation_config.json").write_text(json.dumps(generation))
 
     class Tokenizer:
-        def save_pretrained(self, folder):
+        def save(self, folder):
             (folder / "tokenizer.json").write_text("{}")
 
     out = export_model(load(base), tmp_path / "out", tokenizer=Tokenizer(), dtype=dtype)
