@@ -37,7 +37,7 @@ from launcher.models.safetensors_files import (
 )
 from launcher.models.ties import adapted_ties, untie
 from launcher.recipe.functions import refuse_code
-from launcher.recipe.hub import model_folder, refuse_links
+from launcher.recipe.hub import NAMED_TEMPLATES, model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
@@ -222,6 +222,8 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
             if copied and not (scratch / file.name).exists():
                 shutil.copy2(file, scratch / file.name)
+        if (source / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(source / NAMED_TEMPLATES, scratch / NAMED_TEMPLATES)
 
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:

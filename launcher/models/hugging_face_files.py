@@ -30,7 +30,7 @@ from launcher.models.nf4 import dequantize, is_packed, parts_of_rows, shape_of
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
-from launcher.recipe.hub import copy_files
+from launcher.recipe.hub import NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
 _WRITTEN = (
     *("*.safetensors", "*.safetensors.index.json", "*config.json", "adapter_*", "*.model"),
     *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("chat_template*", LABELS),
+    *("chat_template*", NAMED_TEMPLATES, LABELS, "*.tiktoken", "tekken.json"),
 )
 """Files that exports write. One that the next export does not write would change the model."""
 _LEFTOVER = re.compile(
