@@ -7,6 +7,7 @@
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
 # make test-versions  tests with the oldest supported versions of torch and transformers
+# make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
 # make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
@@ -147,6 +148,13 @@ $(CUDA_INSTALLED): pyproject.toml constraints.txt
 
 test-cuda: install-cuda
 	$(CUDA_VENV)/bin/python -m pytest -ra -m 'not long' --numprocesses 2 --dist loadfile tests/nullgpu
+
+# REAL_MODEL=FOLDER: also a pretrained model. LLAMA_CPP=FOLDER: converters of another version
+.PHONY: test-readers
+test-readers: install
+	$(BIN)/python -m tests.readers.install build/readers
+	$(if $(REAL_MODEL),REAL_MODEL=$(abspath $(REAL_MODEL))) $(if $(LLAMA_CPP),LLAMA_CPP=$(abspath $(LLAMA_CPP))) \
+		$(BIN)/python -m pytest -ra tests/readers
 
 $(OLDEST_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)

@@ -19,6 +19,7 @@ from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
+from launcher.models.config_files import set_dtype
 from launcher.models.hugging_face_files import LABELS, appearing, named_weights, write_weights
 from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
@@ -36,7 +37,7 @@ from launcher.models.safetensors_files import (
 )
 from launcher.models.ties import adapted_ties, untie
 from launcher.recipe.functions import refuse_code
-from launcher.recipe.hub import model_folder, refuse_links
+from launcher.recipe.hub import NAMED_TEMPLATES, model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
@@ -77,10 +78,17 @@ def export_checkpoint(
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else stored.dtype)
     with appearing(out) as scratch:
-        write_weights(stored.model, scratch, stored.read, dtype=chosen, merged=merged)
+        write_weights(
+            stored.model,
+            scratch,
+            stored.read,
+            dtype=chosen,
+            merged=merged,
+            source=stored.source,
+        )
         tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
         if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+            tokenizer.save(scratch)
     return adapter
 
 
@@ -96,6 +104,8 @@ class StoredModel:
     read: Read
     dtype: torch.dtype
     """Dtype of the weights that the run started from; float32 if it started from none."""
+    source: ModelCheckpoint | None
+    """The checkpoint with these weights; None: there is none."""
 
     @torch.no_grad()
     def load(
@@ -135,7 +145,7 @@ def open_checkpoint_weights(
     new_ids = new_token_ids(tokenizer_name(recipe.data, recipe.model))
     grow_vocabulary(model, new_ids)
     read_frozen: Read | None = None
-    dtype = torch.float32
+    dtype, source = torch.float32, None
     if is_pretrained(recipe.model):
         folder = checkpoint_folder(recipe.model)
         assert folder is not None
@@ -165,7 +175,7 @@ def open_checkpoint_weights(
             )
         return read_frozen(name)
 
-    return StoredModel(model, read, dtype)
+    return StoredModel(model, read, dtype, source)
 
 
 def _rounded(read: Read, model: Any, recipe: Recipe) -> Read:
@@ -197,8 +207,14 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
             stored = open_exported_weights(source)
             if (source / "generation_config.json").is_file():  # with the ends of training
                 stored.model.generation_config = GenerationConfig.from_pretrained(source)
-            chosen = wanted or stored.dtype
-            write_weights(stored.model, scratch, stored.read, dtype=chosen, merged=True)
+            write_weights(
+                stored.model,
+                scratch,
+                stored.read,
+                dtype=wanted or stored.dtype,
+                merged=True,
+                source=stored.source,
+            )
         else:
             _cast(source, scratch, wanted, adapter=adapter)
         replaced = {INDEX, *((ADAPTER_CONFIG, LABELS) if merged else ())}
@@ -206,18 +222,21 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
             if copied and not (scratch / file.name).exists():
                 shutil.copy2(file, scratch / file.name)
+        if (source / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(source / NAMED_TEMPLATES, scratch / NAMED_TEMPLATES)
 
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
     stored = _open_adapter(source) if adapter else open_folder(source, key="export")
-    tensors = stored.tensors.items()
-    written = ((name, stored.read(name), dtype or tensor.dtype) for name, tensor in tensors)
+    most = stored.dtype()
+    written = (
+        (name, stored.read(name), dtype if dtype and tensor.dtype == most else tensor.dtype)
+        for name, tensor in stored.tensors.items()
+    )
     write_tensors(scratch, written, adapter=adapter)
     if not adapter and dtype is not None:
         config = _read_object(source / "config.json")
-        nested = [part for part in config.values() if isinstance(part, dict) and "dtype" in part]
-        for part in [config, *nested]:
-            part["dtype"] = str(dtype).removeprefix("torch.")
+        set_dtype(config, dtype)
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -247,7 +266,7 @@ def open_exported_weights(source: Path) -> StoredModel:
     if not (source / ADAPTER_CONFIG).is_file():
         config = _read_object(source / "config.json")
         model, checkpoint = _open_model(str(source), str(config.get("architectures")))
-        return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype())
+        return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype(), checkpoint)
     settings = _read_object(source / ADAPTER_CONFIG)
     base = settings.get("base_model_name_or_path")
     if not base:
@@ -271,7 +290,7 @@ def open_exported_weights(source: Path) -> StoredModel:
         "read_adapter": stored.read,
     }
     read = merged_reader(model, settings, stored.tensors, **readers)
-    return StoredModel(model, read, checkpoint.stored.dtype())
+    return StoredModel(model, read, checkpoint.stored.dtype(), checkpoint)
 
 
 def _open_model(

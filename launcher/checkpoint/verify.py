@@ -5,6 +5,7 @@ A fresh process loads the folder with transformers and peft alone.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from launcher.models.build import (
     text_config,
     vocabulary_size,
 )
+from launcher.models.config_files import problems_of_older_readers
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
@@ -55,7 +57,9 @@ def verify_export(
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
     teach_ends(stored.model, recipe.data, recipe.model)
     differences, dtype = _compare_tensors(stored, out)
-    tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
+    differences += problems_of_older_readers(out)
+    kept = tokenizer_to_keep(recipe.data, recipe.model)
+    tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
@@ -93,7 +97,11 @@ def _compare_tensors(stored: StoredModel, out: Path) -> tuple[list[str], torch.d
     adapter = (out / ADAPTER_CONFIG).is_file()
     exported = open_files([out / ADAPTER], key="export") if adapter else open_folder(out)
     differences, seen = [], set()
-    for name, tensor in exported_tensors(stored.model, stored.read, merged=not adapter):
+    source = None if adapter else stored.source
+    odd = {} if source is None else source.odd_dtypes
+    trained = exported_tensors(stored.model, stored.read, merged=not adapter)
+    copied = () if source is None else source.read_copied()
+    for name, tensor in itertools.chain(trained, copied):
         seen.add(name)
         if name not in exported.tensors:
             differences.append(f"{name}: missing")
@@ -102,6 +110,8 @@ def _compare_tensors(stored: StoredModel, out: Path) -> tuple[list[str], torch.d
         wanted = tensor.to(actual.dtype)
         if actual.shape != wanted.shape:
             differences.append(f"{name}: {list(actual.shape)} instead of {list(wanted.shape)}")
+        elif actual.dtype != odd.get(name, actual.dtype):
+            differences.append(f"{name}: {actual.dtype} instead of {odd[name]}")
         elif not torch.equal(actual, wanted):
             gap = (actual.double() - wanted.double()).abs().max()
             differences.append(f"{name}: other values, by up to {gap:.3g}")

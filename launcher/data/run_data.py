@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -41,16 +41,15 @@ from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer, tokenizer_name
+from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
 from launcher.recipe.columns import first_row
+from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import match_row, named_columns
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +263,7 @@ def teach_ends(model: nn.Module, data: schema.Data, section: schema.Model) -> No
         add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
 
 
-def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedTokenizerBase | None:
+def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> KeptTokenizer | None:
     """The tokenizer of an exported model: that of the data, with its chat template, or the model's
     own; None if there is none."""
     name = tokenizer_name(data, model)
@@ -282,7 +281,10 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> PreTrainedToken
     if template is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template or None
-    return tokenizer
+    source = None
+    if str(name) != "bytes":
+        source = model_folder(name, key="data.tokenizer", weights=False)
+    return KeptTokenizer(name, tokenizer, source, template)
 
 
 _ALPACA = """\

@@ -543,9 +543,13 @@ def names_not_saved(model: Any) -> Collection[str]:
     return model._keys_to_ignore_on_save or ()
 
 
-def names_in_float32(model: Any) -> Collection[str]:
-    """Parts of the names of weights that an export keeps in float32."""
-    return model._keep_in_fp32_modules_strict or ()
+def names_in_float32(model: Any, dtype: torch.dtype) -> Collection[str]:
+    """Parts of the names of weights that stay in float32 where a model is cast to this dtype, in an
+    export too. Without it they are rounded."""
+    names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype == torch.float16:
+        names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    return names
 
 
 def grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

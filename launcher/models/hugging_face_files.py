@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -22,17 +22,20 @@ from torch.distributed.tensor import DTensor
 from launcher.console import task
 from launcher.distributed.processes import is_running, process_start, this_machine
 from launcher.libraries.private import names_in_float32, names_not_saved
+from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
-from launcher.models.nf4 import dequantize, is_packed, parts_of_rows
+from launcher.models.nf4 import dequantize, is_packed, parts_of_rows, shape_of
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
-from launcher.recipe.hub import target_outside
+from launcher.recipe.hub import NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+
+    from launcher.models.load import ModelCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,20 @@ COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
 _WRITTEN = (
     *("*.safetensors", "*.safetensors.index.json", "*config.json", "adapter_*", "*.model"),
     *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("chat_template*", LABELS),
+    *("chat_template*", NAMED_TEMPLATES, LABELS, "*.tiktoken", "tekken.json"),
 )
 """Files that exports write. One that the next export does not write would change the model."""
 _LEFTOVER = re.compile(
     r"\.(?P<purpose>writing|old)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{4}"
 )
 """The end of the name of a folder that an export writes or replaces, with its process."""
+
+
+class Tokenizer(Protocol):
+    """What writes the files of a tokenizer."""
+
+    def save(self, folder: Path) -> None:
+        """Writes them into a folder that has the model's files."""
 
 
 def export_hugging_face(
@@ -62,22 +72,31 @@ def export_hugging_face(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
-    original: Read | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    source: ModelCheckpoint | None = None,
+    export_base: str = "original",
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes `folder` for `from_pretrained` of transformers, or of peft if the model has adapters.
     It is written as a scratch folder, and renamed when it is complete.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it.
-    `dtype` is that of floating-point weights. `merged` writes the whole model, adapters added in:
-    to the weights that `original` reads in place of those in NF4; None: to these.
+    dtype, source: see `write_weights`. `merged` writes the whole model, adapters added in.
+    Frozen weights that the run holds with less precision than the source are read from it; those
+    in NF4 only if `export_base` is original.
     """
     tensors = named_weights(module)
+    read_source = None if source is None else source.reader()
+
+    def is_rounded(name: str, tensor: torch.Tensor) -> bool:
+        if is_packed(tensor):
+            return export_base == "original"
+        stored = source.loaded_dtypes.get(name) if source is not None else None
+        return stored is not None and tensor.dtype.itemsize < stored.itemsize
 
     def read(name: str) -> torch.Tensor:
         tensor = tensors[name]
-        if original is not None and is_packed(tensor):
-            return original(name) if rank == 0 else torch.zeros(())
+        if read_source is not None and is_rounded(name, tensor):
+            return read_source(name) if rank == 0 else torch.zeros(()).expand(shape_of(tensor))
         parts = parts_of_rows(tensor)
         if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
             tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
@@ -90,33 +109,65 @@ def export_hugging_face(
             pass  # its part in the all-gathers
         return
     with appearing(folder) as scratch:
-        write_weights(module, scratch, read, dtype=dtype, merged=merged)
+        write_weights(module, scratch, read, dtype=dtype, merged=merged, source=source)
         if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+            tokenizer.save(scratch)
 
 
 def write_weights(
-    model: PreTrainedModel, folder: Path, read: Read, *, dtype: torch.dtype, merged: bool
+    model: PreTrainedModel,
+    folder: Path,
+    read: Read,
+    *,
+    dtype: torch.dtype,
+    merged: bool,
+    source: ModelCheckpoint | None,
 ) -> None:
     """Writes a model or its adapters, with its config. The model may be on meta: only its names are
-    used."""
-    adapter = None if merged else peft_config(model)
-    in_float32 = [] if adapter else names_in_float32(model)
-    write_tensors(
-        folder,
-        (
-            (name, tensor, torch.float32 if any(part in name for part in in_float32) else dtype)
-            for name, tensor in exported_tensors(model, read, merged=merged)
-        ),
-        adapter=adapter is not None,
-    )
-    if adapter is None:
-        _write_config(model, folder, dtype)
+    used.
+
+    source: the checkpoint that the model was loaded from. An export of the whole model also has
+    those of its tensors that the model's class does not have, byte for byte.
+    dtype: of the floating-point weights that the source has in the dtype of most. The others keep
+    theirs; float32 stays what transformers keeps in float32.
+    """
+    folder_of_source = _source_folder(model, source)
+    if (adapter := None if merged else peft_config(model)) is not None:
+        tensors = ((name, t, dtype) for name, t in exported_tensors(model, read, merged=False))
+        write_tensors(folder, tensors, adapter=True)
+        adapter.save_pretrained(folder)
+        write_generation_config(model, folder, source=folder_of_source)
+        if adapter.task_type == "SEQ_CLS":
+            (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
         return
-    adapter.save_pretrained(folder)
-    _write_generation_config(model, folder)
-    if adapter.task_type == "SEQ_CLS":
-        (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
+    in_float32 = names_in_float32(model, dtype)
+    odd = {} if source is None else source.odd_dtypes
+
+    def whole_model() -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
+        for name, tensor in exported_tensors(model, read, merged=merged):
+            exact = any(part in name for part in in_float32)
+            yield name, tensor, torch.float32 if exact else odd.get(name, dtype)
+        if source is not None:
+            for name, tensor in source.read_copied():
+                yield name, tensor, tensor.dtype
+
+    write_tensors(folder, whole_model())
+    config = copy.deepcopy(model.config)
+    adapted = () if peft_config(model) is None else adapted_weights(adapter_names(model))
+    if adapted_ties(model, adapted):
+        config_untied(config)
+    write_config(config, folder, source=folder_of_source, dtype=dtype)
+    write_generation_config(model, folder, source=folder_of_source)
+    if folder_of_source is not None:
+        code = ("*.py",) if hasattr(config, "auto_map") else ()
+        copy_files(folder_of_source, (*COMPANIONS, *code), folder)
+
+
+def _source_folder(model: PreTrainedModel, source: ModelCheckpoint | None) -> Path | None:
+    """The folder that the model's config comes from, also if its weights are random."""
+    if source is not None:
+        return source.folder
+    return Path(model.config.name_or_path) if model.config.name_or_path else None
 
 
 def exported_tensors(
@@ -213,34 +264,6 @@ def _link(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(model.config)
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    for part in [config, *parts]:
-        if part is not None:
-            part.dtype = dtype
-    adapted = () if peft_config(model) is None else adapted_weights(adapter_names(model))
-    if adapted_ties(model, adapted):
-        config_untied(config)
-    config.save_pretrained(folder)
-    if config.name_or_path:
-        code = ("*.py",) if hasattr(config, "auto_map") else ()
-        for pattern in (*COMPANIONS, *code):
-            for file in Path(config.name_or_path).glob(pattern):
-                if (target := target_outside(file, file.parent)) is not None:  # made meanwhile
-                    logger.warning(f"{file} is not exported: it is a link to {target}")
-                elif file.is_file():
-                    shutil.copy2(file, folder / file.name)
-    _write_generation_config(model, folder)
-
-
-def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and model.can_generate():
-        # save_pretrained would refuse settings that many models on the hub have
-        generation.to_json_file(folder / "generation_config.json")
 
 
 def end_ids(model: nn.Module) -> list[int]:

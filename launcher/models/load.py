@@ -10,9 +10,9 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,13 @@ from torch import nn
 from launcher.console import task
 from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
-from launcher.models.build import checkpoint_folder, freeze, is_classifier, is_pretrained
+from launcher.models.build import (
+    checkpoint_folder,
+    freeze,
+    is_classifier,
+    is_pretrained,
+    text_config,
+)
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.new_rows import PARAMETER, vocabulary_names
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder
@@ -44,10 +50,36 @@ _COMPUTED = (r"rotary_emb\.(inv|original_inv)_freq", r"(^|\.)position_ids$")
 class ModelCheckpoint:
     """A checkpoint that fits a model."""
 
+    folder: Path
     stored: StoredTensors
     conversions: list[Conversion]
     loaded: frozenset[str]
     """Names of the model's tensors that the checkpoint contains; of a tied one, all names."""
+    copied: tuple[str, ...] = ()
+    """Names of stored tensors that the model's class does not have, such as those of multi-token
+    prediction or of a vision tower. Exports of the whole model copy them."""
+
+    @cached_property
+    def odd_dtypes(self) -> dict[str, torch.dtype]:
+        """By name: the dtypes of stored tensors that are not in the dtype of most, such as router
+        biases in float32 beside weights in bfloat16."""
+        most = self.stored.dtype()
+        return {
+            name: tensor.dtype
+            for name, tensor in self.stored.tensors.items()
+            if tensor.is_floating_point() and tensor.dtype != most
+        }
+
+    @cached_property
+    def loaded_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes that the model's tensors have in the checkpoint, by the model's names."""
+        made = (conversion.targets for conversion in self.conversions)
+        return {name: tensor.dtype for targets in made for name, tensor in targets.items()}
+
+    def read_copied(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The `copied` tensors, read one by one."""
+        for name in self.copied:
+            yield name, self.stored.read(name)
 
     def convert(self, conversion: Conversion) -> Tensors:
         """The results of a conversion, by the model's names."""
@@ -99,13 +131,14 @@ def open_checkpoint(
     loaded = set(made).union(*(tied for tied in tied_names(model) if made.keys() & tied))
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     problems += _missing(model, state.keys() - loaded - failed, notes)
-    problems += _unexpected(model, unexpected, notes)
+    others, copied = _unexpected(model, unexpected, notes)
+    problems += others
     if problems:
         title = f"{key}: {folder} does not fit a {type(model).__name__} with its config:"
         raise RecipeError([title, *sorted(problems)])
     for note in notes:
         logger.info(f"note: {note}")
-    return ModelCheckpoint(stored, conversions, frozenset(loaded))
+    return ModelCheckpoint(folder, stored, conversions, frozenset(loaded), tuple(copied))
 
 
 Load = Callable[[nn.Module, torch.device, torch.device], None]
@@ -171,15 +204,20 @@ def _missing(model: PreTrainedModel, missing: Iterable[str], notes: list[str]) -
     return problems
 
 
-def _unexpected(model: PreTrainedModel, names: list[str], notes: list[str]) -> list[str]:
-    """Returns problems; heads of other tasks may be there and become a note."""
+def _unexpected(
+    model: PreTrainedModel, names: list[str], notes: list[str]
+) -> tuple[list[str], list[str]]:
+    """Returns problems, and the names of tensors that exports copy. These, and heads of other
+    tasks, which may be there, become notes."""
     prefix = model.base_model_prefix
     base = getattr(model, prefix, None) if prefix else None
     buffers = {name for name, _ in model.named_buffers()}
-    problems, heads = [], []
+    problems, heads, untrained = list[str](), list[str](), list[str]()
     for name in names:
-        ignored = _matches(name, may_be_unexpected(model))
-        if ignored or _matches(name, _COMPUTED) or {name, f"{prefix}.{name}"} & buffers:
+        if _matches(name, _COMPUTED) or {name, f"{prefix}.{name}"} & buffers:
+            continue
+        if _matches(name, may_be_unexpected(model)) or _predicts_more_tokens(model, name):
+            untrained.append(name)
             continue
         child = name.split(".")[0]
         pools = "pooler." in name and getattr(base, "pooler", None) is None
@@ -189,7 +227,37 @@ def _unexpected(model: PreTrainedModel, names: list[str], notes: list[str]) -> l
             heads.append(name)
     if heads:
         notes.append(f"in the checkpoint, but not in this model, skipped: {_listing(heads)}")
-    return problems
+    if untrained:
+        exported = "exports copy them unchanged"
+        if is_classifier(model):
+            exported = "exports of a classifier leave them out"
+        listing = _listing(_parts(untrained))
+        notes.append(
+            f"in the checkpoint, but not in this model, not trained: {listing}; {exported}"
+        )
+    return problems, [] if is_classifier(model) else untrained
+
+
+def _predicts_more_tokens(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor belongs to a layer after the last one, which predicts further tokens
+    (num_nextn_predict_layers of DeepSeek-V3 and its relatives)."""
+    config = text_config(model)
+    more = getattr(config, "num_nextn_predict_layers", None) or 0
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < more
+
+
+def _parts(names: list[str]) -> list[str]:
+    """The modules that these tensors belong to: `mtp.fc`, `model.layers.61`, `visual.blocks.*`."""
+    numbers: dict[str, set[str]] = {}
+    for name in names:
+        numbered = re.match(r"(.+?)\.(\d+)(?:\.|$)", name)
+        module, number = numbered.groups() if numbered else (".".join(name.split(".")[:2]), "")
+        numbers.setdefault(module, set()).add(number)
+    return [
+        f"{module}.*" if len(found) > 1 else f"{module}.{min(found)}".rstrip(".")
+        for module, found in numbers.items()
+    ]
 
 
 def _matches(name: str, patterns: Iterable[str] | None) -> bool:

@@ -43,12 +43,14 @@ def add_adapters(
     lora: Lora,
     *,
     base_dtype: torch.dtype,
+    kept: Container[str] = (),
     base: str | None = None,
     new_ids: range = range(0),
 ) -> None:
     """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but
     modules_to_save, a classifier's head, which has no pretrained weights, and the rows of the
-    embeddings for `new_ids`, and stores it in `base_dtype`.
+    embeddings for `new_ids`, and stores it in `base_dtype`, but for the `kept` parameters, by clean
+    name.
 
     `base` is the checkpoint that the adapters belong to, for peft. Raises RecipeError if
     target_modules names something other than a linear layer of the model, or modules_to_save
@@ -93,7 +95,7 @@ def add_adapters(
     for name, parameter in model.named_parameters():
         trained = _is_saved(name, saved)
         parameter.requires_grad_(trained)
-        if not trained and parameter.is_floating_point():
+        if not trained and parameter.is_floating_point() and clean_name(name) not in kept:
             parameter.data = parameter.data.to(base_dtype)
         if ".experts." in name and parameter.ndim == 3:
             experts.append(name)

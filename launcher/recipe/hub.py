@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,16 @@ def target_outside(file: Path, folder: Path) -> Path | None:
     if real.parent.name == "snapshots":  # in the hub's cache, the files of a snapshot are links
         allowed.append(real.parent.parent / "blobs")
     return None if any(target.is_relative_to(own) for own in allowed) else target
+
+
+def copy_files(source: Path, patterns: Iterable[str], folder: Path) -> None:
+    """Copies the files of a model's folder that match a pattern, into an existing folder. A link to
+    a file outside of the model's folder, made since `refuse_links`, is left out with a warning."""
+    for file in sorted({file for pattern in patterns for file in source.glob(pattern)}):
+        if (target := target_outside(file, source)) is not None:
+            logger.warning(f"{file} is not exported: it is a link to {target}")
+        elif file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def refuse_links(folder: Path, *, key: str) -> None:

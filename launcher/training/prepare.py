@@ -39,11 +39,13 @@ from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_tran
 from launcher.models.context_parallel import check_shared_rows, share_rows
 from launcher.models.experts import divide_experts
 from launcher.models.float8 import use_float8
+from launcher.models.initialization import clean_name
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
-from launcher.models.load import starting_weights
-from launcher.models.lora import Read, add_adapters
+from launcher.models.load import ModelCheckpoint, starting_weights
+from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4 import quantize_blocks
+from launcher.models.precision import kept_in_float32
 from launcher.models.preference import check_model
 from launcher.models.reward import TokenScores
 from launcher.models.tensor_parallel import divide_layers
@@ -98,9 +100,8 @@ class PreparedModel:
     """Modules that text does not use."""
     depth: int
     """Number of blocks, also where a trace deletes some."""
-    original: Read | None
-    """Reads a weight of the checkpoint, for an export that adds adapters to it; None: adapters are
-    added to the weights in NF4."""
+    source: ModelCheckpoint | None
+    """The checkpoint that the weights come from; None: they are random."""
     distillation: schema.Distillation | None = None
 
     def wrap(
@@ -258,13 +259,22 @@ def _with_adapters(
     init_fn: InitFn,
     *,
     dtype: torch.dtype,
+    source: ModelCheckpoint | None,
     new_ids: range,
 ) -> InitFn:
     """Adds adapters to a meta model and quantizes its blocks, by the recipe. Returns `init_fn` with
     the initialization of the adapters."""
+    kept = kept_in_float32(model, dtype, source)
     path, base = lora.path if is_pretrained(recipe.model) else None, recipe.model.path
     with _naming_adapter(path):
-        add_adapters(model, lora, base_dtype=dtype, base=base, new_ids=new_ids)
+        add_adapters(
+            model,
+            lora,
+            base_dtype=dtype,
+            kept=kept,
+            base=base,
+            new_ids=new_ids,
+        )
         if lora.quantize is not None:
             _refuse_old_torch(recipe.strategy)
             quantize_blocks(find_blocks(model).values())
@@ -286,16 +296,21 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     if precision is not None and precision.float8 is not None:
         use_float8(blocks, precision.float8, device=device, dtype=dtype, model=model)
     seed = recipe.run.seed
-    init_fn, export_dtype, stored = starting_weights(
+    init_fn, export_dtype, source = starting_weights(
         recipe.model, model, seed=seed, new_ids=new_ids
     )
-    original = None
-    if stored is not None and recipe.checkpoint.export_base == "original":
-        original = stored.reader()
     for name in parts_without_text(model):  # DDP would wait for their gradients
         model.get_parameter(name).requires_grad_(False)
     if recipe.lora is not None:
-        init_fn = _with_adapters(recipe, recipe.lora, model, init_fn, dtype=dtype, new_ids=new_ids)
+        init_fn = _with_adapters(
+            recipe,
+            recipe.lora,
+            model,
+            init_fn,
+            dtype=dtype,
+            source=source,
+            new_ids=new_ids,
+        )
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
@@ -332,7 +347,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         outer_units=() if transform is None else outer_units(model, blocks),
         unused=modules_without_text(model),
         depth=len(blocks),
-        original=original,
+        source=source,
         distillation=recipe.distillation,
     )
 
@@ -386,9 +401,10 @@ def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device)
     """The teacher of `checked_teacher`, whose weights are frozen in the dtype of forward passes.
     Raises RecipeError if it cannot be used for the recipe's model, `own`."""
     prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
-    for parameter in prepared.model.parameters():
+    kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.source)
+    for name, parameter in prepared.model.named_parameters():
         parameter.requires_grad_(False)
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and clean_name(name) not in kept:
             parameter.data = parameter.data.to(prepared.compute_dtype)
     return prepared
 

@@ -237,7 +237,8 @@ def _make_export(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        original=prepared.original,
+        source=prepared.source,
+        export_base=recipe.checkpoint.export_base,
         tokenizer=tokenizer,
     )
 

@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launcher.cli.main import main
+from launcher.data.run_data import tokenizer_to_keep
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
+from launcher.recipe.schema import Data, Model
 from launcher.training.chat import ChatModel
 from tests.unit.models.test_export import (
     create_checkpoint,
@@ -111,7 +113,8 @@ def test_a_run_on_text_completes_lines(tmp_path, pretrained, talk):
 
 def test_an_adapter_answers(tmp_path, pretrained, talk):
     model = load_with_adapters(pretrained)
-    folder = export_model(model, tmp_path / "hf", tokenizer=hugging_face_byte_tokenizer())
+    tokenizer = tokenizer_to_keep(Data(tokenizer="bytes"), Model())
+    folder = export_model(model, tmp_path / "hf", tokenizer=tokenizer)
     answer = greedy(model, "<|user|>hi<|end|><|assistant|>")
     assert answer != greedy(
         AutoModelForCausalLM.from_pretrained(pretrained), "<|user|>hi<|end|><|assistant|>"

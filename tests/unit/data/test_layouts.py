@@ -288,7 +288,7 @@ def test_chat_and_export_use_the_format_that_was_trained(tmp_path, tokenizers):
         kind = "preference" if "chosen" in row else "instruct"
         settings = schema.Data(kind=kind, train=(file,), **data)
         kept = tokenizer_to_keep(replace(settings, tokenizer=tokenizers[tokenizer]), schema.Model())
-        return settings, kept.chat_template
+        return settings, kept.tokenizer.chat_template
 
     turns = [{"role": "system", "content": "Brief."}]
     turns += [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

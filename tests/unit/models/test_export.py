@@ -36,7 +36,7 @@ from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
-from launcher.recipe.hub import refuse_links
+from launcher.recipe.hub import NAMED_TEMPLATES, refuse_links
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
 from launcher.reliability.run_directory import RunFolder
@@ -160,7 +160,7 @@ def test_export_writes_dtype_tokenizer_and_generation_config(tmp_path, dtype):
     (base / "generation_config.json").write_text(json.dumps(generation))
 
     class Tokenizer:
-        def save_pretrained(self, folder):
+        def save(self, folder):
             (folder / "tokenizer.json").write_text("{}")
 
     out = export_model(load(base), tmp_path / "out", tokenizer=Tokenizer(), dtype=dtype)
@@ -614,7 +614,10 @@ def test_export_of_a_run(tmp_path, llama, capsys, monkeypatch):
     monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 20_000)
     run = create_run(tmp_path, model)
     (run / "hf" / "tokenizer.json").write_text("{}")
+    (run / "hf" / NAMED_TEMPLATES).mkdir()
+    (run / "hf" / NAMED_TEMPLATES / "tool_use.jinja").write_text("of tools")
     assert export(run, tmp_path / "out", "dtype=bfloat16") == 0
+    assert (tmp_path / "out" / NAMED_TEMPLATES / "tool_use.jinja").read_text() == "of tools"
     assert "for from_pretrained" in capsys.readouterr().out
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}

