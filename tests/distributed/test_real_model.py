@@ -1,0 +1,71 @@
+"""Fine-tunes a real model, which `make real-model` writes. Random weights hide what this one shows."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launcher.reliability.json_files import read_jsonl
+from tests import REPOSITORY
+from tests.distributed.launching import run, torchrun
+
+MODEL = Path(os.environ.get("REAL_MODEL") or REPOSITORY / "runs/SmolLM2-135M-Instruct")
+SCRIPT = REPOSITORY / "recipes/smollm2.py"
+
+
+def loss_of_answers(folder, file):
+    """The mean over the tokens of the answers, without the line break after their end, and the
+    number of these tokens: one chat at a time, without padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total = count = 0
+    for line in file.read_text("utf-8").splitlines():
+        messages = json.loads(line)["messages"]
+        text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
+        asked = tokenizer.apply_chat_template(
+            messages[:-1], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        start = len(tokenizer(asked, add_special_tokens=False).input_ids)
+        with torch.no_grad():
+            logits = model(ids).logits[0, start - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum").item()
+        count += ids.shape[1] - start
+    return total / count, count
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not MODEL.is_dir(), reason="`make real-model` writes the model")
+def test_adapters_teach_a_real_model_a_format(tmp_path):
+    """Before, it answers as an assistant; after 13 steps, orders become JSON, also unseen ones."""
+    orders = tmp_path / "orders"
+    run([sys.executable, SCRIPT, "generate", orders], timeout=60).check()
+    torchrun(
+        *("launcher/train.py", "recipe=smollm2", f"model.path={MODEL}", f"run.dir={tmp_path}/run"),
+        *(f"data.train=[{orders}/train.jsonl]", f"data.validation=[{orders}/test.jsonl]"),
+        ranks=2,
+        timeout=900,
+    ).check()
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[0] > 1
+    assert losses[-1] < 0.15
+    (evaluated,) = [line for line in lines if "eval_loss" in line]
+    expected, count = loss_of_answers(tmp_path / "run/hf", orders / "test.jsonl")
+    assert evaluated["eval_tokens"] == count == 1500
+    # The exported weights are in bfloat16
+    assert evaluated["eval_loss"] == pytest.approx(expected, abs=2e-3)
+    shares = []
+    for folder in (MODEL, tmp_path / "run/hf"):
+        done = run([sys.executable, SCRIPT, "accuracy", folder, orders], timeout=300)
+        done.check()
+        shares.append(float(done.output.rsplit(": ", 1)[1].split("%")[0]))
+    assert shares[0] == 0
+    assert shares[1] >= 80
+    done = run([sys.executable, SCRIPT, "answers", MODEL], timeout=300)
+    done.check()
+    assert "The capital of France is Paris." in done.output
