@@ -399,7 +399,12 @@ class _Conversation:
         if index in parts and any(m["content"] for m in following) > (index + 1 in parts):
             stop = self._stop(index)
         self._check_complete(index, text[begin:stop])
-        start = begin + self._prompt(index, text[begin:stop])
+        try:
+            start = begin + self._prompt(index, text[begin:stop])
+        except PromptError:
+            start = self._start_of_text(index)
+            if not begin < start < stop:
+                raise
         closing, end = self._template.closing(text, start, stop)
         if last and closing == end:
             after = stop + len(text[stop:]) - len(text[stop:].lstrip())
@@ -413,6 +418,17 @@ class _Conversation:
             return Turn(start, end, stopped=bool(own), ending=ending)
         # gpt-oss ends an earlier answer with <|end|>, where the model must produce <|return|>
         return Turn(start, closing + len(served) * own.startswith(served), stopped=True)
+
+    def _start_of_text(self, index: int) -> int:
+        """Where the turn begins if the whole text up to there is that of the generation prompt, as
+        if a template writes the line between two messages at the end of the first one; else 0."""
+        try:
+            served = self._template.apply(
+                self._messages[:index], self._tools, add_generation_prompt=True
+            )
+        except RowError:
+            return 0
+        return len(served) if self._layout.text.startswith(served) else 0
 
     def _between(self, index: int) -> Span:
         """What a message adds to the text of the messages before it, of a template whose loops
