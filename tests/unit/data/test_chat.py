@@ -631,6 +631,37 @@ def test_calls_without_content_and_contents_in_parts(tmp_path, folder):
         encoded(tokenizer, drops, ANSWERED)
 
 
+IDS = (
+    "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}{% for c in m.tool_calls or [] %}{% if (c.id or '')|length != 9 %}"
+    "{{ raise_exception('ids have nine letters') }}{% endif %}{{ c.function.name + ' ' + c.id }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id + ' ' }}{% endif %}{{ m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("ids", [("call_abcdefgh1", "call_abcdefgh2"), (None, None)])
+def test_ids_of_calls_for_a_template_that_wants_nine_letters(tmp_path, folder, ids):
+    """Mistral's refuse the ids of OpenAI, and rows without any."""
+    first, second = ({**CALL, **({"id": own} if own else {})} for own in ids)
+    results: list[dict[str, Any]] = [
+        {"role": "tool", "content": text, **({"tool_call_id": own} if own else {})}
+        for text, own in zip(("yes", "no"), ids, strict=True)
+    ]
+    if ids[0]:
+        results.reverse()
+    called = {"role": "assistant", "content": "", "tool_calls": [first, second]}
+    messages = [*dialogue("a"), called, *results, *dialogue("", "maybe")[1:]]
+    template = str(write(tmp_path / "ids.jinja", IDS))
+    (one,) = encode_file(tmp_path, [{"messages": messages}], "chat", folder, chat_template=template)
+    assert not one.problem
+    text = bpe_tokenizer().decode(one.ids)
+    made = re.findall(r"f (\w{9})", text)
+    assert len({*made}) == 2
+    answered = dict(zip(("yes", "no"), made, strict=True))
+    for result, own in answered.items():
+        assert f"tool\n{own} {result}<|end|>" in text
+
+
 def test_the_message_about_another_prompt_names_the_switch():
     with pytest.raises(
         RowError, match=r"set data.chat_template_kwargs: \{enable_thinking: true\}, or"
