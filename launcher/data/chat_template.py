@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ class ChatTemplate:
         that print one, by default today. values are for the template (data.chat_template_kwargs).
         Raises RecipeError if no template can be used."""
         self._tokenizer, self._template, self._day = tokenizer, template, day or today()
-        self._values = values or {}
+        self.values = values or {}
         self._noted = False
         self._in_parts: bool | None = None
         if template is None and not tokenizer.chat_template:
@@ -183,13 +183,18 @@ class ChatTemplate:
             learned_turns = {at: turn for at, turn in learned_turns.items() if turn.end <= same}
             learned_turns[last] = served[1]
             unknown = []
+            self._note(
+                "the chat template never shows an answer after its generation prompt: the last "
+                "turn of a row is written after it (docs/data.md)"
+            )
         if unknown:
             raise unknown[0]
         if not learned_turns:
             what = RowError("the template marks no turn that may carry loss")
             raise problems[max(problems)] if problems else what
         if unlearned := problems.keys() - learned_turns:
-            self._note(problems[min(unlearned)])
+            problem = problems[min(unlearned)]
+            self._note(f"turns without loss, such as this {problem} (docs/data.md)")
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
     def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
@@ -203,9 +208,10 @@ class ChatTemplate:
         closed = messages[-1]["role"] == "assistant"
         return Rendered(text, [Turn(0, len(text), stopped=begin < end)], closed)
 
-    def _note(self, error: RowError) -> None:
+    def _note(self, text: str) -> None:
+        """Logs the first of such notes."""
         if not self._noted:
-            logger.info(f"turns without loss, such as this {error} (docs/data.md)")
+            logger.info(text)
         self._noted = True
 
     def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
@@ -314,7 +320,7 @@ class ChatTemplate:
                 conversations=[messages],
                 tools=tools,
                 chat_template=source,
-                **(options | self._values),
+                **(options | self.values),
                 **self._tokenizer.special_tokens_map,
             )
         except TemplateSyntaxError as error:
@@ -399,7 +405,12 @@ class _Conversation:
         if index in parts and any(m["content"] for m in following) > (index + 1 in parts):
             stop = self._stop(index)
         self._check_complete(index, text[begin:stop])
-        start = begin + self._prompt(index, text[begin:stop])
+        try:
+            start = begin + self._prompt(index, text[begin:stop])
+        except PromptError:
+            start = self._start_of_text(index)
+            if not begin < start < stop:
+                raise
         closing, end = self._template.closing(text, start, stop)
         if last and closing == end:
             after = stop + len(text[stop:]) - len(text[stop:].lstrip())
@@ -413,6 +424,17 @@ class _Conversation:
             return Turn(start, end, stopped=bool(own), ending=ending)
         # gpt-oss ends an earlier answer with <|end|>, where the model must produce <|return|>
         return Turn(start, closing + len(served) * own.startswith(served), stopped=True)
+
+    def _start_of_text(self, index: int) -> int:
+        """Where the turn begins if the whole text up to there is that of the generation prompt, as
+        if a template writes the line between two messages at the end of the first one; else 0."""
+        try:
+            served = self._template.apply(
+                self._messages[:index], self._tools, add_generation_prompt=True
+            )
+        except RowError:
+            return 0
+        return len(served) if self._layout.text.startswith(served) else 0
 
     def _between(self, index: int) -> Span:
         """What a message adds to the text of the messages before it, of a template whose loops
@@ -490,8 +512,10 @@ class _Conversation:
                 yield from self._prompts[key]
 
     def _switches(self) -> list[str]:
-        read = variables(self._template.source(self._tools)) or ()
-        return [switch for switch in _SWITCHES if switch in read]
+        """Those that the template reads and the recipe does not set."""
+        read: Collection[str] = variables(self._template.source(self._tools)) or ()
+        own = self._template.values
+        return [switch for switch in _SWITCHES if switch in read and switch not in own]
 
     def _read_prompts(self, index: int, options: dict[str, Any], *, by_parts: bool) -> list[str]:
         """by_parts: after the last message; otherwise, with half the renderings, what the text has

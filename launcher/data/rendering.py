@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable
 
@@ -58,7 +59,7 @@ def render(
 
 def _forms(parsed: list[Message], messages: list[Message]) -> list[list[Message]]:
     """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
-    text, or see the calls only in messages without content."""
+    text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
     forms: list[list[Message]] = []
     for form in (parsed, messages):
         bare = [
@@ -68,7 +69,33 @@ def _forms(parsed: list[Message], messages: list[Message]) -> list[list[Message]
             for message in form
         ]
         forms += [each for each in (form, bare) if each not in forms]
+    if any(message.get("tool_calls") for message in parsed):
+        forms.append(_with_ids(parsed))
     return forms
+
+
+def _with_ids(messages: list[Message]) -> list[Message]:
+    """The messages with other ids of tool calls, of nine letters and digits. Results without an id
+    belong to the calls in their order."""
+    made, open_calls, changed = dict[str, str](), list[str](), list[Message]()
+    for number, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            numbered = []
+            for at, call in enumerate(calls):
+                text = json.dumps([number, at, call], sort_keys=True, default=str)
+                own = hashlib.sha256(text.encode()).hexdigest()[:9]
+                made[str(call.get("id"))] = own
+                open_calls.append(own)
+                numbered.append({**call, "id": own})
+            message = {**message, "tool_calls": numbered}
+        elif message["role"] == "tool" and open_calls:
+            given = message.get("tool_call_id")
+            known = made.get(str(given)) if given else None
+            own = known if known in open_calls else open_calls[0]
+            open_calls.remove(own)
+            message = {**message, "tool_call_id": own}
+        changed.append(message)
+    return changed
 
 
 def _first(

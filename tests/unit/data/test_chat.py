@@ -3,9 +3,11 @@
 The template marks them, or a second rendering finds and verifies them.
 """
 
+import importlib.util
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,6 +368,11 @@ NULL_CALLS = CHATML.replace(
 BY_NUMBER = CHATML.replace(
     "{% for m in messages %}", "{% for i in range(messages|length) %}{% set m = messages[i] %}"
 )
+# Alpaca's, which writes the line between two messages at the end of the first one
+LINES = (
+    "{% for m in messages %}{{ m.role + ':\n' }}{% if m.role == 'assistant' %}[[{{ m.content + '<|end|>' }}]]{% else %}{{ m.content }}{% endif %}"  # noqa: E501
+    "{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '\n\nassistant:\n' }}{% endif %}"
+)
 # SmolVLM reads contents as lists of parts
 PARTS = CHATML.replace("m.content +", "m.content[0].text +")
 # Llama 3.1 writes a call in place of the text beside it
@@ -434,6 +441,7 @@ RULE = {
     "llama 3": (ALWAYS, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
     "granite": (IN_LOOP, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
     "gemma 4": (GEMMA4, TOOL_CHAT, ["<call>maybe</call><|neck|>", "no</turn>"]),
+    "alpaca": (LINES, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
     "exaone 4": (BY_NUMBER, dialogue("a", "yes", "b", "no"), ["yes<|end|>", "no<|end|>"]),
 }
 
@@ -452,6 +460,51 @@ def test_loss_is_on_all_that_the_model_must_produce(name, mark):
     options = {"chat_template": without_marks(template), "tools": tools}
     stock = tokenizer.apply_chat_template(messages, **options)["input_ids"]
     assert ids.tolist() == stock + [tokenizer.eos_token_id] * (name == "glm")
+
+
+MARKUP = re.compile(
+    r"<\|[\w:.-]+\|>|<｜[\w▁]+｜>|<\|\w+>|<\w+\|>|</?s>|<(?:start|end)_of_\w+>|\[/?INST\]|\[gMASK\]|<sop>"
+)
+OF_TRL = importlib.util.find_spec("trl")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(OF_TRL is None, reason="needs the package trl")
+def test_stock_templates():
+    """Those that trl has: each row is learned from the end of its generation prompt."""
+    assert OF_TRL is not None
+    folder = next(iter(OF_TRL.submodule_search_locations or ()))
+    wrong, files = [], sorted(Path(folder, "chat_templates").glob("*.jinja"))
+    system = {"role": "system", "content": "Be kind."}
+    for file in files:
+        template = file.read_text()
+        tokenizer = bpe_tokenizer()
+        special = {"additional_special_tokens": sorted({*MARKUP.findall(template)})}
+        tokenizer.add_special_tokens(special)
+        for messages in (
+            dialogue("Hi", "Hello!"),
+            dialogue("Hi", "Hello!", "Bye", "See you!"),
+            [system, *dialogue("Hi", "Hello!", "Bye", "See you!")],
+        ):
+            chat = ChatTemplate(tokenizer, file.name, template)
+            try:
+                rendered = chat.render(messages, None)
+            except RowError as error:
+                if "System role not supported" not in str(error):
+                    wrong.append(f"{file.name}: {error}")
+                continue
+            start, end = rendered.turns[-1].start, rendered.turns[-1].end
+            served = {
+                chat.apply(messages[:-1], None, add_generation_prompt=True, **mode).rstrip()
+                for mode in ({}, {"enable_thinking": False})
+            }
+            marked = "deepseek" in file.name and "training" in file.name
+            if rendered.text[:start].rstrip() not in served and not marked:
+                wrong.append(f"{file.name}: {rendered.text[:start]!r} is none of {served}")
+            if messages[-1]["content"] not in rendered.text[start:end]:
+                wrong.append(f"{file.name}: {rendered.text[start:end]!r}")
+    assert not wrong, "\n".join(wrong)
+    assert len(files) > 60
 
 
 def test_a_call_at_the_end_of_a_row_ends_as_before_its_result():
@@ -576,6 +629,37 @@ def test_calls_without_content_and_contents_in_parts(tmp_path, folder):
     drops = CHATML.replace("[[{{ m.content + '<|end|>' }}]]", "{{ '<|end|>' }}")
     with pytest.raises(RowError, match="message 2: the chat template leaves out its content"):
         encoded(tokenizer, drops, ANSWERED)
+
+
+IDS = (
+    "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}{% for c in m.tool_calls or [] %}{% if (c.id or '')|length != 9 %}"
+    "{{ raise_exception('ids have nine letters') }}{% endif %}{{ c.function.name + ' ' + c.id }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ m.tool_call_id + ' ' }}{% endif %}{{ m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("ids", [("call_abcdefgh1", "call_abcdefgh2"), (None, None)])
+def test_ids_of_calls_for_a_template_that_wants_nine_letters(tmp_path, folder, ids):
+    """Mistral's refuse the ids of OpenAI, and rows without any."""
+    first, second = ({**CALL, **({"id": own} if own else {})} for own in ids)
+    results: list[dict[str, Any]] = [
+        {"role": "tool", "content": text, **({"tool_call_id": own} if own else {})}
+        for text, own in zip(("yes", "no"), ids, strict=True)
+    ]
+    if ids[0]:
+        results.reverse()
+    called = {"role": "assistant", "content": "", "tool_calls": [first, second]}
+    messages = [*dialogue("a"), called, *results, *dialogue("", "maybe")[1:]]
+    template = str(write(tmp_path / "ids.jinja", IDS))
+    (one,) = encode_file(tmp_path, [{"messages": messages}], "chat", folder, chat_template=template)
+    assert not one.problem
+    text = bpe_tokenizer().decode(one.ids)
+    made = re.findall(r"f (\w{9})", text)
+    assert len({*made}) == 2
+    answered = dict(zip(("yes", "no"), made, strict=True))
+    for result, own in answered.items():
+        assert f"tool\n{own} {result}<|end|>" in text
 
 
 def test_the_message_about_another_prompt_names_the_switch():
