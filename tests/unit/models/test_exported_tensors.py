@@ -1,5 +1,6 @@
 """An export has every tensor of its source, in the dtype that it has there."""
 
+import dataclasses
 import json
 import shutil
 
@@ -164,6 +165,22 @@ def test_merged_exports_have_the_frozen_weights_of_a_float32_source(tmp_path):
     export_hugging_face(model, tmp_path / "out", **options)
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("lora", [{}, {"dora": True}, {"quantize": "nf4"}])
+def test_a_rank_that_writes_nothing_reads_no_source(tmp_path, lora, monkeypatch):
+    """It takes part in all-gathers only, with zeros of the shapes of what is not gathered."""
+    source = save(tmp_path / "source", hidden_size=64, intermediate_size=64)
+    recipe = recipe_for(source, lora=Lora(rank=2, **lora))
+    section = dataclasses.replace(recipe.model, new_tokens=("<call>",))
+    data = dataclasses.replace(recipe.data, tokenizer="bytes")
+    recipe = dataclasses.replace(recipe, model=section, data=data)
+    prepared = prepare_model(recipe, device=CPU)
+    prepared.init_fn(prepared.model, CPU, CPU)
+    monkeypatch.setattr(type(prepared.source.stored), "read", None)
+    options = {"device": CPU, "merged": True, "source": prepared.source}
+    export_hugging_face(prepared.model, tmp_path / "out", rank=1, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_frozen_parameters_that_matter_stay_in_float32(tmp_path):
