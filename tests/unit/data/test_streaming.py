@@ -305,6 +305,21 @@ def test_rows_whose_targets_are_cut_off_are_dropped_and_listed(tmp_path, packing
         rows_of(make_stream(file, **options))
 
 
+def test_rows_that_are_too_long_are_dropped_and_listed(tmp_path):
+    rows = [{"question": "q", "answer": "a" * size, "topic": "x"} for size in (2, 30, 3)]
+    file = write(tmp_path / "a.jsonl", rows)
+    options = {"batch": 1, "micro": 1, "kind": "instruct", "shuffle": False, "steps": 4}
+    stream = make_stream(file, **options)
+    note = "note: columns that are not used: topic (data.ignore_columns: on purpose)"
+    assert stream.describe()[-1] == note
+    answers = [sum(token == ord("a") for token in ids) for ids, _ in rows_of(stream)]
+    assert answers
+    assert max(answers) <= 5  # of the first and the third row
+    assert skipped_rows(file) == ["a.jsonl:2"]
+    with pytest.raises(RecipeError, match=r"a.jsonl:2: 35 tokens, more than 16 .*overlong"):
+        rows_of(make_stream(file, **options, overlong="error"))
+
+
 def test_unusable_rows_are_refused_or_skipped(texts, small_shards):
     write(texts / "c.jsonl", '{"text": "fine"}\n{"body": "x"}\nnot json\n')
     with pytest.raises(RecipeError, match=r"c\.jsonl:[23]: "):
