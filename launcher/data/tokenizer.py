@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -218,12 +218,15 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     folder = model_folder(name, key="data.tokenizer", weights=False)
     try:
-        return AutoTokenizer.from_pretrained(
+        fix = _fix_of_mistral(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder),
             local_files_only=True,
             trust_remote_code=trusted,  # None would ask in a terminal
-            **_fix_of_mistral(folder),
+            **fix,
         )
+        tokenizer.corrected = fix.get("fix_mistral_regex", False)
+        return cast("PreTrainedTokenizerBase", tokenizer)
     except Exception as error:  # broken files raise many classes
         what = first_line(error)
         if "trust_remote_code" in str(error):

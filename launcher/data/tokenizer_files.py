@@ -49,7 +49,8 @@ class KeptTokenizer:
         source = self.source
         tokens = self.name.tokens if isinstance(self.name, ExtendedName) else ()
         needed = "tokenizer.json" if tokens else "."
-        if source is None or not (source / needed).exists():
+        corrected = getattr(self.tokenizer, "corrected", False)  # by `hugging_face_tokenizer`
+        if source is None or corrected or not (source / needed).exists():
             self.tokenizer.save_pretrained(folder)
         else:
             self._copy(source, folder)

@@ -19,6 +19,7 @@ from launcher.data.ends import taught_ends
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
@@ -763,6 +764,10 @@ def test_the_pattern_of_mistral_is_corrected(tmp_path, caplog):
         with caplog.at_level("INFO", logger="launcher"):
             loaded = hugging_face_tokenizer(str(tmp_path / name))
         patterns[name] = str(loaded.backend_tokenizer.pre_tokenizer)
+        (exported := tmp_path / f"{name} exported").mkdir()
+        KeptTokenizer(name, loaded, tmp_path / name).save(exported)
+        kept = json.loads((exported / "tokenizer.json").read_text())["pre_tokenizer"]
+        assert (r"\p{Lu}" in json.dumps(kept)) == (name == "wrong")
     assert r"\p{Lu}" in patterns["wrong"]
     assert r"\p{Lu}" not in patterns["corrected by transformers"]
     assert patterns["old"] == str(old.backend_tokenizer.pre_tokenizer)
