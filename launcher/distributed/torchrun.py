@@ -68,7 +68,10 @@ def bind_stores(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-    class BoundStore(dist.TCPStore):
+    # A second run of this process binds torch's own store, and not the bound one again
+    plain: Any = getattr(dist.TCPStore, "plain", dist.TCPStore)
+
+    class BoundStore(plain):  # type: ignore[misc]
         def __init__(self, host: str = "", port: int = 0, *more: Any, **options: Any) -> None:
             host, port = options.pop("host_name", host), options.pop("port", port)
             if options.get("is_master") and (listener := listen(address, port)) is not None:
@@ -76,6 +79,7 @@ def bind_stores(arguments: argparse.Namespace) -> None:
                 options["master_listen_fd"] = listener.detach()
             super().__init__(host, port, *more, **options)
 
+    BoundStore.plain = plain
     # The names by which torch 2.11 to 2.13 make the two stores: of the agents and of the ranks
     modules: list[Any] = [dist, c10d_rendezvous_backend]
     for module in modules:

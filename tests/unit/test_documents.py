@@ -95,7 +95,8 @@ def test_commands_in_recipe_headers_are_valid(recipe):
         words, ranks = arguments(command)
         assert words[0] == f"recipe={recipe}"
         load_recipe(
-            words + (FINETUNE_DATA if recipe in ("finetune", "prefer") else []), ranks=ranks
+            words + (FINETUNE_DATA if recipe in ("finetune", "prefer", "smollm2") else []),
+            ranks=ranks,
         )
 
 

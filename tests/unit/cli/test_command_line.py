@@ -325,6 +325,7 @@ def test_a_machine_that_loses_the_store_after_a_refusal_was_refused(
     monkeypatch.delenv("LAUNCHER_REFUSED", raising=False)
     monkeypatch.setenv("LOGLEVEL", "WARNING")  # otherwise all logging is disabled
     monkeypatch.setattr(torchrun, "run", agent)
+    monkeypatch.setattr(train, "bind_stores", lambda parsed: None)  # it would change this process
     assert train._run_agent(["--nproc-per-node=1", "-m", "launcher.train"]) == status
     assert ("did not meet" in capsys.readouterr().err) is not refused
     assert not Path(os.environ.pop("LAUNCHER_REFUSED")).exists()

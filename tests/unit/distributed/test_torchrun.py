@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from launcher.distributed import torchrun
 from launcher.distributed.torchrun import bind_stores, listen, store_address
@@ -87,6 +88,18 @@ def test_other_options_leave_torch_as_it_is():
 
     bind_stores(argparse.Namespace(local_addr=None, standalone=False, nnodes="2"))
     assert torchrun_store() is TCPStore
+
+
+def test_stores_are_bound_again_by_a_second_run(monkeypatch):
+    """Of a sweep, in the same process."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    for module in (torch.distributed, c10d_rendezvous_backend):
+        monkeypatch.setattr(module, "TCPStore", module.TCPStore)  # restored at the end
+    for _ in range(2):
+        bind_stores(argparse.Namespace(local_addr=None, standalone=True, nnodes="1"))
+    store = torchrun_store()("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert store.port > 0
 
 
 def torchrun_store():

@@ -61,7 +61,7 @@ def data_overrides(file):
         USER_DATA
         if "my/data" in file.read_text()
         else FINETUNE_DATA
-        if file.stem in ("finetune", "prefer")
+        if file.stem in ("finetune", "prefer", "smollm2")
         else ["model.path=gpt2", *USER_DATA]
         if file.stem == "sft"
         else []
