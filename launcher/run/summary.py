@@ -230,6 +230,12 @@ def _batch(training: Training) -> Iterator[str]:
     warmup = recipe.schedule.warmup_steps
     if warmup >= steps:
         yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"
+    if 0 < data.order.samples < batch.global_batch_size:
+        many = batch.global_batch_size / data.order.samples
+        yield (
+            f"note: the data are {data.order.samples:,} sequences, so each step sees them {many:.2g} "
+            f"times; batch.global_batch_size={max(1, data.order.samples // 8)} makes more steps of them"
+        )
 
 
 def _count(number: int) -> str:
