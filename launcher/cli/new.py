@@ -219,7 +219,7 @@ class Wanted:
             *("data:", f"  kind: {self.kind}  # by the columns of the data"),
             f"  train: [{_scalar(self.data)}]",
             "  validation_split: 0.02  # one document in fifty is not trained on",
-            f"  sequence_length: {self.sequence_length}  # tokens; longer chats are left out",
+            f"  sequence_length: {self.sequence_length}  # tokens; longer chats are dropped",
         ]
         if best is not None and not best.data.packing:
             lines.append("  packing: false  # this model cannot keep packed documents apart")

@@ -16,7 +16,7 @@ Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`; and
-`squared_lengths`, for each of these tokens the tokens of its document, added up."""
+`squared_lengths`, the sum over the documents of their squared lengths in tokens."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 _SHORTEST = 256
@@ -250,7 +250,8 @@ def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(No
 
 
 def squared_lengths(row: Sample, part: slice = slice(None)) -> int:
-    """The squares of the lengths of a row's documents, added up; of a part of the row, its share."""
+    """Sum of the squared lengths of a row's documents; for a part of the row, the part's share of the
+    sum."""
     positions = row.get("position_ids")
     count = len(row["input_ids"])
     if positions is None:  # one document

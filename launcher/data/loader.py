@@ -44,7 +44,7 @@ class StepTotals(NamedTuple):
     save_requests: int = 0
     """Ranks that are asked to save."""
     squared_lengths: int = 0
-    """For each token without padding, the tokens of its document, added up; 0: not known."""
+    """Sum over the documents of their squared lengths in tokens; 0: not known."""
     loss_weight: float | None = None
     """The sum of the weights of tokens with a target; None: each counts 1."""
 

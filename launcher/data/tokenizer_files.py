@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
 CONFIG = "tokenizer_config.json"
 _FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.tiktoken", "tekken.json", "chat_template.jinja"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.jinja",
 )
 """Files of tokenizers. A class may name others."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")

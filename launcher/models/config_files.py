@@ -30,8 +30,14 @@ _DTYPES = ("torch_dtype", "dtype")
 _NOT_COMPARED = {*_DTYPES, "architectures", "transformers_version"}
 """Keys that are set elsewhere, or that say who wrote the file."""
 _OLD_ROTARY = (
-    *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"),
-    *("global_rope_theta", "local_rope_theta", "rotary_emb_base", "rotary_pct"),
+    "rope_theta",
+    "rope_scaling",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "global_rope_theta",
+    "local_rope_theta",
+    "rotary_emb_base",
+    "rotary_pct",
 )
 """Settings of rotary positions in transformers 4, of which transformers 5 makes `rope_parameters`.
 Without them transformers 4 takes its own defaults, silently."""

@@ -46,8 +46,16 @@ PROCESSOR = ("*processor_config.json", "chat_template.json")
 COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of a checkpoint that an export copies: the processor's, and the license."""
 _WRITTEN = (
-    *("*.safetensors", "*.safetensors.index.json", "*config.json", "adapter_*", "*.model"),
-    *("token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*config.json",
+    "adapter_*",
+    "*.model",
+    "token*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
     *("chat_template*", NAMED_TEMPLATES, LABELS, "*.tiktoken", "tekken.json"),
 )
 """Files that exports write. One that the next export does not write would change the model."""

@@ -15,9 +15,16 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 _NOT_INPUTS = (
-    *("targets", "target_positions", "weights", "text_mask", "sources"),
-    *("answers", "answer_tokens", "reference"),
-    *("teacher_ids", "teacher_log_probabilities"),
+    "targets",
+    "target_positions",
+    "weights",
+    "text_mask",
+    "sources",
+    "answers",
+    "answer_tokens",
+    "reference",
+    "teacher_ids",
+    "teacher_log_probabilities",
 )
 
 MicroBatch = Mapping[str, Any]

@@ -113,8 +113,9 @@ def known_machine(
 
     `gpu` is a name as users or CUDA call it (`h100`, `NVIDIA A100-SXM4-80GB`); a GPU that is not in
     the table gets the rates of the GPU with the nearest memory size. `overrides` are rates that
-    replace those of the table, `cores` are those of a CPU, and `others` is what a message names besides its GPUs. Raises
-    RecipeError if neither the GPU nor `memory` is known.
+    replace those of the table, `cores` is the number of cores of a node without GPUs, and `others`
+    is what a message names besides the GPUs of the table. Raises RecipeError if neither the GPU nor
+    `memory` is known.
     """
     device: Literal["cuda", "cpu"] = "cuda"
     if gpu is not None and gpu.strip().lower() == "cpu":

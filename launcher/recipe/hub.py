@@ -18,8 +18,19 @@ from launcher.errors import RecipeError, first_line
 logger = logging.getLogger(__name__)
 
 _FILE_ENDINGS = (
-    *(".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".py", ".md", ".yaml", ".yml"),
-    *(".gz", ".zst", ".jinja"),
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".csv",
+    ".tsv",
+    ".txt",
+    ".py",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".gz",
+    ".zst",
+    ".jinja",
 )
 _WITHOUT_OWNER = (
     "albert|bert|camembert|ctrl|distilbert|distilgpt2|distilroberta|gpt2|openai-gpt|roberta|t5|"

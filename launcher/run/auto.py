@@ -453,7 +453,7 @@ def _slow_step_text(best: Configuration) -> str:
     seconds, batch = best.seconds.total, best.recipe.batch.global_batch_size
     text = f"; a step takes about {seconds_as_text(seconds)} by plan"
     if (fewer := max(1, int(batch * CPU_SECONDS / seconds))) < batch:
-        text += f", with batch.global_batch_size={fewer} {seconds_as_text(seconds * fewer / batch)}"
+        text += f", with batch.global_batch_size={fewer} about {seconds_as_text(seconds * fewer / batch)}"
     return text
 
 

@@ -45,8 +45,12 @@ def test_adapters_teach_a_real_model_a_format(tmp_path):
     orders = tmp_path / "orders"
     run([sys.executable, SCRIPT, "generate", orders], timeout=60).check()
     torchrun(
-        *("launcher/train.py", "recipe=smollm2", f"model.path={MODEL}", f"run.dir={tmp_path}/run"),
-        *(f"data.train=[{orders}/train.jsonl]", f"data.validation=[{orders}/test.jsonl]"),
+        "launcher/train.py",
+        "recipe=smollm2",
+        f"model.path={MODEL}",
+        f"run.dir={tmp_path}/run",
+        f"data.train=[{orders}/train.jsonl]",
+        f"data.validation=[{orders}/test.jsonl]",
         ranks=2,
         timeout=900,
     ).check()
