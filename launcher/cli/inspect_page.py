@@ -306,7 +306,7 @@ class _Page:
     def histogram(self, part: str, dataset: OpenedSet) -> None:
         """Prints how many documents have how many tokens."""
         most = dataset.length
-        rows = bins(np.diff(dataset.store.offsets), mark=most)
+        rows = bins(dataset.document_lengths, mark=most)
         width, largest = len(f"{rows[-1][1]:,}"), max(count for _, _, count in rows)
         self._print()
         self._rule((f"{part}{dataset.unit} by tokens", "bold"))
@@ -345,8 +345,8 @@ def bins(lengths: npt.NDArray[np.integer[Any]], *, mark: int) -> list[tuple[int,
 
 def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
-    store, sequences = dataset.store, dataset.sequences
-    lengths, tokens, with_loss = np.diff(store.offsets), dataset.tokens, ""
+    sequences, lengths = dataset.sequences, dataset.document_lengths
+    tokens, with_loss = dataset.tokens, ""
     # Otherwise the targets are classes, or others in each epoch
     if "position_ids" in dataset[0] and not isinstance(dataset, MaskedDataset):
         trained = sequences.targets

@@ -288,15 +288,13 @@ def _tool_calls(value: object, what: str) -> list[object] | None:
     return calls
 
 
-def read_tools(value: object) -> list[object] | None:
-    """A row's `tools`: a list, or a list as JSON. A function without the object around it gets it:
+def read_tools(value: object, column: str = "tools") -> list[object] | None:
+    """The tools in a column of a row: a list, or a list as JSON. A function without the object around it gets it:
     {"type": "function", "function": {...}} is what templates expect. Raises RowError."""
     try:
-        tools = read_list(value, "column 'tools'")
+        tools = read_list(value, f"column {column!r}")
     except RowError as error:
-        what = (
-            "rename the column if it has no descriptions of tools, or data.ignore_columns names it"
-        )
+        what = f"data.ignore_columns: [{column}] if it has no descriptions of tools"
         raise RowError(f"{error}; {what}") from None
     return None if tools is None else [_described(tool) for tool in tools]
 

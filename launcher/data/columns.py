@@ -26,10 +26,21 @@ def read_value(
     value = row.get(column)
     if value is not None and isinstance(value, kinds):
         return value
-    got = f"got {type(value).__name__}" if column in row else "no such column"
+    if value is None and column in row:
+        raise RowError(f"column {column!r} is empty (null); it must hold {what}")
+    if isinstance(value, bool | int | float):
+        raise RowError(f"column {column!r} must hold {what}; got {value!r}: write it as text")
     key = f"data.{KEYS[role]}" if role in KEYS else "data.columns"
-    listed = ", ".join(row)
-    raise RowError(f"column {column!r} must hold {what}; {got}; columns: {listed} ({key} names it)")
+    got = f"got {described(value)}" if column in row else "no such column"
+    key += " names another" if column in row else " names it"
+    raise RowError(f"column {column!r} must hold {what}; {got}; columns: {', '.join(row)} ({key})")
+
+
+def described(value: object) -> str:
+    """The type of a value of a row, and the keys of an object."""
+    if isinstance(value, dict):
+        return f"an object with the keys {', '.join(map(str, value)) or '(none)'}"
+    return type(value).__name__
 
 
 def read_integers(row: Values, column: str) -> Ids:

@@ -27,7 +27,7 @@ from launcher.data.collation import (
     padded_width,
 )
 from launcher.data.custom import CustomDataset
-from launcher.data.packing import Sequences
+from launcher.data.packing import Integers, Sequences
 from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
 from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
@@ -51,6 +51,8 @@ class _Stored:
     """Most tokens of a sequence (data.sequence_length)."""
     width_multiple: int = field(default=1, kw_only=True)
     """See `ModelInputs`."""
+    documents: Integers | None = field(default=None, kw_only=True)
+    """The numbers of the documents of the store that are packed; None: all."""
     unit: ClassVar[str] = "documents"
 
     def __len__(self) -> int:
@@ -71,6 +73,12 @@ class _Stored:
         """Tokens of each sample; None if not known in advance."""
         bounds = self.sequences.bounds[:-1]
         return np.add.reduceat(self.sequences.lengths, bounds)  # type: ignore[return-value]
+
+    @property
+    def document_lengths(self) -> Integers:
+        """Tokens of each document that was packed, with those that are dropped."""
+        lengths = np.diff(self.store.offsets)
+        return lengths if self.documents is None else lengths[self.documents]
 
     def width(self, longest: int) -> int:
         """Tokens of a row that is padded to the longest one of its micro-batch."""

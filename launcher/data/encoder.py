@@ -16,6 +16,7 @@ import numpy as np
 
 from launcher.data.chat import (
     Message,
+    NotAsServedError,
     RowError,
     dialogue,
     encodable,
@@ -29,7 +30,14 @@ from launcher.data.chat import (
     with_system,
 )
 from launcher.data.chat_template import ChatTemplate, Rendered
-from launcher.data.columns import Weights, read_integers, read_margin, read_value, read_weights
+from launcher.data.columns import (
+    Weights,
+    described,
+    read_integers,
+    read_margin,
+    read_value,
+    read_weights,
+)
 from launcher.data.pairs import different, pair_of_answers
 from launcher.data.rendering import load_template, render, render_text
 from launcher.data.sources import Row, SourcePart, Values, in_batches, read_all
@@ -329,17 +337,12 @@ def _render(
 ) -> Rendered:
     return render(
         _template(encoder),
-        _tools(found, row),
+        row,
+        found.get("tools"),
         messages,
         loss_from=loss_from,
         loss_on=encoder.settings.get("loss_on"),
     )
-
-
-def _tools(found: Match, row: Values) -> Values:
-    """The tools of a row, as its only column."""
-    column = found.get("tools")
-    return {} if column is None else {"tools": row.get(column)}
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
@@ -378,8 +381,9 @@ def _read_answer(
     column = found.columns[role]
     response = parsed_messages(read_value(row, column, (str, list, dict), _ANSWER, role=role))
     if not isinstance(response, str | list):
-        raise RowError(f"column {column!r} must hold {_ANSWER}; got an object")
-    if not response:
+        what = "write the answer to a column of its own, as text"
+        raise RowError(f"column {column!r} must hold {_ANSWER}; got {described(response)}; {what}")
+    if not (response.strip() if isinstance(response, str) else response):
         raise RowError(f"column {column!r} is empty, so there is nothing to learn from")
     as_turns, rounds = encoder.as_turns, list[tuple[str, str]]()
     key = found.get("instruction") or found.get("prompt") or found.get("messages") or "prompt"
@@ -398,15 +402,20 @@ def _read_answer(
         if found.get("prompt") is not None and re.match(r"\s\S", response):
             response = response[1:]  # white space that joins two texts
         prompt = _dialogue_before_answer(prompt) or prompt
-    column_of_system, default = found.get("system") or "", encoder.settings.get("system")
     reasoning = found.get("reasoning")
     thought = None if reasoning is None else read_text(row.get(reasoning), reasoning)
     if isinstance(prompt, str) and isinstance(response, str) and not as_turns:
         if thought:
             what = "holds reasoning, which only a chat template writes; set data.prompt_format=chat"
             raise RowError(f"column {reasoning!r} {what}, or data.ignore_columns: [{reasoning}]")
-        system = {**_tools(found, row), column_of_system: row.get(column_of_system)}
-        return render_text(system, prompt, response, column=column_of_system, default=default)
+        return render_text(
+            row,
+            found.get("tools"),
+            prompt,
+            response,
+            system_column=found.get("system"),
+            default=encoder.settings.get("system"),
+        )
     earlier = [
         turn
         for asked, answered in rounds
@@ -416,7 +425,12 @@ def _read_answer(
     answer = _turns("assistant", response, column)
     if thought:
         answer[-1] = {**answer[-1], "reasoning_content": thought}
-    return _render(encoder, found, row, question + answer, loss_from=len(question))
+    try:
+        return _render(encoder, found, row, question + answer, loss_from=len(question))
+    except NotAsServedError as error:
+        if not thought:
+            raise
+        raise RowError(f"{error}; data.ignore_columns: [{reasoning}] trains without it") from None
 
 
 def _dialogue_before_answer(prompt: str) -> list[Message] | None:

@@ -112,7 +112,9 @@ def pack_store(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
         )
         return ClassificationDataset(
-            store, sequences, length, model.padding, width_multiple=model.width_multiple
+            *(store, sequences, length, model.padding),
+            width_multiple=model.width_multiple,
+            documents=documents,
         )
     if not sequences.targets:
         names = store.fingerprint.get("files", ())
@@ -122,6 +124,7 @@ def pack_store(
         "masking": model.masking,
         "part": model.part,
         "width_multiple": model.width_multiple,
+        "documents": documents,
     }
     if model.task == "masked_lm":
         tokenizer = model.tokenizer or data.tokenizer

@@ -36,16 +36,17 @@ def load_template(
 def render(
     template: ChatTemplate,
     row: Values,
+    tools_column: str | None,
     messages: list[Message],
     *,
     loss_from: int,
     loss_on: str | None,
 ) -> Rendered:
-    """The messages with the row's tools. loss_from is the index of the first message that may carry
+    """The messages with the tools in a column of the row. loss_from is the index of the first message that may carry
     loss; loss_on is data.loss_on, or None for the default. Raises RowError."""
-    tools, parsed = read_tools(row.get("tools")), parse_arguments(messages)
+    tools, parsed = _tools(row, tools_column), parse_arguments(messages)
     if tools and not uses_tools(template.source(tools)):
-        raise RowError(_unused_tools("the chat template does not read them"))
+        raise RowError(_unused_tools(tools_column, "the chat template does not read them"))
     if loss_on == "last":
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         loss_from = max([loss_from, *turns])
@@ -114,18 +115,30 @@ def _first(
 
 
 def render_text(
-    row: Values, prompt: str, response: str, *, column: str, default: str | None
+    row: Values,
+    tools_column: str | None,
+    prompt: str,
+    response: str,
+    *,
+    system_column: str | None,
+    default: str | None,
 ) -> tuple[str, str]:
     """Prompt and response as they are, the prompt after the system prompt of the row's column, or
     else after the default one. Raises RowError."""
-    if read_tools(row.get("tools")):
-        raise RowError(_unused_tools("text is trained on without a chat template"))
-    system = read_text(row.get(column), column) or default
+    if _tools(row, tools_column):
+        raise RowError(_unused_tools(tools_column, "text is trained on without a chat template"))
+    system = default
+    if system_column is not None:
+        system = read_text(row.get(system_column), system_column) or default
     prompt = f"{system}\n\n{prompt}" if system else prompt
     encodable(prompt + response, "prompt or response")
     return prompt, response
 
 
-def _unused_tools(why: str) -> str:
-    hint = "set data.chat_template to one that reads them, or remove tools from the row"
+def _tools(row: Values, column: str | None) -> list[object] | None:
+    return None if column is None else read_tools(row.get(column), column)
+
+
+def _unused_tools(column: str | None, why: str) -> str:
+    hint = f"set data.chat_template to one that reads them, or data.ignore_columns: [{column}]"
     return f"the model would not see the row's tools: {why}; {hint}"

@@ -26,6 +26,7 @@ import numpy as np
 from launcher.console import bytes_as_text
 from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
+from launcher.recipe.columns import no_list
 from launcher.recipe.hub import (
     SAVED_DICT,
     is_hub_id,
@@ -308,8 +309,13 @@ def _text(part: SourcePart, column: str) -> Iterator[Row]:
             yield Row(part, 0, {column: text}, size=len(content))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        problem = f"not UTF-8 text (byte {error.start}); convert it, or leave it out"
-        yield Row(part, line, None, problem)
+        yield Row(part, line, None, f"{_not_utf8(error.start)}, or leave it out")
+
+
+def _not_utf8(byte: int | None = None) -> str:
+    at = "" if byte is None else f" (byte {byte})"
+    convert = "iconv -f WINDOWS-1252 -t UTF-8 FILE >NEW, if Windows wrote it"
+    return f"not UTF-8 text{at}; convert the file ({convert})"
 
 
 def _parse_json(content: bytes) -> tuple[Any, str]:
@@ -317,12 +323,25 @@ def _parse_json(content: bytes) -> tuple[Any, str]:
     try:
         return json.loads(content.decode("utf-8-sig")), ""
     except UnicodeDecodeError as error:
-        return None, f"not UTF-8 text (byte {error.start})"
+        return None, _not_utf8(error.start)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        return None, f"not JSON: {error.msg} ({line}column {error.colno})"
+        return None, f"not JSON: {error.msg} ({line}column {error.colno}){_comma(error)}"
     except (ValueError, RecursionError) as error:
         return None, f"not JSON that can be read: {error}"
+
+
+def _comma(error: json.JSONDecodeError) -> str:
+    """What to do about a comma that is too many."""
+    rest = error.doc[error.pos :].strip()
+    if error.msg == "Extra data" and rest == ",":
+        return "; remove the comma at the end of the line"
+    before = error.doc[: error.pos].rstrip()
+    if (rest[:1] in ("]", "}") and before.endswith(",")) or error.msg.startswith(
+        "Illegal trailing"
+    ):
+        return "; remove the comma before it"
+    return ""
 
 
 def _object(
@@ -349,7 +368,10 @@ def _jsonl(part: SourcePart) -> Iterator[Row]:
                     left -= len(line)
                 yield Row(part, number, None, part.too_large("the line"))
             elif line.strip():
-                yield _object(part, number, *_parse_json(line.rstrip()), size=len(line))
+                value, problem = _parse_json(line.rstrip())
+                if problem and line.lstrip().startswith(b"["):
+                    problem += "; if the file is one list of rows, name it .json"
+                yield _object(part, number, value, problem, size=len(line))
 
 
 def _json(part: SourcePart) -> Iterator[Row]:
@@ -364,7 +386,7 @@ def _json(part: SourcePart) -> Iterator[Row]:
     if "Extra data" in problem:
         problem += "; if it has one object per line, name it .jsonl"
     elif not problem and not isinstance(rows, list):
-        problem = f"must be a list of objects; got {type(rows).__name__}"
+        problem = no_list(rows)
     if problem:
         yield Row(part, 0, None, problem)
         return
@@ -393,9 +415,9 @@ def _csv(part: SourcePart) -> Iterator[Row]:
             except csv.Error as error:
                 fields, problem = [""], f"not CSV: {error}"
             if re.search("[\udc80-\udcff]", "".join(fields)):
-                problem = "not UTF-8 text"
-            elif not header and len(set(fields)) < len(fields):
-                problem = "the header names a column twice"
+                problem = _not_utf8()
+            elif not header and not problem:
+                problem = _problem_of_header(fields)
             elif header and fields and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
             if problem:
@@ -406,6 +428,23 @@ def _csv(part: SourcePart) -> Iterator[Row]:
                 values = dict(zip(header, fields, strict=True))
                 yield Row(part, line, values, size=sum(map(len, fields)))
             header = header or fields
+
+
+def _problem_of_header(names: list[str]) -> str:
+    """Why the first line of a .csv or .tsv file cannot name its columns; empty if it can."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        listed = ", ".join(map(repr, twice))
+        return f"the header names a column twice ({listed}); rename one, or remove it"
+    for mark, name in (
+        (";", "semicolons"),
+        ("\t", "tabs"),
+        ("|", "vertical bars"),
+        (",", "commas"),
+    ):
+        if len(names) == 1 and mark in names[0]:
+            what = "write the file with commas, or with tabs as .tsv"
+            return f"the header is one column, {names[0]!r}; if {name} divide the columns, {what}"
+    return ""
 
 
 def _csv_lines(part: SourcePart, stream: io.TextIOWrapper) -> Iterator[str]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from launcher.errors import RecipeError
 from launcher.recipe.hub import SAVED_DICT, is_hub_id, is_saved_data_set, load_data_set
 
 _FIRST_LINE = 1 << 28
@@ -26,7 +27,8 @@ def first_row(
     patterns: Iterable[str], *, hub: bool = False
 ) -> tuple[str, Mapping[str, Any]] | None:
     """The first file that the patterns name, and its first row; None if that is not a file of rows,
-    or cannot be read. hub: also fetch a data set of the hub."""
+    or cannot be read. hub: also fetch a data set of the hub. Raises RecipeError if a .json file
+    holds no list."""
     for pattern in patterns:
         if is_of_system(pattern):
             return None
@@ -38,6 +40,8 @@ def first_row(
                 for file in _files(match) if match.is_dir() else [match]:
                     row = _row(file)
                     return None if row is None else (str(file), row)
+            except NotAListError as error:
+                raise RecipeError(f"{file}: {error}") from None
             except Exception:  # of damaged files: many classes, reported when they are read
                 return None
     return None
@@ -110,8 +114,37 @@ def _jsonl(stream: BinaryIO) -> Mapping[str, Any]:
 
 def _json(stream: BinaryIO) -> Mapping[str, Any]:
     text = stream.read(_FIRST_BYTES).decode("utf-8-sig", errors="ignore")
-    row, _ = json.JSONDecoder().raw_decode(text, text.index("{"))
+    start = text.index("{")
+    if text[:start].strip() != "[":
+        value, end = json.JSONDecoder().raw_decode(text, start)  # raises if the file is larger
+        raise NotAListError(no_list(value if not text[end:].strip() else {}))
+    row, _ = json.JSONDecoder().raw_decode(text, start)
     return _object(row)
+
+
+class NotAListError(Exception):
+    """A .json file that holds no list of rows."""
+
+
+def no_list(value: object) -> str:
+    """The problem of a .json file with this value, which is no list, and where its rows may be."""
+    problem = f"must hold a list of objects, one for each row; got {type(value).__name__}"
+    if not isinstance(value, dict):
+        return problem
+    problem = problem.replace("dict", "one object")
+    rows = [key for key, held in value.items() if _holds_objects(held)]
+    columns = [held for held in value.values() if isinstance(held, list)]
+    if len(rows) == 1:
+        return f"{problem}; its key {rows[0]!r} holds such a list: write that list to a file alone"
+    if len(columns) > 1 and len(columns) == len(value) and len(set(map(len, columns))) == 1:
+        return f"{problem} that holds each column as a list; write each row as an object"
+    if rows:
+        return f"{problem} with several lists ({', '.join(rows)}); write each to a file of its own"
+    return f"{problem}; if each line is a row, name the file .jsonl"
+
+
+def _holds_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _object(row: object) -> Mapping[str, Any]:

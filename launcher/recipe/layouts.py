@@ -48,7 +48,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "message_2",
         "generation",
     ),
-    "reasoning": ("reasoning_content",),
+    "reasoning": ("reasoning_content", "reasoning", "thinking"),
     "history": ("history",),
     "calls": ("answers",),
     "system": (
@@ -163,12 +163,6 @@ LAYOUTS = (
     Layout("classification", ("text", "label"), (), "a text with its class"),
     Layout(
         "instruct",
-        ("instruction", "calls", "tools"),
-        ("system",),
-        "a user's turn, and an assistant's with tool calls",
-    ),
-    Layout(
-        "instruct",
         ("instruction", "response"),
         ("input", "history", "reasoning", *_SHARED),
         "a user's and an assistant's turn; as text, Alpaca's headings",
@@ -178,6 +172,12 @@ LAYOUTS = (
         ("prompt", "response"),
         ("reasoning", *_SHARED),
         "a user's and an assistant's turn; as text, one after the other",
+    ),
+    Layout(
+        "instruct",
+        ("instruction", "calls", "tools"),
+        ("system",),
+        "a user's turn, and an assistant's with tool calls",
     ),
     Layout("text", ("text",), (), "a text"),
 )
@@ -363,7 +363,10 @@ def no_layout(
     )
     other = match(present, named, {layout.kind for layout in LAYOUTS} - {kind or "", "text"})
     if kind is not None and other is not None:
-        text += f"; or set data.kind={other.layout.kind}, which has such columns"
+        text += (
+            f"; or set data.kind={other.layout.kind}, which has such columns; rows of two kinds "
+        )
+        text += "belong in two files, as two sources (data.train: {a: {...}, b: {...}})"
     return text
 
 
@@ -463,8 +466,8 @@ def _is_weight(value: object) -> bool:
 
 _HINTS = (
     (("reasoning", "thinking", "cot", "thought", "rationale"), "reasoning", "reasoning"),
-    (("rejected",), "rejected", "a worse answer"),
     (("score", "rating", "reward"), "", "a score"),
+    (("rejected",), "rejected", "a worse answer"),
     (("margin",), "margin", "a margin"),
     (("chosen", "preferred"), "chosen", "a better answer"),
     (("system", "persona"), "system", "a system prompt"),
@@ -479,11 +482,17 @@ _HINTS = (
 )
 """Parts of names of columns, and what such a column may be: a role, and in words."""
 _SHOWN = 8
+_PAIR = Layout("preference", ("chosen", "rejected"), (), "a pair")
 
 
 def unused_line(columns: Mapping[str, str]) -> str:
     """The line about columns that are not used. columns: each with its `describe_column`."""
     parts = list(columns.values())
+    pair = _columns_of(_PAIR, tuple(columns), {})
+    if len(pair) == 2:
+        names = " and ".join(pair.values())
+        parts = [part for name, part in columns.items() if name not in pair.values()]
+        parts.insert(0, f"{names} (pairs of answers? preference.loss: dpo trains on them)")
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
     listed = ", ".join(parts[:_SHOWN])
     return f"columns that are not used: {listed}{more} (data.ignore_columns: on purpose)"

@@ -346,7 +346,12 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         files = [files] if isinstance(files, str) else files
         if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
             continue
-        first = None if source.get("kind") is not None else first_row(files, hub=hub)
+        where: KeyPath = ("data", "train", name, "files") if name else ("data", "train")
+        try:
+            first = None if source.get("kind") is not None else first_row(files, hub=hub)
+        except RecipeError as error:
+            yield Problem(where, str(error))
+            continue
         keys = data | {key: value for key, value in source.items() if value is not None}
         named, ignored = named_columns(keys), keys.get("ignore_columns") or ()
         ignored = [ignored] if isinstance(ignored, str) else ignored
@@ -372,7 +377,6 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             if first is not None and found is not None:
                 origins.derived[path] = f"{kind}, by the columns of {shown(first[0])}"
         if first is not None and problem is not None:
-            where: KeyPath = ("data", "train", name, "files") if name else ("data", "train")
             yield Problem(where, f"{shown(first[0])}: {problem}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 
@@ -23,6 +24,9 @@ class Progress:
         limit is run.init_timeout, not run.hang_timeout."""
         self.started = False
         """The first step of this start is done."""
+        self.step_seconds: float | None = None
+        """How long the last step took, with what followed the one before; None: not known yet."""
+        self._step_began = time.monotonic()
         self.preparing = True
         """No step has begun, so a requested stop has nothing to save."""
 
@@ -35,7 +39,10 @@ class Progress:
     def step_done(self, step: int) -> None:
         """Must be called when a step has ended."""
         self.step, self.beats, self.micro_batch, self.slow_phase = step, 0, 0, None
-        self.started = True
+        now = time.monotonic()
+        # The first step of a start also loads kernels and compiles
+        self.step_seconds = now - self._step_began if self.started else None
+        self.started, self._step_began = True, now
 
     def slow_until_step(self, phase: str) -> None:
         """Until the next step is done, the limit is that of a slow phase."""

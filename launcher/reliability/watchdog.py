@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import socket
 import sys
@@ -25,7 +26,7 @@ import time
 import traceback
 from typing import Any
 
-from launcher.console import signs_of_life
+from launcher.console import seconds_as_text, signs_of_life
 from launcher.distributed.child_stacks import last_call, stacks_of_children
 from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
@@ -34,6 +35,8 @@ from launcher.reliability import hang_report
 from launcher.reliability.causes import describe
 from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
 from launcher.reliability.signals import StopRequest
+
+logger = logging.getLogger(__name__)
 
 _ROUND_SECONDS = 1.0
 """Longest time between two checks; with a short run.hang_timeout a tenth of it."""
@@ -45,6 +48,8 @@ _STORE_LOST_SECONDS = 10.0
 """Time that the store may fail before it counts as gone."""
 _ANSWER_SECONDS = 5.0
 """Time for the ranks to write their stacks when one hangs."""
+_SHORT_STEP_SECONDS = 2.0
+"""A step after whose end a stop needs no explanation."""
 # Keys of the store
 _SLOW, _LIFE = "watch/slow", "watch/life"
 _HANG, _ANSWER = "watch/hang", "watch/answer_{}".format
@@ -58,6 +63,17 @@ def _behind(answers: dict[int, Answer]) -> list[int]:
     first = min(answer["position"] for answer in answers.values())
     slowest = sorted(rank for rank in answers if answers[rank]["position"] == first)
     return [rank for rank in slowest if not answers[rank]["waits"]] or slowest
+
+
+def stop_line(source: str, seconds: float | None) -> str:
+    """What to say when a stop is requested, if the step may take long; else empty. seconds: of the
+    last step; None: not known."""
+    if seconds is not None and seconds < _SHORT_STEP_SECONDS:
+        return ""
+    took = "" if seconds is None else f", which takes about {seconds_as_text(seconds)}"
+    repeats = source in ("SIGTERM", "SIGINT")
+    again = f"; a second {source} ends it at once" if repeats else ""
+    return f"{source}: the run stops after the current step{took}{again}"
 
 
 class Watch:
@@ -80,7 +96,7 @@ class Watch:
         self._rank, self._ranks = failures.rank, failures.ranks
         self._period = min(_ROUND_SECONDS, max(0.2, hang_timeout / 10))
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
-        self._save = self._stopped_by_file = False
+        self._save = self._stopped_by_file = self._stop_shown = False
         self._position = (-1, -1, -1)
         self._idle_seconds = self._waited_seconds = 0.0
         self._lives, self._life_seen, self._life_shown = True, 0, 0.0
@@ -166,7 +182,13 @@ class Watch:
             self._fail("agent_lost", f"{agent} has ended, which would restart or end this rank")
         if self._rank == 0:
             self._look_for_files()
-        if self._stop.requested() and self._progress.preparing:
+        if not self._stop.requested():
+            return
+        if not self._stop_shown and self._rank == 0 and not self._progress.preparing:
+            self._stop_shown = True
+            if line := stop_line(self._stop.signal or "signal", self._progress.step_seconds):
+                logger.info(line)
+        if self._progress.preparing:
             if self._stopped_by_file:
                 with contextlib.suppress(OSError):
                     self._stop_file.unlink(missing_ok=True)

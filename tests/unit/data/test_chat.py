@@ -934,7 +934,7 @@ def test_classification_rows(tmp_path, folder):
     form = "is no class; it must be a whole number from 0 to 1, or a name: bad, good"
     assert [one.problem for one in found[3:]] == [
         f"column 'label': 2 {form}",
-        "column 'label' must hold the label; got NoneType; columns: text, label (data.label_column names it)",
+        "column 'label' is empty (null); it must hold the label",
         f"column 'label': True {form}",
         "column 'text' is empty",
     ]
@@ -1035,7 +1035,7 @@ def test_tools_that_the_template_does_not_read_are_refused(tmp_path, folder, kin
     tools = [None, [], "", "[]", CALLED, json.dumps(CALLED)]
     rows = [{**row, "tools": each} for each in tools]
     why = "the model would not see the row's tools"
-    hint = "set data.chat_template to one that reads them, or remove tools from the row"
+    hint = "set data.chat_template to one that reads them, or data.ignore_columns: [tools]"
     problems = [one.problem for one in encode_file(tmp_path, rows, kind, folder)]
     assert problems == [*[""] * 4, *[f"{why}: the chat template does not read them; {hint}"] * 2]
     template = write(tmp_path / "tools.jinja", READS_TOOLS + without_marks(CHATML))

@@ -487,6 +487,69 @@ def test_the_causes_of_problems_are_counted():
     assert few == "  6 like b:0: no answer"
     partly = list(problem_lines(rows, rows=10_000, complete=False))[5]
     assert partly.startswith("186 of the first 10,000 rows cannot be used")
+    everything = list(problem_lines(rows, rows=186))[5]
+    assert everything == "186 of 186 rows cannot be used:"  # and nothing would be left
     assert list(problem_lines(rows[:2], rows=9)) == first[:2]
     many = [{"where": "a", "problem": "x" * n} for n in range(1, 12)]
     assert list(problem_lines(many, rows=11))[-1] == "  6 with 6 other causes"
+
+
+TOOLS = [{"name": "weather", "parameters": {}}]
+NO_TOOLS = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"answer": " \n"}, "column 'answer' is empty, so there is nothing to learn from"),
+        (
+            {"answer": None},
+            "column 'answer' is empty (null); it must hold text or a list of messages",
+        ),
+        (
+            {"answer": 42},
+            "column 'answer' must hold text or a list of messages; got 42: write it as text",
+        ),
+        (
+            {"answer": {"text": ["a"], "answer_start": [1]}},
+            "column 'answer' must hold text or a list of messages; got an object with the keys "
+            "text, answer_start; write the answer to a column of its own, as text",
+        ),
+        (
+            {"answer": "a", "functions": json.dumps(TOOLS)},
+            "the model would not see the row's tools: text is trained on without a chat template; "
+            "set data.chat_template to one that reads them, or data.ignore_columns: [functions]",
+        ),
+        (
+            {"answer": "a", "reasoning": "b"},
+            "column 'reasoning' holds reasoning, which only a chat template writes; set "
+            "data.prompt_format=chat, or data.ignore_columns: [reasoning]",
+        ),
+    ],
+)
+def test_answers_that_cannot_be_learned(tmp_path, tokenizers, row, problem):
+    _, one = encoded(tmp_path, {"question": "q", **row}, tokenizers["base"])
+    assert one.problem == problem
+
+
+def test_a_template_that_drops_tools_or_reasoning_names_the_column(tmp_path, tokenizers):
+    template = str(write(tmp_path / "no_tools.jinja", NO_TOOLS))
+    row = {"question": "q", "answer": "a"}
+    for more in ({"functions": TOOLS}, {"thinking": "b"}):
+        _, one = encoded(tmp_path, row | more, tokenizers["chat"], chat_template=template)
+        (column,) = more
+        assert f"data.ignore_columns: [{column}]" in one.problem
+
+
+def test_inspect_counts_only_the_documents_of_a_set(tmp_path, tokenizers):
+    rows = [{"question": "a", "answer": "b" * size} for size in range(3, 23)]
+    file = str(write(tmp_path / "rows.jsonl", rows))
+    data = schema.Data(
+        kind="instruct", validation_split=0.25, sequence_length=64, cache=str(tmp_path / "c")
+    )
+    options = {"tokenizer": tokenizers["chat"], "model": ModelInputs(), "build": True}
+    training = open_dataset(data, (file,), **options)
+    held_out = open_dataset(data, (file,), held_out=True, **options)
+    lengths = [*training.document_lengths.tolist(), *held_out.document_lengths.tolist()]
+    assert sorted(lengths) == [size + 5 for size in range(3, 23)]
+    assert len(held_out.document_lengths) == held_out.sequences.documents > 0

@@ -194,7 +194,11 @@ NO_COLUMN = (
     "no column for text (text, content, raw_content, sentence); columns: body; "
     "data.columns: {text: NAME} names it"
 )
-NOT_TEXT = "column 'text' must hold text; got NoneType; columns: text (data.text_column names it)"
+NOT_TEXT = "column 'text' is empty (null); it must hold text"
+NUMBER = "column 'text' must hold text; got 3: write it as text"
+LIST = "column 'text' must hold text; got list; columns: text, b (data.text_column names another)"
+CONVERT = "; convert the file (iconv -f WINDOWS-1252 -t UTF-8 FILE >NEW, if Windows wrote it)"
+NO_LIST = "must hold a list of objects, one for each row; got one object"
 OBJECT = 'must be an object such as {"text": ...}; got'
 LINE = '{"text": "x"}\n'
 BROKEN_FILES = [
@@ -203,17 +207,40 @@ BROKEN_FILES = [
     ("a.jsonl", LINE + '{"body": "x"}\n', f":2: {NO_COLUMN}"),
     ("a.jsonl", '{"text": null}\n', f":1: {NOT_TEXT}"),
     ("a.jsonl", '{"text": "\\ud83d"}\n', ":1: column 'text' holds half a surrogate pair (..."),
-    ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ":2: not UTF-8 text (byte 10)"),
-    ("a.json", '{"text": "x"}', ": must be a list of objects; got dict"),
+    ("a.jsonl", '{"text": 3}\n', f":1: {NUMBER}"),
+    ("a.jsonl", '{"text": ["x"], "b": 1}\n', f":1: {LIST}"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', f":2: not UTF-8 text (byte 10){CONVERT}"),
+    ("a.jsonl", LINE[:-1] + ",\n", ":1: ...; remove the comma at the end of the line"),
+    ("a.jsonl", LINE + '{"text": "x",}\n', ":2: ...; remove the comma before it"),
+    ("a.jsonl", "[\n" + LINE + "]\n", ":1: ...; if the file is one list of rows, name it .json"),
+    ("a.json", '{"text": "x"}', f": {NO_LIST}; if each line is a row, name the file .jsonl"),
+    (
+        "a.json",
+        '{"v": 1, "data": [{"text": "x"}]}',
+        f": {NO_LIST}; its key 'data' holds such a list...",
+    ),
+    ("a.json", '{"a": ["x"], "b": ["y"]}', f": {NO_LIST} that holds each column as a list; ..."),
+    ("a.json", '{"a": [{}], "b": [{}, {}]}', f": {NO_LIST} with several lists (a, b); ..."),
+    ("a.json", '[{"text": "x"},]', ": not JSON: ...; remove the comma before it"),
     ("a.json", '[{"text": "x"}, 3]', f" row 2: {OBJECT} int"),
     ("a.json", '[\n{"text" "y"}]', ": not JSON: Expecting ':' delimiter (line 2, column 9)"),
     ("a.json", '[{"text": "x"}, {"body": "x"}]', f" row 2: {NO_COLUMN}"),
-    ("a.json", b'["\xff"]', ": not UTF-8 text (byte 2)"),
+    ("a.json", b'["\xff"]', f": not UTF-8 text (byte 2){CONVERT}"),
     ("a.json", LINE * 2, ": not JSON: Extra data (line 2, ...); if it has one ..."),
-    ("a.txt", b"a\nbc\xffd", ":2: not UTF-8 text (byte 4); convert it, or leave it out"),
+    (
+        "a.txt",
+        b"a\nbc\xffd",
+        ":2: not UTF-8 text (byte 4); convert the file (...), or leave it out",
+    ),
     ("a.csv", 'text,n\n"x\ny",1\nz\n', ":4: 1 fields, but the header in line 1 has 2"),
-    ("a.csv", b"text\nx\n\xff\n", ":3: not UTF-8 text"),
-    ("a.csv", "text,text\nx,y\n", ":1: the header names a column twice"),
+    ("a.csv", b"text\nx\n\xff\n", f":3: not UTF-8 text{CONVERT}"),
+    (
+        "a.csv",
+        "text,text,b\nx,y,z\n",
+        ":1: the header names a column twice ('text'); rename one, ...",
+    ),
+    ("a.csv", "text;b\nx;y\n", ":1: the header is one column, 'text;b'; if semicolons divide ..."),
+    ("a.csv", "text\tb\nx\ty\n", ":1: the header is one column, 'text\\tb'; if tabs divide ..."),
     ("a.csv", "body\nx\n", f":2: {NO_COLUMN}"),
     ("a.csv", 'text\n"x" y\n', ":2: not CSV: ',' expected after '\"'"),
     ("a.parquet", "hello", ": not a parquet file, or a damaged one: ..."),

@@ -79,6 +79,9 @@ def test_columns_of_all_files_of_rows(folder):
             (folder / name).write_bytes(damaged)
             assert load(f"data.train=[{name}]").recipe.data.kind == "text"
             (folder / name).unlink()
+    (folder / "wrapped.json").write_text(json.dumps({"version": 1, "data": rows}))
+    with pytest.raises(RecipeError, match=r"wrapped.json: must hold a list .*'data' holds such a"):
+        load("data.train=[wrapped.json]")
     assert load("data.train=[gone.jsonl]", files=False).recipe.data.kind == "text"
 
 

@@ -235,6 +235,25 @@ def test_columns_that_are_not_used_are_named():
     )
 
 
+def test_a_pair_that_is_not_used_is_named():
+    row = {
+        "prompt": "p",
+        "messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "assistant", "content": "b"}],
+        "score_rejected": 2.0,
+    }
+    found = guess(row, {})
+    unused = {
+        name: describe_column(name, value, found) for name, value in unused_columns(row, found)
+    }
+    assert unused_line(unused) == (
+        "columns that are not used: chosen and rejected (pairs of answers? preference.loss: dpo "
+        "trains on them), prompt (a prompt?), score_rejected (a score?) (data.ignore_columns: on "
+        "purpose)"
+    )
+
+
 def test_nothing_fits():
     text = no_layout({"question": 1, "choices": 2, "answerKey": 3}, {})
     assert text == (
@@ -242,6 +261,8 @@ def test_nothing_fits():
         "(instruct: instruction, response); columns: question, choices, answerKey; "
         "data.columns: {response: NAME} names it"
     )
+    squad = {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}
+    assert "data.columns: {response: NAME} names it" in no_layout(squad, {})
     assert no_layout(["a"], {"messages": "talk"}, "chat").startswith(
         "no column for messages (talk, as the recipe names it); columns: a; "
     )

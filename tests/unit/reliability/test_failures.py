@@ -246,6 +246,43 @@ def test_one_rank_reports_without_the_store(start):
     assert claims == [False]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "source", "line"),
+    [
+        (90, "SIGTERM", "which takes about 1 min 30 s; a second SIGTERM ends it at once"),
+        (90, "SIGUSR1", "which takes about 1 min 30 s"),
+        (None, "SIGINT", "; a second SIGINT ends it at once"),
+        (0.1, "SIGINT", None),
+    ],
+)
+def test_a_request_to_stop_says_how_long_the_step_may_take(start, caplog, seconds, source, line):
+    caplog.set_level("INFO")
+    rank = start()
+    rank.failures.progress.preparing = False
+    rank.failures.progress.step_seconds = seconds
+    rank.watch._stop.ask(source)
+
+    def shown():
+        return [text for text in caplog.messages if "stops after the current step" in text]
+
+    deadline = time.monotonic() + (0.5 if line is None else 60)
+    while not shown() and time.monotonic() < deadline:
+        assert not rank.end.wait(0.05)
+    assert bool(shown()) == (line is not None)
+    if line is not None:
+        assert shown()[0].startswith(f"{source}: ")
+        assert shown()[0].endswith(line)
+
+
+def test_the_time_of_a_step_is_known_after_the_second_one():
+    progress = Progress()
+    progress.step_done(1)
+    assert progress.step_seconds is None  # the first step also compiles
+    time.sleep(0.05)
+    progress.step_done(2)
+    assert 0.05 <= progress.step_seconds < 5
+
+
 def test_single_slow_store_error_is_ignored(start, monkeypatch):
     monkeypatch.setattr(watchdog, "_STORE_LOST_SECONDS", 0.2)
     rank = start()
