@@ -1,8 +1,9 @@
 """Loads, trains, exports and reloads many architectures on two ranks.
 
-    torchrun --nproc-per-node 2 architectures_worker.py FOLDER
+    torchrun --nproc-per-node 2 architectures_worker.py FOLDER [CASE ...]
 
-Writes results.json to FOLDER, with the results or the traceback of each case.
+Writes results.json to FOLDER, with the results or the traceback of each case,
+or of the named ones.
 """
 
 import ctypes
@@ -116,7 +117,9 @@ ATTENTION = {"gemma2": "eager"}
 
 
 class Worker:
-    def __init__(self, folder):
+    def __init__(self, folder, chosen):
+        """chosen: the cases that are run; empty: all."""
+        self.chosen = chosen
         dist.init_process_group("gloo")
         torch.set_num_threads(1)
         self.folder, self.rank = folder, dist.get_rank()
@@ -133,6 +136,8 @@ class Worker:
         If only one rank fails, the other one can block in a collective, and results.json is never
         written. The traceback is therefore also printed.
         """
+        if self.chosen and name not in self.chosen:
+            return
         started = time.monotonic()
         try:
             self.results[name] = function()
@@ -498,8 +503,8 @@ def stored_names(folder):
     return sorted(open_folder(folder).tensors)
 
 
-def main(folder):
-    worker = Worker(folder)
+def main(folder, *cases):
+    worker = Worker(folder, cases)
     worker.case("memory", worker.memory)
     for name, config in ARCHITECTURES.items():
         worker.case(
@@ -507,8 +512,12 @@ def main(folder):
             lambda name=name, config=config: worker.round_trip(name, worker.save(name, config)),
         )
     for name, config in multimodal.MODELS.items():
-        path = worker.save(name, config, task="images")
-        worker.case(name, lambda name=name, path=path: worker.round_trip(name, path, task="images"))
+        worker.case(
+            name,
+            lambda name=name, config=config: worker.round_trip(
+                name, worker.save(name, config, task="images"), task="images"
+            ),
+        )
     llama = ARCHITECTURES["llama"]
     path = worker.save(
         "bf16", {"model_type": "llama"} | llama, dtype=torch.bfloat16, max_shard_size="20KB"
@@ -558,4 +567,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -18,6 +18,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -257,6 +258,20 @@ def results_of(worker, folder, *arguments, ranks, timeout):
     script = Path(__file__).with_name(worker)
     forked(script, folder, *arguments, ranks=ranks, timeout=timeout).check()
     return json.loads((folder / "results.json").read_text())
+
+
+def amount(request):
+    """For a fixture of all tests of a file: `all` if long tests of the file are selected, which
+    need every case of a worker; else `quick`."""
+    selected = (item for item in request.session.items if item.path == request.path)
+    return "all" if any(item.get_closest_marker("long") for item in selected) else "quick"
+
+
+def cases(names, quick):
+    """Parameters of a test: the names that are not in `quick` are long."""
+    long = [name for name in names if name not in quick]
+    marked = [pytest.param(name, marks=pytest.mark.long) for name in long]
+    return [*(name for name in names if name in quick), *marked]
 
 
 def end_worker(folder, results):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import multimodal
-from tests.distributed.launching import torchrun
+from tests.distributed.launching import amount, cases, torchrun
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
 ROUND_TRIPS = [
@@ -38,11 +38,29 @@ ROUND_TRIPS = [
     *multimodal.MODELS,
 ]
 
+QUICK = [
+    "memory",
+    "llama",
+    "gpt2",
+    "mixtral",
+    "gemma3",
+    "bf16 in several files",
+    "classifier",
+    "hybrid bf16",
+    "from config mixtral",
+    "classes on llama",
+    "frozen",
+    "lora gpt2",
+    "lora mixtral bfloat16",
+]
+"""Cases of the tests that are not long."""
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("architectures")
-    torchrun(WORKER, folder, ranks=2, timeout=300).check()
+    chosen = QUICK if amount(request) == "quick" else ()
+    torchrun(WORKER, folder, *chosen, ranks=2, timeout=300).check()
     return json.loads((folder / "results.json").read_text())
 
 
@@ -61,7 +79,7 @@ def assert_equal_losses(case, result):
         )
 
 
-@pytest.mark.parametrize("case", ROUND_TRIPS)
+@pytest.mark.parametrize("case", cases(ROUND_TRIPS, QUICK))
 def test_load_train_export_matches_transformers(results, case):
     result = result_of(results, case)
     for strategy, note in result.items():
@@ -78,7 +96,7 @@ def test_load_train_export_matches_transformers(results, case):
     assert_equal_losses(case, result)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "mixtral"])
+@pytest.mark.parametrize("architecture", cases(["gpt_neox", "mixtral"], ["mixtral"]))
 def test_model_from_config_exports_hub_parameter_names(results, architecture):
     result = result_of(results, f"from config {architecture}")
     for strategy, note in result.items():
@@ -86,7 +104,7 @@ def test_model_from_config_exports_hub_parameter_names(results, architecture):
     assert_equal_losses(architecture, result)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bert"])
+@pytest.mark.parametrize("architecture", cases(["llama", "bert"], ["llama"]))
 def test_new_classification_head_on_base_model(results, architecture):
     result = result_of(results, f"classes on {architecture}")
     first = next(iter(result.values()))
@@ -116,7 +134,7 @@ LORA = [
 ]
 
 
-@pytest.mark.parametrize("case", LORA)
+@pytest.mark.parametrize("case", cases(LORA, QUICK))
 def test_lora_training_and_export(results, case):
     half = case.endswith("bfloat16")
     result = result_of(results, case)

@@ -2,9 +2,13 @@
 
 Losses, gradient norms and final weights must agree."""
 
+import itertools
+
 import pytest
 
 from tests.distributed.equivalence_worker import (
+    CHECKPOINTING,
+    LONG,
     OFFLOADED,
     OPTIMIZERS,
     PARTS,
@@ -12,22 +16,33 @@ from tests.distributed.equivalence_worker import (
     STEPS,
     SYNCS,
 )
-from tests.distributed.launching import results_of
+from tests.distributed.launching import amount, results_of
 
 
 def launch(part):
     """A fixture: what the worker stores for this part of the comparisons."""
 
     @pytest.fixture(scope="module")
-    def results(tmp_path_factory):
-        folder = tmp_path_factory.mktemp("equivalence")
-        return results_of("equivalence_worker.py", folder, part, ranks=4, timeout=300)
+    def results(request, tmp_path_factory):
+        folder, of = tmp_path_factory.mktemp("equivalence"), amount(request)
+        return results_of("equivalence_worker.py", folder, part, of, ranks=4, timeout=300)
 
     return results
 
 
 # Launches of less than a minute, which a loaded machine does not stretch to their time limit
 strategies, optimizers, others = map(launch, PARTS)
+
+
+def parametrize(names, values, form="{}"):
+    """Marks the tests of configurations that are long. form: of the name of a configuration."""
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(*value, marks=pytest.mark.long if form.format(*value) in LONG else ())
+            for value in ((value,) if isinstance(value, str) else value for value in values)
+        ],
+    )
 
 
 def deviation(measured, expected):
@@ -78,7 +93,7 @@ FLOAT32 = [
 ]
 
 
-@pytest.mark.parametrize("name", FLOAT32)
+@parametrize("name", FLOAT32)
 def test_float32_training_matches_plain_loop(strategies, name):
     assert_same(strategies[name], strategies["plain"], loss=1e-5, norm=1e-5, final=1e-5)
 
@@ -92,8 +107,7 @@ def test_weighted_losses_do_not_depend_on_ranks_and_accumulation(strategies, nam
     assert deviation(reference["losses"], strategies["plain"]["losses"]) > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@parametrize("optimizer, sharding", itertools.product(OPTIMIZERS, SHARDINGS), "{} {}")
 def test_optimizer_is_independent_of_sharding(optimizers, optimizer, sharding):
     """Stochastic rounding draws the same numbers, and no int8 block is split between ranks."""
     reference = optimizers[f"{optimizer} ddp ranks=1"]
@@ -104,7 +118,7 @@ def test_optimizer_is_independent_of_sharding(optimizers, optimizer, sharding):
     assert reference["final"] > 1e-5, "the optimizer behaved like AdamW in float32"
 
 
-@pytest.mark.parametrize("name", OFFLOADED)
+@parametrize("name", OFFLOADED)
 def test_offloaded_optimizer_state_is_bit_identical(optimizers, name):
     """The state is split into several buckets, which share buffers in turn."""
     offloaded, before = optimizers[name], optimizers[f"{name} before"]
@@ -130,7 +144,7 @@ def test_bfloat16_training_matches_plain_loop(others, strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload", "ZeRO-1"])
+@parametrize("strategy", ["ddp", "fsdp", "offload", "ZeRO-1"], "float16 {}")
 def test_float16_overflow_on_one_rank_skips_the_step_on_all(others, strategy):
     smooth, overflow = others[f"float16 {strategy}"], others[f"overflow {strategy}"]
     assert smooth["skipped"] == [0, 0, 0, 0, 0, 0]
@@ -143,7 +157,7 @@ def test_float16_overflow_on_one_rank_skips_the_step_on_all(others, strategy):
     assert overflow["losses"][4] > smooth["losses"][4]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "offload"])
+@parametrize("strategy", ["fsdp", "offload"], "experts {}")
 def test_auxiliary_loss_of_experts_matches_ddp(others, strategy):
     """Rows differ in length, and each of two ranks has two micro-batches."""
     ddp, other, without = (
@@ -161,10 +175,7 @@ def test_auxiliary_loss_of_experts_matches_ddp(others, strategy):
     )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    "mode", ["{mode: full}", "{mode: selective}", "{mode: selective, budget: 0.6}"]
-)
+@parametrize("strategy, mode", itertools.product(["ddp", "fsdp"], CHECKPOINTING), "dropout {} {}")
 def test_dropout_is_bit_identical_under_checkpointing(others, strategy, mode):
     assert (
         others[f"dropout {strategy} {mode}"]["losses"]
@@ -184,8 +195,11 @@ def test_evaluation_counts_each_token_once(strategies, ranks, packing):
     assert note["sequences"] < 53 if packing else note["sequences"] == 53
 
 
-@pytest.mark.parametrize("mutation", ["mean of means", "held back"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "offload"])
+@parametrize(
+    "mutation, strategy",
+    itertools.product(["mean of means", "held back"], ["ddp", "fsdp", "offload"]),
+    "mutation: {} {}",
+)
 def test_planted_faults_are_detected(strategies, mutation, strategy):
     with pytest.raises(AssertionError):
         assert_same(

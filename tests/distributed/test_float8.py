@@ -15,6 +15,8 @@ def deviation(measured, expected):
     return max(abs(a - b) / abs(b) for a, b in zip(measured, expected, strict=True))
 
 
+pytestmark = pytest.mark.long  # tests/unit/models/test_float8.py compares products and bits
+
 EQUAL = {
     "offload": ("state offloaded", "full", "selective", "budget"),
     "ddp": ("ZeRO-1", "ddp, selective"),
@@ -22,7 +24,7 @@ EQUAL = {
 """Cases with as many ranks and micro-batches: their bits are the same."""
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["quick", "all"])
 def trained(request, tmp_path_factory):
     pytest.importorskip("torchao")
     folder = tmp_path_factory.mktemp("float8")

@@ -29,6 +29,7 @@ def train(gpus, folder, *overrides, ranks=2, restarts=0, **options):
     return torchrun(*started, ranks=ranks, timeout=150, device="cuda", **gpus.variables, **options)
 
 
+@pytest.mark.long
 def test_killed_rank_is_reported_and_run_restarts(null_gpus, tmp_path):
     """Rank 0 waits for a collective of rank 1, unless it learns of the failure before, on a busy
     machine: then the run is repeated."""

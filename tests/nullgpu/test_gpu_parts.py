@@ -62,6 +62,7 @@ def rows(found, part):
     return [row for command in found[part]["commands"] for row in command["figures"]]
 
 
+@pytest.mark.long
 def test_results_of_several_calls_are_merged(parts, tmp_path):
     """A later call adds to the files of an earlier one."""
     found = parts("kernels", "steps")

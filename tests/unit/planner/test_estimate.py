@@ -400,8 +400,14 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
         ["strategy.cpu_offload.pin_memory=false", "optimizer.name=muon"],
         ["lora.rank=4", FULL, "optimizer.ema=0.999"],
         pytest.param(["lora={rank: 4, quantize: nf4}", FULL], marks=pytest.mark.long),
-        ["lora={rank: 4, quantize: nf4}", "strategy.tensor_parallel_size=2"],
-        ["lora={rank: 4, dora: true, modules_to_save: [embed_tokens, lm_head]}"],
+        pytest.param(
+            ["lora={rank: 4, quantize: nf4}", "strategy.tensor_parallel_size=2"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["lora={rank: 4, dora: true, modules_to_save: [embed_tokens, lm_head]}"],
+            marks=pytest.mark.long,
+        ),
         pytest.param([DDP, "lora={rank: 4, quantize: nf4}"], marks=pytest.mark.long),
         ["strategy.cpu_offload.what=optimizer", "batch.micro_batch_size=1"],
         [IN_FILES, FULL],

@@ -71,6 +71,7 @@ def test_search_offers_compiled_blocks_on_gpus(load):
         assert variants(written, where, **settings) == [written]
 
 
+@pytest.mark.long
 def test_reduction_in_bfloat16_is_shown_and_never_chosen(load, estimated_plans):
     """With a slow network it is the fastest; `auto` and the best configuration are exact."""
     slow = machine(overrides={"intra_node_bandwidth": 5e9})

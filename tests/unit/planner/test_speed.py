@@ -30,6 +30,7 @@ def step_time(recipe, gpus=8, **rates):
     return estimate_time(profile_model(recipe, device="cuda"), recipe, machine)
 
 
+@pytest.mark.long
 def test_predictions_are_close_to_published_figures(tmp_path):
     """The bounds, and the range that a plan prints, are those that docs/speed.md names."""
     found = errors(tmp_path)
