@@ -15,12 +15,12 @@ from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
-from launcher.recipe.schema import Data, Distillation, Lora, Model, Preference, Recipe
+from launcher.recipe.schema import Data, Distillation, Lora, Model, Objective, Preference, Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
 _ALTERS_TRAINING = (
-    *("run.seed", "model", "lora", "data", "preference", "distillation"),
+    *("run.seed", "model", "lora", "data", "preference", "distillation", "objective"),
     "batch.global_batch_size",
 )
 """Sections and keys that decide what the model learns."""
@@ -30,6 +30,7 @@ _SECTIONS = {
     "lora": Lora,
     "preference": Preference,
     "distillation": Distillation,
+    "objective": Objective,
 }
 _HARMLESS = (
     "model.attention",

@@ -52,7 +52,8 @@ def rows(
     recipe = _recipe(run, step, loss=loss)
     # The model is built for losses only; the data has no other code
     built = recipe.model if loss else Model(config={})
-    refuse_code(dataclasses.replace(recipe, model=built), run / "recipe.yaml", trust_run=trust_run)
+    needed = dataclasses.replace(recipe, model=built, objective=None)
+    refuse_code(needed, run / "recipe.yaml", trust_run=trust_run)
     events, size = RunFolder(run).read_events(), recipe.batch.global_batch_size
     positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
     opened = _open(run, recipe)
@@ -205,7 +206,9 @@ def _losses(
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
     from launcher.data.loader import to_device
+    from launcher.models.target_loss import load_target_loss
 
+    refuse_code(recipe, run / "recipe.yaml", trust_run=trust_run)
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
     with contextlib.ExitStack() as held:
@@ -226,10 +229,14 @@ def _losses(
         if line.get("step") == step and line.get("loss") is not None:
             title += f"; the step's loss in training was {line['loss']}"
     print(title)
+    target_loss = None if recipe.objective is None else load_target_loss(recipe.objective)
     for row in rows:
-        collated = row.dataset.collate([row.sample])
+        dataset = row.dataset
+        if target_loss is not None:
+            dataset = dataclasses.replace(dataset, target_loss=target_loss)
+        collated = dataset.collate([row.sample])
         with torch.no_grad():
-            summed = float(row.dataset.loss(model, to_device(collated["tensors"], device)))
+            summed = float(dataset.loss(model, to_device(collated["tensors"], device)))
         weight = collated.get("loss_weight", collated["loss_tokens"])
         losses.append(summed / weight if weight else math.nan)
     return losses

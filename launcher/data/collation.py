@@ -110,6 +110,13 @@ def collate_sequences(
     return collated(tensors, rows, mine)
 
 
+def with_positions(made: Collated) -> Collated:
+    """The micro-batch with `target_positions`, also if these are many."""
+    tensors = made["tensors"]
+    positions = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
+    return made | {"tensors": tensors | {"target_positions": positions}}
+
+
 def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
     """The tokens of the longest document, rounded up to a power of two from `_SHORTEST` on, but at
     most the width of the rows. Attention starts blocks for as many tokens of every document. Compiled

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from launcher.data.collation import (
     collate_sequences,
     make_sample,
     padded_width,
+    with_positions,
 )
 from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences
@@ -39,6 +40,9 @@ from launcher.models.loss import (
 from launcher.models.preference import METRICS, Reference, summed_preference_loss
 from launcher.recipe import schema
 from launcher.recipe.layouts import unused_line
+
+if TYPE_CHECKING:
+    from launcher.models.target_loss import TargetLoss
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class SequenceDataset(_Stored):
     masking: Masking = "mask"
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
+    target_loss: TargetLoss | None = None
+    """The user's loss of each target; None: the cross-entropy."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the further sums that `loss` returns."""
     trains_tokens: ClassVar[bool] = True
@@ -153,7 +159,7 @@ class SequenceDataset(_Stored):
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-        return summed_loss(model, tensors)
+        return summed_loss(model, tensors, self.target_loss)
 
     def __getitem__(self, index: int) -> Sample:
         """`input_ids`, `targets`, `position_ids`, and `weights` of the targets if the store has
@@ -175,7 +181,7 @@ class SequenceDataset(_Stored):
 
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_sequences`."""
-        return collate_sequences(
+        made = collate_sequences(
             rows,
             length=self.length,
             packed=self.packed,
@@ -183,6 +189,7 @@ class SequenceDataset(_Stored):
             part=self.part,
             width_multiple=self.width_multiple,
         )
+        return made if self.target_loss is None else with_positions(made)
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
@@ -313,7 +320,10 @@ class MixtureDataset:
         """The names of the sources, if the loss has a part for each of them."""
         if len(parts) > 1 and all(type(part) is SequenceDataset for part in parts.values()):
             self.sources = tuple(parts)
-            self.loss = functools.partial(summed_loss_by_source, sources=len(parts))
+            first = cast(SequenceDataset, self._first)
+            self.loss = functools.partial(
+                summed_loss_by_source, sources=len(parts), target_loss=first.target_loss
+            )
 
     def __len__(self) -> int:
         return self._starts[-1]

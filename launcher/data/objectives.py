@@ -22,6 +22,7 @@ from launcher.data.collation import (
     collate_scored,
     last_target,
     make_sample,
+    with_positions,
 )
 from launcher.data.dataset import PreferenceDataset, SequenceDataset
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -97,9 +98,10 @@ class MaskedDataset(SequenceDataset):
 
     def collate(self, rows: list[Sample]) -> Collated:
         """See `collate_masked`."""
-        return collate_masked(
+        made = collate_masked(
             rows, length=self.length, padding=self.padding, width_multiple=self.width_multiple
         )
+        return made if self.target_loss is None else with_positions(made)
 
 
 @dataclass(frozen=True)
@@ -179,17 +181,11 @@ class DistilledDataset(SequenceDataset):
 def collate_distilled(made: Collated, teacher: list[npt.NDArray[Any]]) -> Collated:
     """Adds a teacher's predictions of the rows to a micro-batch: `teacher_ids` (positions, top_k)
     and `teacher_log_probabilities`, float32, of the `target_positions`, here all targets."""
-    tensors, rows = with_positions(made["tensors"]), np.concatenate(teacher)
+    tensors, rows = dict(with_positions(made)["tensors"]), np.concatenate(teacher)
     tensors["teacher_ids"] = torch.from_numpy(rows["id"].astype(np.int64))
     values = np.ascontiguousarray(rows["log_probability"])
     tensors["teacher_log_probabilities"] = torch.from_numpy(values)
     return made | {"tensors": tensors}
-
-
-def with_positions(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors with `target_positions`, also if these are many."""
-    positions = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    return {**tensors, "target_positions": positions}
 
 
 def first_targets(dataset: SequenceDataset) -> npt.NDArray[np.int64]:

@@ -125,6 +125,7 @@ def pack_store(
         "part": model.part,
         "width_multiple": model.width_multiple,
         "documents": documents,
+        "target_loss": model.target_loss,
     }
     if model.task == "masked_lm":
         tokenizer = model.tokenizer or data.tokenizer

@@ -43,6 +43,7 @@ from launcher.data.collation import (
     Sample,
     collate_sequences,
     make_sample,
+    with_positions,
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.packing import first_names, no_targets
@@ -311,7 +312,7 @@ class StreamingDataset(IterableDataset[Collated]):
 
     def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
         """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-        return summed_loss(model, tensors)
+        return summed_loss(model, tensors, self.model.target_loss)
 
     def starting(
         self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None
@@ -387,6 +388,8 @@ class StreamingDataset(IterableDataset[Collated]):
                     part=self.model.part,
                     width_multiple=self.model.width_multiple,
                 )
+                if self.model.target_loss is not None:
+                    collated = with_positions(collated)
                 positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}
 

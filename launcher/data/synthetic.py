@@ -17,6 +17,7 @@ from launcher.data.collation import (
     collate_sequences,
     last_target,
     make_sample,
+    with_positions,
 )
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
@@ -84,6 +85,7 @@ def synthetic_data(
         collated = {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
         summed = summed_classification_loss
     elif model.task == "masked_lm":
+        summed = partial(summed_loss, target_loss=model.target_loss)
         predicted = drawn.random((rows, length)) < data.mask_probability
         ids[0] = ids[0][:-1]  # without padding, some models build no mask
         masked = [
@@ -93,6 +95,8 @@ def synthetic_data(
         collated = collate_masked(
             masked, length=length, padding=model.padding, width_multiple=length
         )
+        if model.target_loss is not None:
+            collated = with_positions(collated)
     elif model.task == "reward":  # a pair in each row
         answers = ((half, last_target(half)) for half in np.array_split(ids[0], 2))
         scored = make_sample(answers) | {"margins": np.zeros(1, dtype=np.float32)}
@@ -121,6 +125,9 @@ def synthetic_data(
         collated = collate_sequences(
             sequences, length=length, packed=packed, masking=model.masking, part=model.part
         )
+        if model.target_loss is not None:
+            collated = with_positions(collated)
+            summed = partial(summed_loss, target_loss=model.target_loss)
         if distillation is not None:
             teacher = np.zeros(rows * length, dtype=top_k_dtype(distillation.top_k))
             teacher["id"] = np.arange(distillation.top_k) % (model.vocabulary or 1)

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,9 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
+
+if TYPE_CHECKING:
+    from launcher.models.target_loss import TargetLoss
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,8 @@ class ModelInputs:
     width_multiple: int = 1
     """Rows that are padded to the longest one have a multiple of it as their width, or
     data.sequence_length."""
+    target_loss: TargetLoss | None = None
+    """The user's loss of each target; None: the objective's own."""
 
 
 @dataclass(frozen=True)

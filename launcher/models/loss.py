@@ -14,6 +14,8 @@ from launcher.models.inputs import IGNORED
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
+    from launcher.models.target_loss import TargetLoss
+
 _NOT_INPUTS = (
     "targets",
     "target_positions",
@@ -34,9 +36,11 @@ Loss = Callable[[nn.Module, MicroBatch], torch.Tensor]
 of this and the sums of further metrics, without gradients."""
 
 
-def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+def summed_loss(
+    model: nn.Module, micro_batch: MicroBatch, target_loss: TargetLoss | None = None
+) -> torch.Tensor:
     """Sum of the next-token cross-entropies of a micro-batch, each times its weight; a float32
-    scalar.
+    scalar. A `target_loss` takes the place of the cross-entropy.
 
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
     includes it; the value does not, to be comparable with an evaluation.
@@ -46,8 +50,11 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     `collate_sequences`), and further arguments of the model's forward.
     """
     targets, weights = micro_batch["targets"], micro_batch.get("weights")
+    if weights is None and target_loss is not None:
+        losses, outputs = target_losses(model, micro_batch, target_loss)
+        return add_router_loss(losses.sum(), model, outputs, micro_batch)
     if weights is not None:
-        losses, outputs = target_losses(model, micro_batch)
+        losses, outputs = target_losses(model, micro_batch, target_loss)
         weights = (weights * (targets != IGNORED)).flatten()
         positions = micro_batch.get("target_positions")
         weights = weights if positions is None else weights[positions]
@@ -57,7 +64,11 @@ def summed_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def summed_loss_by_source(
-    model: nn.Module, micro_batch: MicroBatch, *, sources: int
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    *,
+    sources: int,
+    target_loss: TargetLoss | None = None,
 ) -> torch.Tensor:
     """`summed_loss`, and without gradients for each source of a mixture its part of this sum, and
     then for each source the weights of its targets (without weights their number): float32,
@@ -67,8 +78,8 @@ def summed_loss_by_source(
     is `summed_loss`.
     """
     if "sources" not in micro_batch:
-        return summed_loss(model, micro_batch)
-    losses, outputs = target_losses(model, micro_batch)
+        return summed_loss(model, micro_batch, target_loss)
+    losses, outputs = target_losses(model, micro_batch, target_loss)
     targets, weights = micro_batch["targets"], micro_batch.get("weights")
     counted = (targets != IGNORED).float()
     counted = (counted if weights is None else counted * weights).flatten()
@@ -85,12 +96,35 @@ def summed_loss_by_source(
     return torch.cat([summed.view(1), parts.flatten()])
 
 
-def target_losses(model: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, ModelOutput]:
+def target_losses(
+    model: nn.Module, micro_batch: MicroBatch, target_loss: TargetLoss | None = None
+) -> tuple[torch.Tensor, ModelOutput]:
     """The cross-entropy of each target at `target_positions`, or of each token (0 where IGNORED):
-    (positions,), float32; and the model's outputs."""
+    (positions,), float32; and the model's outputs. target_loss: instead of the cross-entropy; then
+    `target_positions` are all targets (`with_positions`)."""
+    if target_loss is not None:
+        return _losses_of(target_loss, model, micro_batch)
     losses, outputs = _cross_entropies(model, micro_batch, "none")
     positions = micro_batch.get("target_positions")
     return (losses if positions is None or computes_loss(model) else losses[positions]), outputs
+
+
+def _losses_of(
+    target_loss: TargetLoss, model: nn.Module, micro_batch: MicroBatch
+) -> tuple[torch.Tensor, ModelOutput]:
+    if target_loss.needs == "log_probabilities":
+        losses, outputs = target_losses(model, micro_batch)
+        return (target_loss.of_log_probabilities(-losses) if len(losses) else losses), outputs
+    inputs, positions = model_inputs(micro_batch), micro_batch["target_positions"]
+    targets = micro_batch["targets"]
+    if computes_loss(model):
+        inputs |= {"targets": targets, "target_positions": positions}
+        function = target_loss.of_head
+        outputs = model(**inputs, head_function=function, reduction="none", use_cache=False)
+        return outputs.loss, outputs
+    outputs = model(**inputs, use_cache=False)
+    logits = outputs.logits.flatten(0, 1)[positions].float()
+    return target_loss.of_logits(logits, targets.flatten()[positions]), outputs
 
 
 def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:

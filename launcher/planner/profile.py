@@ -233,7 +233,8 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     strategy, seed = recipe.strategy, recipe.run.seed
     model = dataclasses.replace(recipe.model, keep_logits="auto")  # not a part of it
     depends = (model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
-    key = repr((depends, recipe.distillation, strategy.kind, strategy.mixed_precision, device))
+    losses = recipe.distillation, recipe.objective
+    key = repr((depends, losses, strategy.kind, strategy.mixed_precision, device))
     if recipe.model.builder is not None:  # a user's model, which may not support copies
         return prepare_model(recipe, device=torch.device(device))
     if key not in _PREPARED:

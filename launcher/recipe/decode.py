@@ -54,7 +54,11 @@ class Reference(str):
     """
 
 
-ARGUMENTS: tuple[KeyPath, ...] = (("model", "arguments"), ("data", "arguments"))
+ARGUMENTS: tuple[KeyPath, ...] = (
+    ("model", "arguments"),
+    ("data", "arguments"),
+    ("objective", "arguments"),
+)
 """The keys whose values may be secrets."""
 
 

@@ -37,7 +37,8 @@ def call_function(name: str, arguments: Mapping[str, object], *, key: str) -> ob
 
 
 def import_function(name: str, *, key: str) -> Callable[..., Any]:
-    """The function `package.module:function`, from an installed package or the current folder.
+    """The function `package.module:function`, from the current folder, an installed package or the
+    folder of the recipe (`load_recipe`).
 
     key: of the recipe, for messages: `SECTION.builder`.
     Raises RecipeError if there is none. Errors of its module are not caught.
@@ -50,7 +51,9 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        where = f"it must be in the current folder ({os.getcwd()}) or be installed"
+        where = (
+            f"it must be in the current folder ({os.getcwd()}) or that of the recipe, or installed"
+        )
         raise RecipeError(f"{key}: there is no module {error.name}; {where}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -62,8 +65,7 @@ def import_function(name: str, *, key: str) -> Callable[..., Any]:
 
 def code_of(recipe: Recipe) -> list[str]:
     """The keys by which a recipe runs code that is not part of launcher, with their values."""
-    builders = {"model.builder": recipe.model.builder, "data.builder": recipe.data.builder}
-    named = [f"{key}: {value}" for key, value in builders.items() if value is not None]
+    named = [f"{key}: {value}" for key, value in recipe.own_functions().items()]
     if recipe.model.trust_remote_code:
         named.append(f"model.trust_remote_code: true (the code in {recipe.model.path})")
     return named

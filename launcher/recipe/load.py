@@ -13,6 +13,7 @@ import json
 import operator
 import os
 import re
+import sys
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +123,8 @@ def load_recipe(
     Raises RecipeError with all problems: those of the file first, by line, then those of the
     arguments.
     """
-    plain, origins = _read(find_recipe(arguments))
+    file = find_recipe(arguments)
+    plain, origins = _read(file)
     overrides = [argument for argument in arguments if not argument.startswith("recipe=")]
     refused = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in refused if problem is not None]
@@ -144,6 +146,8 @@ def load_recipe(
 
     if problems:
         raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=order)])
+    if recipe.own_functions() and (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # where `import_function` finds their modules
     return LoadedRecipe(recipe, origins)
 
 
@@ -455,6 +459,7 @@ def argument_digests(recipe: Recipe, salt: str | None = None) -> dict[str, Any]:
     paths = [
         (*above, *path)
         for above in ARGUMENTS
+        if _get(plain, above[:1]) is not None
         for path, value in _walk(_get(plain, above), ())
         if isinstance(value, Reference)
     ]

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from launcher.recipe.schema_methods import Distillation as Distillation
 from launcher.recipe.schema_methods import Lora as Lora
+from launcher.recipe.schema_methods import Objective as Objective
 from launcher.recipe.schema_methods import Preference as Preference
 from launcher.recipe.schema_outputs import Checkpoint as Checkpoint
 from launcher.recipe.schema_outputs import Evaluation as Evaluation
@@ -429,6 +430,8 @@ class Recipe(Section):
     """The loss on pairs of answers; null: data.kind is not preference, or model.task is reward."""
     distillation: Distillation | None = None
     """Train on the predictions of a teacher; null: on the tokens of the data only."""
+    objective: Objective | None = None
+    """A loss of yours; null: the cross-entropy."""
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
@@ -438,6 +441,17 @@ class Recipe(Section):
     """torch.profiler over a few steps; null: off."""
     slurm: Slurm | None = None
     """What `launcher submit` requests from Slurm; null: its arguments and the defaults."""
+
+    def own_functions(self) -> dict[str, str]:
+        """The functions of the user that the recipe names, by their keys."""
+        named = {"model.builder": self.model.builder, "data.builder": self.data.builder}
+        if self.objective is not None:
+            named["objective.loss"] = self.objective.loss
+        if self.evaluation.generate is not None:
+            metrics = self.evaluation.generate.metrics
+            own = [metric for metric in metrics if ":" in metric]
+            named["evaluation.generate.metrics"] = ", ".join(own) or None
+        return {key: name for key, name in named.items() if name is not None}
 
     def uses_one_rank(self, ranks: int) -> bool:
         """Whether the strategy for one rank (`strategies/one_rank.py`) takes the place of DDP or

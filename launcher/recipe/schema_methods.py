@@ -1,12 +1,13 @@
 """Methods of training: adapters, losses on pairs of answers, and distillation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
 from launcher.recipe.section import (
     Folder,
     Fraction,
+    Function,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -61,6 +62,16 @@ class Preference(Section):
     """robust: share of the pairs whose answers are assumed to be swapped."""
     margin: NonNegativeFloat = 0.5
     """simpo: the least margin of the rewards (gamma)."""
+
+
+class Objective(Section):
+    """A loss of yours on the targets of text data (see launcher/models/target_loss.py)."""
+
+    loss: Function
+    """`package.module:function`: gets the log-probabilities of the targets, (targets,), and returns
+    the loss of each; with the attribute needs = "logits": gets logits and targets."""
+    arguments: dict[str, Any] | None = None
+    """Further keyword arguments of the function; `${oc.env:NAME}` as in data.arguments."""
 
 
 class Distillation(Section):

@@ -219,6 +219,9 @@ def _batch(training: Training) -> Iterator[str]:
         numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
         text += f" are {' and '.join(numbers)} passes over the data"
     yield text
+    if (objective := recipe.objective) is not None:
+        given = f" with {objective.arguments}" if objective.arguments else ""
+        yield f"loss: {objective.loss}{given} (objective.loss)"
     plans = []
     if data.validation and (every := recipe.evaluation.every_steps):
         plans.append(f"evaluation every {every} steps")

@@ -48,6 +48,7 @@ from launcher.models.nf4 import quantize_blocks
 from launcher.models.precision import kept_in_float32
 from launcher.models.preference import check_model
 from launcher.models.reward import TokenScores
+from launcher.models.target_loss import TargetLoss, load_target_loss
 from launcher.models.tensor_parallel import divide_layers
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
@@ -103,6 +104,8 @@ class PreparedModel:
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
     distillation: schema.Distillation | None = None
+    target_loss: TargetLoss | None = None
+    """The user's loss of each target; None: the objective's own."""
 
     def wrap(
         self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
@@ -188,6 +191,7 @@ class PreparedModel:
                 masking=self.masking,
                 part=part,
                 task=self.task,
+                target_loss=self.target_loss,
             ),
             packed=self.packed,
             documents=documents,
@@ -349,6 +353,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         depth=len(blocks),
         source=source,
         distillation=recipe.distillation,
+        target_loss=_target_loss(recipe),
     )
 
 
@@ -407,6 +412,17 @@ def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device)
         if parameter.is_floating_point() and clean_name(name) not in kept:
             parameter.data = parameter.data.to(prepared.compute_dtype)
     return prepared
+
+
+def _target_loss(recipe: Recipe) -> TargetLoss | None:
+    """Raises RecipeError if the function cannot be used."""
+    if recipe.objective is None:
+        return None
+    loss = load_target_loss(recipe.objective)
+    if loss.needs == "logits" and recipe.strategy.tensor_parallel_size > 1:
+        what = f"{loss.name} needs logits, of which each rank has a part of the vocabulary"
+        raise RecipeError(f"objective.loss: {what}: set strategy.tensor_parallel_size: 1")
+    return loss
 
 
 def _check_distillation(

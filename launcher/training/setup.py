@@ -156,6 +156,7 @@ def assemble(
             masking=prepared.masking,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
+            target_loss=prepared.target_loss,
         ),
         ranks=ranks,
         build=build_data,

@@ -21,10 +21,10 @@ import torch
 import xxhash
 
 from launcher.console import bytes_as_text, seconds_as_text
-from launcher.data.collation import Collated
+from launcher.data.collation import Collated, with_positions
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import to_device
-from launcher.data.objectives import DistilledDataset, first_targets, top_k_dtype, with_positions
+from launcher.data.objectives import DistilledDataset, first_targets, top_k_dtype
 from launcher.data.run_data import RunData
 from launcher.data.store_files import MappedArray
 from launcher.distributed.process_group import DataParallel, from_rank_0, gather
@@ -136,7 +136,7 @@ def _predictions(
 
     def compute(tensors: Mapping[str, Any], collated: Collated) -> torch.Tensor:
         # From the tensors on the CPU: a GPU would be waited for to learn the number of positions
-        found = with_positions(collated["tensors"])["target_positions"]
+        found = with_positions(collated)["tensors"]["target_positions"]
         tensors = {**tensors, "target_positions": to_device(found, ranks.device)}
         return teacher_top_k(teacher.model, tensors, settings, vocabulary)
 

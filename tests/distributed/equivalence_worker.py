@@ -7,6 +7,7 @@ norms and deviations to results.json.
 """
 
 import dataclasses
+import functools
 import hashlib
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -34,6 +36,22 @@ from tests.distributed.launching import end_worker
 from tests.unit.models.odd_model import Odd
 
 STEPS, BATCH = 6, 16
+
+
+def dynamic_fine_tuning(logits, targets):
+    losses = cross_entropy(logits, targets, reduction="none")
+    return (-losses).exp().detach() * losses
+
+
+def focal(logits, targets):
+    losses = cross_entropy(logits, targets, reduction="none")
+    return (1 - (-losses).exp()) ** 1.5 * losses
+
+
+def label_smoothing(logits, targets):
+    return cross_entropy(logits, targets, reduction="none", label_smoothing=0.2)
+
+
 LLAMA = (
     "{model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, \
 num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: false}"
@@ -93,6 +111,19 @@ SHARDINGS = {
     "fsdp ranks=4": (STRATEGIES["fsdp"], 4),
     "offload ranks=2": (STRATEGIES["offload"], 2),
 }
+OWN = {
+    "dynamic_fine_tuning": (dynamic_fine_tuning, "null"),
+    "focal": (focal, "{gamma: 1.5}"),
+    "label_smoothing": (label_smoothing, "{amount: 0.2}"),
+}
+"""A user's losses, as the plain loop computes them from full logits, and their arguments."""
+OWN_RUNS = {
+    "ddp": (STRATEGIES["ddp"], 1),
+    "fsdp": (STRATEGIES["fsdp"], 4),
+    "packed": ([*STRATEGIES["fsdp"], "data.packing=true", "activation_checkpointing={}"], 2),
+    "context": ([*STRATEGIES["fsdp"], "strategy.context_parallel_size=2"], 4),
+    "tensor": ([*STRATEGIES["fsdp"], "strategy.tensor_parallel_size=2"], 4),
+}
 LONG = {
     *("fsdp ranks=1 accumulation=1 sync=True", "offload ranks=1 accumulation=1 sync=True"),
     *("fsdp ranks=4 accumulation=1 sync=True", "offload ranks=4 accumulation=1 sync=True"),
@@ -107,6 +138,8 @@ LONG = {
     *(f"{name} offload ranks=2" for name in ("bfloat16", "int8", "muon")),
     *(f"{what} {strategy}" for what in ("float16", "overflow") for strategy in ("ddp", "offload")),
     "experts offload",
+    *(f"{name} {where}" for name in OWN for where in ("ddp", "context", "tensor")),
+    *("dynamic_fine_tuning fsdp", "dynamic_fine_tuning packed"),
     *(f"dropout ddp {mode}" for mode in ("null", *CHECKPOINTING)),
 }
 """Configurations of the long tests only."""
@@ -213,13 +246,9 @@ class Worker:
     def after(self, note, training):
         """A subclass adds results."""
 
-    def run_plain_loop(self, training):
-        model = type(training.wrapped.module)
-        config = training.wrapped.module.config
-        from transformers import LlamaForCausalLM
-
-        assert issubclass(model, LlamaForCausalLM)
-        plain = LlamaForCausalLM(config)
+    def plain_loop(self, **more):
+        """The untrained model, trained by the plain loop; the rows, losses and norms."""
+        plain = self.plain_model()
         plain.load_state_dict(self.initial)
         rows = plain_loop.read_rows(self.folder / "train.jsonl")
         losses, norms = plain_loop.train(
@@ -231,7 +260,18 @@ class Worker:
             warmup=3,
             min_ratio=0.1,
             weight_decay=0.1,
+            **more,
         )
+        return plain, rows, losses, norms
+
+    def run_plain_loop(self, training):
+        model = type(training.wrapped.module)
+        config = training.wrapped.module.config
+        from transformers import LlamaForCausalLM
+
+        assert issubclass(model, LlamaForCausalLM)
+        self.plain_model = functools.partial(LlamaForCausalLM, config)
+        plain, rows, losses, norms = self.plain_loop()
         self.plain = {"losses": losses, "norms": norms, "weights": dict(plain.named_parameters())}
         self.results["plain"] = {
             "losses": losses,
@@ -410,6 +450,16 @@ def compare_precisions_and_models(worker):
         config=EXPERTS.replace("logits: true", "logits: false"),
         **options,
     )
+
+    for name, (of_logits, arguments) in OWN.items():
+        _, _, losses, norms = worker.plain_loop(of_logits=of_logits)
+        worker.results[f"plain {name}"] = {"losses": losses, "norms": norms}
+        own = f"objective={{loss: 'tests.target_losses:{name}', arguments: {arguments}}}"
+        for where, (overrides, ranks) in OWN_RUNS.items():
+            if name != "label_smoothing" or where != "tensor":
+                train(
+                    f"{name} {where}", [*overrides, own], ranks=ranks, accumulation=2, compare=False
+                )
 
     initial_weights(worker)
     finals = {}

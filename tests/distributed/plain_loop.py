@@ -26,10 +26,17 @@ def padded_batch(rows):
     return ids, labels, mask
 
 
-def mean_loss(model, rows):
-    """Mean loss per token, with labels shifted by one position and padding masked in attention."""
+def mean_loss(model, rows, of_logits=None):
+    """Mean loss per token, with labels shifted by one position and padding masked in attention.
+
+    of_logits: the loss of each target, of (targets, vocabulary) and (targets,); None: the
+    cross-entropy.
+    """
     ids, labels, mask = padded_batch(rows)
     logits = model(input_ids=ids, attention_mask=mask).logits
+    if of_logits is not None:
+        trained = labels[:, 1:] != -100
+        return of_logits(logits[:, :-1][trained], labels[:, 1:][trained]).mean()
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
     )
@@ -48,6 +55,7 @@ def train(
     betas=(0.9, 0.95),
     eps=1e-8,
     max_norm=1.0,
+    of_logits=None,
 ):
     """Trains on the rows in order, repeating them as needed; returns losses and gradient norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -76,7 +84,7 @@ def train(
             group["lr"] = rate
         chosen = [rows[((step - 1) * batch + i) % len(rows)] for i in range(batch)]
         optimizer.zero_grad()
-        loss = mean_loss(model, chosen)
+        loss = mean_loss(model, chosen, of_logits)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()

@@ -11,6 +11,8 @@ from tests.distributed.equivalence_worker import (
     LONG,
     OFFLOADED,
     OPTIMIZERS,
+    OWN,
+    OWN_RUNS,
     PARTS,
     SHARDINGS,
     STEPS,
@@ -61,6 +63,10 @@ def assert_same(note, plain, *, loss, norm, final=None):
     assert note["initial"] == 0.0, f"initial weights differ by {note['initial']:.1e}"
     if final is not None:
         assert note["final"] <= final, f"final weights differ by {note['final']:.1e}"
+
+
+NOT_DIVIDED = [("label_smoothing", "tensor")]
+"""A loss of logits cannot be divided by vocabulary."""
 
 
 def test_plain_loop_learns(strategies):
@@ -155,6 +161,21 @@ def test_float16_overflow_on_one_rank_skips_the_step_on_all(others, strategy):
     assert smooth["losses"][-1] < smooth["losses"][0]
     # The skipped step changes no weights: step 5 starts from the weights after step 3
     assert overflow["losses"][4] > smooth["losses"][4]
+
+
+@parametrize(
+    "name, where",
+    [(name, where) for name in OWN for where in OWN_RUNS if (name, where) not in NOT_DIVIDED],
+    "{} {}",
+)
+def test_a_users_loss_matches_the_plain_loop(others, name, where):
+    note, plain = others[f"{name} {where}"], others[f"plain {name}"]
+    assert deviation(plain["losses"], others["plain"]["losses"]) > 1e-3
+    if where == "packed":  # other rows are in a step
+        assert note["losses"][0] == pytest.approx(plain["losses"][0], rel=0.05)
+    else:
+        assert deviation(note["losses"], plain["losses"]) <= 1e-6
+        assert deviation(note["norms"], plain["norms"]) <= 1e-5
 
 
 @parametrize("strategy", ["fsdp", "offload"], "experts {}")

@@ -158,7 +158,9 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
         tensor_rank=0,
     )
     ranks.sharing_rows = lambda *sizes: ranks
-    prepared = SimpleNamespace(model=torch.nn.Linear(1, 1), vocabulary=8, masking="mask")
+    prepared = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), vocabulary=8, masking="mask", target_loss=None
+    )
     with pytest.raises(StopIteration):
         setup.assemble(RECIPE, ranks=ranks, prepared=prepared)
     assert seen == {"multiple": 128}

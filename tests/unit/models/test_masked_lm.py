@@ -1,14 +1,17 @@
 """Masked language models: which tokens are predicted, and losses compared with transformers."""
 
 import copy
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn.functional import cross_entropy
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForPreTraining,
     DataCollatorForLanguageModeling,
     ModernBertConfig,
@@ -26,7 +29,8 @@ from launcher.models.chunked_loss import ChunkedHead, logits_transform
 from launcher.models.inputs import IGNORED
 from launcher.models.load import starting_weights
 from launcher.models.loss import summed_loss
-from launcher.recipe.schema import Data, Model
+from launcher.models.target_loss import load_target_loss
+from launcher.recipe.schema import Data, Model, Objective
 from tests.unit.data.rows import write
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -110,6 +114,27 @@ def test_masks_are_those_of_the_collator_of_transformers(masked):
     for found in counts.values():
         deviation = np.sqrt(tokens * expected * (1 - expected))
         assert (np.abs(found - tokens * expected) < 5 * deviation).all()
+
+
+def test_a_users_loss_counts_the_predicted_tokens(masked):
+    model = BertForMaskedLM(CONFIGS[0]).eval()
+    for function in ("dynamic_fine_tuning", "label_smoothing"):
+        loss = load_target_loss(Objective(loss=f"tests.target_losses:{function}"))
+        own = dataclasses.replace(masked, target_loss=loss)
+        tensors = own.collate([own[5], own[6]])["tensors"]
+        logits = model(
+            input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"]
+        ).logits
+        predicted = tensors["targets"] != IGNORED
+        expected = loss.of_logits if loss.needs == "logits" else None
+        if expected is None:
+            losses = cross_entropy(
+                logits[predicted], tensors["targets"][predicted], reduction="none"
+            )
+            summed = ((-losses).exp() * losses).sum()
+        else:
+            summed = expected(logits[predicted], tensors["targets"][predicted]).sum()
+        torch.testing.assert_close(own.loss(model, tensors), summed)
 
 
 def masked_tokenizer(dataset):

@@ -32,6 +32,7 @@ from launcher.recipe.schema import (
     Distillation,
     Lora,
     Model,
+    Objective,
     Preference,
     Profile,
     Recipe,
@@ -408,6 +409,7 @@ def test_recipe_is_immutable(folder):
     )
     recipe = dataclasses.replace(recipe, preference=Preference())  # for another kind of data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
+    recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
     for path, kind in sections():
