@@ -132,7 +132,7 @@ def _find(run: Path, step: int | None, held: contextlib.ExitStack) -> tuple[Path
 
 
 def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
-    from launcher.data.chat import RowError
+    from launcher.data.messages import RowError
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launcher.data.chat import (
+from launcher.data.messages import (
     Message,
     NotAsServedError,
     RefusedError,

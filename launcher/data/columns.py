@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.chat import RowError
+from launcher.data.messages import RowError
 from launcher.data.sources import Values
 from launcher.data.tokenizer import Ids
 from launcher.recipe.layouts import KEYS

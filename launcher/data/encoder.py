@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from launcher.data.chat import (
+from launcher.data.chat_template import ChatTemplate, Rendered
+from launcher.data.columns import (
+    Weights,
+    described,
+    read_integers,
+    read_margin,
+    read_value,
+    read_weights,
+)
+from launcher.data.messages import (
     Message,
     NotAsServedError,
     RowError,
@@ -28,15 +37,6 @@ from launcher.data.chat import (
     read_messages,
     read_text,
     with_system,
-)
-from launcher.data.chat_template import ChatTemplate, Rendered
-from launcher.data.columns import (
-    Weights,
-    described,
-    read_integers,
-    read_margin,
-    read_value,
-    read_weights,
 )
 from launcher.data.pairs import different, pair_of_answers
 from launcher.data.rendering import load_template, render, render_text

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from launcher.data.chat import Message
 from launcher.data.encoder import Encoder, make_encoder, prompt_format
+from launcher.data.messages import Message
 from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.inputs import IGNORED

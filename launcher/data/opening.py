@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data import split
 from launcher.data.batching import MixtureOrder, Order, SampleOrder, mixture_weights
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import (
@@ -17,6 +16,7 @@ from launcher.data.dataset import (
     PreferenceDataset,
     SequenceDataset,
 )
+from launcher.data.held_out import copy_documents, split_documents
 from launcher.data.objectives import MaskedDataset, RewardDataset, masking_vocabulary
 from launcher.data.packing import Integers, first_names, no_targets, pack, pack_pairs
 from launcher.data.problems import SHOWN
@@ -52,11 +52,9 @@ def open_dataset(
             _refuse_overlong(store, files, data, tokenizer=tokenizer, validation=validation)
         if validation or data.validation_split is None:
             return pack_store(store, data, model)
-        store, mask = split.split_documents(
-            store, data.validation_split, divide=data.kind == "text"
-        )
+        store, mask = split_documents(store, data.validation_split, divide=data.kind == "text")
         if held_out:
-            return pack_store(split.copy_documents(store, np.flatnonzero(mask)), data, model)
+            return pack_store(copy_documents(store, np.flatnonzero(mask)), data, model)
         return pack_store(store, data, model, documents=np.flatnonzero(~mask))
 
     if not isinstance(source, dict):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.data.chat import Message, RowError, dialogue, parsed_messages
+from launcher.data.messages import Message, RowError, dialogue, parsed_messages
 from launcher.data.sources import Values
 from launcher.recipe.layouts import Match
 

@@ -7,7 +7,8 @@ import hashlib
 import json
 from collections.abc import Callable
 
-from launcher.data.chat import (
+from launcher.data.chat_template import ChatTemplate, Rendered
+from launcher.data.messages import (
     Message,
     RefusedError,
     RowError,
@@ -16,7 +17,6 @@ from launcher.data.chat import (
     read_text,
     read_tools,
 )
-from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.sources import Values
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer

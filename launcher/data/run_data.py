@@ -21,7 +21,6 @@ from launcher.data.batching import (
     StreamOrder,
     make_batch_sampler,
 )
-from launcher.data.chat import parsed_messages
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset
@@ -35,6 +34,7 @@ from launcher.data.loader import (
     make_loader,
     to_device,
 )
+from launcher.data.messages import parsed_messages
 from launcher.data.objectives import MaskedDataset
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts

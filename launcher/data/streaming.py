@@ -35,7 +35,6 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
-from launcher.data.chat import RowError
 from launcher.data.collation import (
     EMPTY,
     Collated,
@@ -46,9 +45,10 @@ from launcher.data.collation import (
     with_positions,
 )
 from launcher.data.encoder import Encoded, Encoder
+from launcher.data.file_ranges import split
+from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.sources import Row, SourcePart, content_sample, read_rows
-from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError

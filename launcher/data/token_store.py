@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from launcher.console import advanced, task
 from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
+from launcher.data.file_ranges import first_rows, split
 from launcher.data.problems import problem_lines
 from launcher.data.sources import (
     SourcePart,
@@ -42,7 +43,6 @@ from launcher.data.sources import (
     find_parts,
     in_batches,
 )
-from launcher.data.splitting import first_rows, split
 from launcher.data.store_files import (
     COUNTS,
     MappedArray,

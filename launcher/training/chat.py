@@ -19,9 +19,9 @@ from launcher.checkpoint.export import (
     open_exported_weights,
     recipe_of,
 )
-from launcher.data.chat import Message
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
+from launcher.data.messages import Message
 from launcher.data.rendering import load_template
 from launcher.data.run_data import teach_ends, trained_template
 from launcher.data.tokenizer import (

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from launcher.data.chat import RowError, parse_arguments, read_messages, read_tools
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
+from launcher.data.messages import RowError, parse_arguments, read_messages, read_tools
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer

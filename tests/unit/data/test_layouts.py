@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.data.chat import dialogue, read_messages, read_tools
 from launcher.data.encoder import make_encoder
+from launcher.data.messages import dialogue, read_messages, read_tools
 from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
 from launcher.data.run_data import tokenizer_to_keep, trained_template

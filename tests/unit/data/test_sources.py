@@ -18,9 +18,9 @@ from launcher.data import packing
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
+from launcher.data.file_ranges import split
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import file_part, find_parts, read_rows
-from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,

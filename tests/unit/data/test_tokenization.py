@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from launcher import console
 from launcher.data import store_files, token_store
 from launcher.data.dataset import MixtureDataset, SequenceDataset
+from launcher.data.file_ranges import split
 from launcher.data.packing import separate
 from launcher.data.sources import SourcePart, file_part, read_all, read_rows
-from launcher.data.splitting import split
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError

@@ -10,8 +10,8 @@ from transformers import LlamaForSequenceClassification as Llama
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.chat import RowError
 from launcher.data.columns import read_margin
+from launcher.data.messages import RowError
 from launcher.data.objectives import RewardDataset
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError

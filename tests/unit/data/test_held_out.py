@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from launcher.data.held_out import copy_documents, held_out
 from launcher.data.opening import open_dataset
-from launcher.data.split import copy_documents, held_out
 from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.errors import RecipeError
 from launcher.recipe import schema
