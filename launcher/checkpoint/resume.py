@@ -46,7 +46,7 @@ _HARMLESS = (
     "data.cache",
     "data.validation",
 )
-"""Exceptions: sections and keys among these that do not."""
+"""Keys of the sections in _ALTERS_TRAINING that do not change what the model learns."""
 _UNREPORTED = (
     "run.name",
     "run.dir",

@@ -88,7 +88,7 @@ class Pass:
     products: float
     """Floating-point operations of matrix products."""
     attention: float = 0
-    """The same of attention, the causal half."""
+    """Floating-point operations of attention. Causal attention needs half of the full matrix."""
     trained: float
     """Share of the weights that are trained."""
     quantized: int = 0

@@ -106,7 +106,7 @@ class Account:
     """Fields for events.jsonl; empty if a smaller micro-batch would not help."""
     restarts_now: bool
     """torchrun restarts the run at once with a smaller micro-batch, so nothing is planned."""
-    conclude: Callable[[float], str]
+    explain: Callable[[float], str]
     """Returns which memory is not in the plan, what exceeds the plan, and which configuration fits.
     Takes a time limit in seconds."""
 

@@ -258,7 +258,7 @@ class FailureWatch:
         if account is not None:
             if not account.restarts_now:
                 self._print("searching for a configuration that fits by the memory plan ...")
-            answer = account.conclude(_REPORT_SECONDS)
+            answer = account.explain(_REPORT_SECONDS)
             self._print(answer)
             text = f"{text}\n{answer}"
             self.environment.tell_agent(text)
@@ -267,7 +267,8 @@ class FailureWatch:
         self._set_reported(status)
 
     def _last_step(self) -> int:
-        """Until this start has loaded its checkpoint, that of the start before."""
+        """The last finished step. Before this start has loaded its checkpoint, it is the last step of
+        the start before."""
         return self.progress.step or self.run.last_step()
 
     def _print(self, text: str) -> None:

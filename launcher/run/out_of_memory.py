@@ -233,7 +233,7 @@ class MemoryPostMortem:
         smaller = helps and self._restarts_smaller and recipe.batch.micro_batch_size != 1
         restarts_now = smaller and self._environment.restarts_left > 0
 
-        def conclude(seconds: float) -> str:
+        def explained(seconds: float) -> str:
             lines = _table(rows, {})
             if not restarts_now:
                 try:
@@ -243,7 +243,7 @@ class MemoryPostMortem:
             return "\n".join([*lines, _NEXT] if smaller else lines)
 
         noted = recorded_settings(recipe, machine) if helps else {}
-        return Account(message, noted, restarts_now, conclude)
+        return Account(message, noted, restarts_now, explained)
 
 
 def explain(

@@ -75,6 +75,22 @@ def test_imports_go_downwards_without_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
+WINGS = ("planner", "slurm", "diagnostics", "cli")
+"""Packages that a run does not need, apart from two modules that ask the plan."""
+USE_THE_PLAN = ("run.auto", "run.out_of_memory")
+
+
+def test_the_core_imports_no_wing():
+    """`run.auto` chooses a configuration, and `run.out_of_memory` explains a failure."""
+    found = {
+        module_name(file): {package_of(name) for name in imports(file)} & {*WINGS}
+        for file in FILES
+        if package_of(module_name(file)) not in (*WINGS, "__main__")
+    }
+    found = {name: wings for name, wings in found.items() if wings}
+    assert found == {name: {"planner"} for name in USE_THE_PLAN}
+
+
 def test_only_recipe_load_imports_omegaconf():
     pattern = r"^\s*(import|from) omegaconf"
     users = [file.name for file in FILES if re.search(pattern, file.read_text(), re.MULTILINE)]

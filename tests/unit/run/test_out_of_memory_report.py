@@ -150,7 +150,7 @@ def suggestion(overrides, needed, speed):
     return SimpleNamespace(overrides=overrides, plan=plan, tokens_per_second=speed)
 
 
-def conclude(monkeypatch, account, plan=None, *suggestions):
+def explain_with(monkeypatch, account, plan=None, *suggestions):
     """Return the conclusion of the report, and the memory limit of each search."""
     limits = []
 
@@ -168,7 +168,7 @@ def conclude(monkeypatch, account, plan=None, *suggestions):
     )
     monkeypatch.setattr(out_of_memory, "make_plan", make_plan)
     monkeypatch.setattr(out_of_memory, "search_configurations", search_configurations)
-    return account.conclude(60), limits
+    return account.explain(60), limits
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_report_compares_memory_with_plan_and_suggests(on_gpu, monkeypatch):
         "it requested 2.5 GiB; of 80.0 GiB, 9.0 GiB were free, and 8.0 GiB reserved by the "
         "allocator in pieces too small"
     )
-    text, limits = conclude(
+    text, limits = explain_with(
         monkeypatch,
         account,
         example_plan(),
@@ -219,18 +219,18 @@ def test_report_compares_memory_with_plan_and_suggests(on_gpu, monkeypatch):
 
 def test_report_names_other_processes_and_oversized_plans(on_gpu, monkeypatch):
     account = on_gpu(allocated=40, reserved=42, used=75)
-    text, _ = conclude(monkeypatch, account, example_plan())
+    text, _ = explain_with(monkeypatch, account, example_plan())
     rows = [" ".join(line.split()) for line in text.splitlines()]
     beyond = "driver, communicators, other processes 33.0 GiB 1.2 GiB <- 31.8 GiB beyond the plan"
     assert beyond in rows
     assert "no known configuration needs less on these devices" in text
     small = on_gpu(allocated=39, reserved=39, used=40, on=machine(memory=40 * GIB))
-    text, _ = conclude(monkeypatch, small, example_plan())
+    text, _ = explain_with(monkeypatch, small, example_plan())
     assert "the plan is 46.9 GiB a rank, and there are 40.0 GiB: the recipe does not fit" in text
 
 
 def test_inventory_is_reported_without_a_plan(tmp_path, monkeypatch):
-    text, _ = conclude(monkeypatch, examine_failure(tmp_path))
+    text, _ = explain_with(monkeypatch, examine_failure(tmp_path))
     assert "parameters" in text
     assert "by plan" not in text
     assert "what would fit is not known: planning took more than 60 s" in text
@@ -238,20 +238,22 @@ def test_inventory_is_reported_without_a_plan(tmp_path, monkeypatch):
 
 def test_restart_with_smaller_micro_batch_skips_the_plan(tmp_path, monkeypatch):
     account = examine_failure(tmp_path, restarts_smaller=True, restarts_left=1)
-    text, limits = conclude(monkeypatch, account, example_plan())
+    text, limits = explain_with(monkeypatch, account, example_plan())
     assert not limits
     assert text.endswith(
         "batch.micro_batch_size is auto: the next start takes a smaller one, and resumes from the last checkpoint"
     )
-    _, limits = conclude(
+    _, limits = explain_with(
         monkeypatch, examine_failure(tmp_path, restarts_smaller=True), example_plan()
     )
     assert limits, "no restart is left, so the user needs the plan"
-    _, limits = conclude(monkeypatch, examine_failure(tmp_path, restarts_left=1), example_plan())
+    _, limits = explain_with(
+        monkeypatch, examine_failure(tmp_path, restarts_left=1), example_plan()
+    )
     assert limits, "the restart keeps the micro-batch size and runs out of memory again"
     smallest = dataclasses.replace(RECIPE, batch=Batch(global_batch_size=64, micro_batch_size=1))
     account = examine_failure(tmp_path, restarts_smaller=True, restarts_left=1, recipe=smallest)
-    text, limits = conclude(monkeypatch, account, example_plan())
+    text, limits = explain_with(monkeypatch, account, example_plan())
     assert limits, "there is no smaller micro-batch"
     assert "is auto" not in text
     assert account.noted["micro_batch_size"] == 1
@@ -265,7 +267,7 @@ def test_process_killed_by_the_kernel(tmp_path, monkeypatch):
     killed = "rank 3 of 8 was ended in step 7 by the kernel: host memory ran out"
     assert account.message.startswith(killed)
     assert account.noted == {}, "a smaller micro-batch does not free host memory"
-    text, _ = conclude(monkeypatch, account, example_plan())
+    text, _ = explain_with(monkeypatch, account, example_plan())
     assert "the plan of a node is 104.0 GiB of host memory, and a node has 512.0 GiB" in text
 
 
@@ -319,7 +321,7 @@ class StubPostMortem:
         self.message = f"{process} was ended"
         return self
 
-    def conclude(self, seconds):
+    def explain(self, seconds):
         return "and what would fit"
 
 
