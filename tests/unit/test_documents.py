@@ -393,3 +393,43 @@ def test_imported_packages_are_declared_dependencies():
         "triton": "torch"
     }
     assert {provided.get(name, name) for name in imported} - names == set()
+
+
+NAMED = r"`([a-z_]+/[a-z_]+\.py|[a-z_]+\.py)`"
+
+
+def test_the_reading_path_names_files_and_definitions_that_exist():
+    """docs/architecture.md, and what each file of the tables has to do with it."""
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    path = text.split("## Read in this order")[1].split("## A run from top to bottom")[0]
+    read, _, add = path.partition("## To add something")
+    files = re.findall(NAMED, path)
+    assert [file for file in files if not (REPOSITORY / "launcher" / file).is_file()] == []
+    lines = sum(
+        len((REPOSITORY / "launcher" / file).read_text().splitlines())
+        for file in re.findall(r"^\| " + NAMED, read, re.MULTILINE)
+    )
+    assert lines == pytest.approx(3500, rel=0.1)
+    for file, what in {
+        "planner/work.py": "adafactor",
+        "planner/speed.py": "adafactor",
+        "optimizers/optimizer.py": "adafactor",
+        "recipe/schema.py": "adafactor",
+        "distributed/hardware.py": "h100",
+        "cli/main.py": "doctor",
+        "metrics/sinks.py": "wandb",
+        "recipe/schema_outputs.py": "wandb",
+        "recipe/schema_source.py": "classification",
+        "recipe/layouts.py": "classification",
+        "data/encoder.py": "classification",
+        "data/opening.py": "classification",
+        "data/synthetic.py": "classification",
+        "models/preference.py": "hinge",
+        "recipe/schema_methods.py": "hinge",
+    }.items():
+        assert f"`{file}`" in add, file
+        assert what in (REPOSITORY / "launcher" / file).read_text().lower(), file
+    for name in re.findall(r"`([A-Z][A-Za-z]+|[a-z]+_[a-z_]+)`", path.split("## A batch")[1]):
+        definition = rf"(def|class) {name}\b"
+        modules = (REPOSITORY / "launcher").rglob("*.py")
+        assert any(re.search(definition, module.read_text()) for module in modules), name
