@@ -44,6 +44,7 @@ def rows_file(folder, bad=None):
     return folder / "rows.jsonl"
 
 
+@pytest.mark.long
 def test_bad_row_ends_all_ranks_and_worker_processes(tmp_path):
     file = rows_file(tmp_path, bad=ROWS - 5)
     paths = [f"data.train=[{file}]", f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run"]

@@ -106,6 +106,7 @@ def tuned(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_generated_answers_are_independent_of_rank_count(tuned):
     samples = read_lines(tuned / "runs/chat/samples.jsonl")
     assert samples == read_lines(tuned / "runs/alone/samples.jsonl")

@@ -86,6 +86,7 @@ def test_results_of_several_calls_are_merged(parts, tmp_path):
     assert "## memory: memory" in (tmp_path / "results/gpu.md").read_text()
 
 
+@pytest.mark.long
 def test_doctor_measures(parts):
     """Null GPUs add no numbers, which is the only finding against them."""
     found = rows(parts("doctor", status="doctor: failed with status 3"), "doctor")
@@ -105,9 +106,10 @@ def test_benchmarks_run_to_their_end(parts):
     assert [row["strategy"] for row in rows(found, "plan")] == ["ddp", "fsdp, full"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "part",
-    ["contexts", *(pytest.param(part, marks=pytest.mark.long) for part in ("resume", "tests"))],
+    ["contexts", "resume", "tests"],
 )
 def test_no_test_for_gpus_fails_or_is_skipped(parts, part):
     found = rows(parts(part), part)

@@ -276,6 +276,7 @@ def test_auto_reduces_micro_batch_after_out_of_memory(folder, null_gpus):
     assert "The fastest that fits: by plan" in result.output
 
 
+@pytest.mark.long
 def test_lost_device_is_reported(folder, null_gpus):
     """torch may abort the process, because freeing page-locked memory raises in a destructor."""
     result = train(folder, null_gpus(count=2), ranks=2, FAULT="lose_device:1:2")
@@ -286,6 +287,7 @@ def test_lost_device_is_reported(folder, null_gpus):
     assert "rank 1" in outcome["error"]
 
 
+@pytest.mark.long
 def test_fewer_gpus_than_ranks_is_refused(folder, null_gpus):
     result = train(folder, null_gpus(count=1), ranks=2)
     assert result.status == 1
