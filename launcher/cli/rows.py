@@ -227,7 +227,7 @@ def _losses(
     wanted = f'"step": {step},'.encode()
     for line in read_jsonl(run / "metrics.jsonl", wanted=lambda line: wanted in line):
         if line.get("step") == step and line.get("loss") is not None:
-            title += f"; the step's loss in training was {line['loss']}"
+            title += f"; the step's loss in training was {line['loss']:.4f}"
     print(title)
     target_loss = None if recipe.objective is None else load_target_loss(recipe.objective)
     for row in rows:

@@ -110,7 +110,7 @@ class _Stored:
         store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"
         lines = self.notes
         if split := sequences.split_documents:
-            lines.append(f"{split:,} documents are {longer} and continue in another sequence")
+            lines.append(f"{split:,} documents continue in another sequence")
         if cut := sequences.cut_documents:
             share = sequences.cut_tokens / (int(store.offsets[-1]) + store.cut_tokens)
             lines.append(

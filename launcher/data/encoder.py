@@ -45,6 +45,7 @@ from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
     Tokenizer,
+    has_alpaca_template,
     has_chat_template,
     load_tokenizer,
     prints_date,
@@ -225,7 +226,11 @@ def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:
     """How kinds instruct and preference train a prompt and an answer that are texts."""
     if data.prompt_format != "auto":
         return data.prompt_format
-    return "chat" if data.chat_template is not None or has_chat_template(tokenizer) else "text"
+    if data.chat_template is not None:
+        return "chat"
+    # The template of such an export writes an instruction, but not its input, as it was trained
+    as_text = has_alpaca_template(tokenizer) or not has_chat_template(tokenizer)
+    return "text" if as_text else "chat"
 
 
 def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:

@@ -40,7 +40,12 @@ from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer, tokenizer_name
+from launcher.data.tokenizer import (
+    ALPACA_TEMPLATE,
+    hugging_face_tokenizer,
+    load_tokenizer,
+    tokenizer_name,
+)
 from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.distributed.process_group import DataParallel
 from launcher.errors import RecipeError
@@ -287,20 +292,6 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> KeptTokenizer |
     return KeptTokenizer(name, tokenizer, source, template)
 
 
-_ALPACA = """\
-{%- for message in messages -%}
-    {%- if message.role == "system" -%}
-        {{- message.content ~ "\\n\\n" -}}
-    {%- elif message.role == "user" -%}
-        {{- "### Instruction:\\n" ~ message.content ~ "\\n\\n### Response:\\n" -}}
-    {%- elif message.role == "assistant" -%}
-        {{- message.content ~ (eos_token if loop.last else "\\n\\n") -}}
-    {%- endif -%}
-{%- endfor -%}
-"""
-"""Writes what kind instruct trains as text where the prompt is an instruction."""
-
-
 def trained_template(data: schema.Data, tokenizer: str) -> str | None:
     """The chat template that renders what the run trained; None: the tokenizer's own, if it has one;
     empty: there is none, because the run trained prompts as they are."""
@@ -317,7 +308,7 @@ def trained_template(data: schema.Data, tokenizer: str) -> str | None:
         return None
     if "instruction" in forms:
         begin = "{{- bos_token -}}\n" if load_tokenizer(tokenizer).begin else ""
-        return begin + _ALPACA
+        return begin + ALPACA_TEMPLATE
     return ""
 
 

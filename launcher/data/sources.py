@@ -26,7 +26,7 @@ import numpy as np
 from launcher.console import bytes_as_text
 from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
-from launcher.recipe.columns import no_list
+from launcher.recipe.columns import no_list, problem_of_header
 from launcher.recipe.hub import (
     SAVED_DICT,
     is_hub_id,
@@ -417,7 +417,7 @@ def _csv(part: SourcePart) -> Iterator[Row]:
             if re.search("[\udc80-\udcff]", "".join(fields)):
                 problem = _not_utf8()
             elif not header and not problem:
-                problem = _problem_of_header(fields)
+                problem = problem_of_header(fields)
             elif header and fields and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
             if problem:
@@ -428,23 +428,6 @@ def _csv(part: SourcePart) -> Iterator[Row]:
                 values = dict(zip(header, fields, strict=True))
                 yield Row(part, line, values, size=sum(map(len, fields)))
             header = header or fields
-
-
-def _problem_of_header(names: list[str]) -> str:
-    """Why the first line of a .csv or .tsv file cannot name its columns; empty if it can."""
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        listed = ", ".join(map(repr, twice))
-        return f"the header names a column twice ({listed}); rename one, or remove it"
-    for mark, name in (
-        (";", "semicolons"),
-        ("\t", "tabs"),
-        ("|", "vertical bars"),
-        (",", "commas"),
-    ):
-        if len(names) == 1 and mark in names[0]:
-            what = "write the file with commas, or with tabs as .tsv"
-            return f"the header is one column, {names[0]!r}; if {name} divide the columns, {what}"
-    return ""
 
 
 def _csv_lines(part: SourcePart, stream: io.TextIOWrapper) -> Iterator[str]:

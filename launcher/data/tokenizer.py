@@ -326,21 +326,46 @@ def prints_date(name: str) -> bool:
     )
 
 
+ALPACA_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message.role == "system" -%}
+        {{- message.content ~ "\\n\\n" -}}
+    {%- elif message.role == "user" -%}
+        {{- "### Instruction:\\n" ~ message.content ~ "\\n\\n### Response:\\n" -}}
+    {%- elif message.role == "assistant" -%}
+        {{- message.content ~ (eos_token if loop.last else "\\n\\n") -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""Writes what kind instruct trains as text where the prompt is an instruction."""
+
+
 def has_chat_template(name: str) -> bool:
     """Whether the tokenizer has a chat template. Loads no tokenizer."""
+    return str(name) == "bytes" or any(True for _ in _chat_templates(name))
+
+
+def has_alpaca_template(name: str) -> bool:
+    """Whether the tokenizer is that of an export of a model that was trained on texts with Alpaca's
+    headings. Loads no tokenizer."""
     if str(name) == "bytes":
-        return True
+        return False
+    end = ALPACA_TEMPLATE.strip()
+    return any(str(template).strip().endswith(end) for template in _chat_templates(name))
+
+
+def _chat_templates(name: str) -> Iterator[object]:
+    """The chat templates in the files of a tokenizer: texts, or lists of named ones."""
     for file, content in _tokenizer_files(name):
         if file.endswith(".jinja"):
-            return True
-        if file in ("tokenizer_config.json", "chat_template.json"):
+            yield content.decode(errors="replace")
+        elif file in ("tokenizer_config.json", "chat_template.json"):
             try:
                 config = json.loads(content)
             except ValueError:  # reported when the tokenizer is loaded
                 continue
             if isinstance(config, dict) and config.get("chat_template"):
-                return True
-    return False
+                yield config["chat_template"]
 
 
 def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:

@@ -228,7 +228,8 @@ class TensorBoard:
         return 0
 
     def write(self, record: Record) -> None:
-        self._writer = self._writer or self._make()
+        # An earlier start may have ended before its first checkpoint, and logged the same steps
+        self._writer = self._writer or self._make(purge_step=record["step"])
         for key, value in _numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
 

@@ -28,7 +28,7 @@ def first_row(
 ) -> tuple[str, Mapping[str, Any]] | None:
     """The first file that the patterns name, and its first row; None if that is not a file of rows,
     or cannot be read. hub: also fetch a data set of the hub. Raises RecipeError if a .json file
-    holds no list."""
+    holds no list, or if the header of a .csv file names no columns."""
     for pattern in patterns:
         if is_of_system(pattern):
             return None
@@ -40,7 +40,7 @@ def first_row(
                 for file in _files(match) if match.is_dir() else [match]:
                     row = _row(file)
                     return None if row is None else (str(file), row)
-            except NotAListError as error:
+            except NotRowsError as error:
                 raise RecipeError(f"{file}: {error}") from None
             except Exception:  # of damaged files: many classes, reported when they are read
                 return None
@@ -117,13 +117,13 @@ def _json(stream: BinaryIO) -> Mapping[str, Any]:
     start = text.index("{")
     if text[:start].strip() != "[":
         value, end = json.JSONDecoder().raw_decode(text, start)  # raises if the file is larger
-        raise NotAListError(no_list(value if not text[end:].strip() else {}))
+        raise NotRowsError(no_list(value if not text[end:].strip() else {}))
     row, _ = json.JSONDecoder().raw_decode(text, start)
     return _object(row)
 
 
-class NotAListError(Exception):
-    """A .json file that holds no list of rows."""
+class NotRowsError(Exception):
+    """A file that holds no rows as it is written."""
 
 
 def no_list(value: object) -> str:
@@ -157,7 +157,26 @@ def _csv(stream: BinaryIO, *, dialect: str = "excel") -> Mapping[str, Any]:
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(iter(partial(text.readline, _FIRST_LINE), ""), dialect)
     header = next(rows)
+    if problem := problem_of_header(header):
+        raise NotRowsError(problem)
     return dict(itertools.zip_longest(header, next(rows, [])[: len(header)]))
+
+
+def problem_of_header(names: list[str]) -> str:
+    """Why the first line of a .csv or .tsv file cannot name its columns; empty if it can."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        listed = ", ".join(map(repr, twice))
+        return f"the header names a column twice ({listed}); rename one, or remove it"
+    for mark, name in (
+        (";", "semicolons"),
+        ("\t", "tabs"),
+        ("|", "vertical bars"),
+        (",", "commas"),
+    ):
+        if len(names) == 1 and mark in names[0]:
+            what = "write the file with commas, or with tabs as .tsv"
+            return f"the header is one column, {names[0]!r}; if {name} divide the columns, {what}"
+    return ""
 
 
 def _parquet(stream: BinaryIO) -> Mapping[str, Any]:

@@ -355,6 +355,14 @@ def no_layout(
         form = "{prompt: NAME, response: NAME}, {messages: NAME} or {text: NAME}"
         return f"no layout of rows has these columns; {listed}; data.columns names them: {form}"
     _, _, layout, missing = min(found)[:4]
+    absent = {role: column for role, column in named.items() if column not in columns}
+    if absent and all(role in absent for role in missing):
+        names = " and ".join(f"{column!r} for {role}" for role, column in absent.items())
+        return f"the recipe names columns that are not there: {names}; {listed}"
+    if not missing:
+        roles = ", ".join(named)
+        what = f"no layout has columns for all of {roles}, which the recipe names"
+        return f"{what}; the nearest layout is {_form(layout)}; {listed}"
     near = "" if kind is not None else f" of the nearest layout ({_form(layout)})"
     lacks = [f"{role} ({_usual(role, named)})" for role in missing]
     names = ", ".join(f"{role}: NAME" for role in missing)

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from launcher.recipe.adapter import ADAPTER_CONFIG
 from launcher.recipe.columns import is_of_system
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
@@ -131,6 +132,10 @@ def _pretrained(recipe: Recipe) -> Found:
     for key in ("model.path", "distillation.teacher"):
         path = value_of(recipe, key)
         if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
+            if os.path.isfile(f"{path}/{ADAPTER_CONFIG}"):
+                what = f"{path} is an adapter: lora.path continues it, with {key} as its base; or "
+                yield key, f"{what}launcher export --merged writes a whole model"
+                continue
             yield key, _missing(f"no such folder with a config.json: {path}")
 
 

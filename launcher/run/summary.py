@@ -219,6 +219,17 @@ def _batch(training: Training) -> Iterator[str]:
         numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
         text += f" are {' and '.join(numbers)} passes over the data"
     yield text
+    lora, model = recipe.lora, recipe.model
+    if (
+        lora is not None
+        and model.path is None
+        and recipe.checkpoint.export
+        and not recipe.checkpoint.export_merged
+    ):
+        yield (
+            "warning: the export holds the adapter only, and its base is random weights that are "
+            "stored nowhere; set checkpoint.export_merged=true, or model.path"
+        )
     if (objective := recipe.objective) is not None:
         given = f" with {objective.arguments}" if objective.arguments else ""
         yield f"loss: {objective.loss}{given} (objective.loss)"

@@ -314,6 +314,20 @@ def test_chat_and_export_use_the_format_that_was_trained(tmp_path, tokenizers):
     assert trained_template(mixture, tokenizers["chat"]) is None
 
 
+def test_an_export_that_was_trained_as_text_is_trained_as_text_again(tmp_path, tokenizers):
+    """Its chat template would be taken for that of an instruct model, and lose the input's heading."""
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    file = str(write(tmp_path / "a.jsonl", [row]))
+    settings = schema.Data(kind="instruct", train=(file,), tokenizer=tokenizers["base"])
+    (tmp_path / "export").mkdir()
+    tokenizer_to_keep(settings, schema.Model()).save(tmp_path / "export")
+    assert has_chat_template(str(tmp_path / "export"))
+    _, first = encoded(tmp_path, row, tokenizers["base"])
+    _, again = encoded(tmp_path, row, str(tmp_path / "export"))
+    assert again.ids.tolist() == first.ids.tolist()
+    assert again.targets.tolist() == first.targets.tolist()
+
+
 def test_reasoning_in_a_column(tmp_path, tokenizers):
     row = {"Question": "Say 1", "Complex_CoT": "One.", "Response": "1"}
     columns = {"reasoning": "Complex_CoT"}

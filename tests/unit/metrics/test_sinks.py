@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+import time
 
 import pytest
 
@@ -116,6 +117,20 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     shown = EventAccumulator(str(tmp_path)).Reload().Scalars("training/loss")
     assert [point.step for point in shown] == list(range(1, 25))
     assert [point.value for point in shown] == [1.0] * 10 + [2.0] * 5 + [3.0] * 9
+
+
+def test_tensorboard_forgets_a_start_without_a_checkpoint(tmp_path):
+    """The next start begins at step 1 again, and nothing tells it to go back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value in (1.0, 2.0):
+        sink = TensorBoard(tmp_path)
+        for step in range(1, 5):
+            sink.write({"step": step, "loss": value})
+        sink._writer.flush()  # and is killed
+        time.sleep(1.1)  # the names of event files have whole seconds
+    shown = EventAccumulator(str(tmp_path)).Reload().Scalars("training/loss")
+    assert [(point.step, point.value) for point in shown] == [(step, 2.0) for step in range(1, 5)]
 
 
 def test_failing_sink_is_logged_once_and_disabled(messages):

@@ -82,6 +82,9 @@ def test_columns_of_all_files_of_rows(folder):
     (folder / "wrapped.json").write_text(json.dumps({"version": 1, "data": rows}))
     with pytest.raises(RecipeError, match=r"wrapped.json: must hold a list .*'data' holds such a"):
         load("data.train=[wrapped.json]")
+    (folder / "semicolons.csv").write_text("frage;antwort\na;b\n")
+    with pytest.raises(RecipeError, match=r"the header is one column, 'frage;antwort'; if semi"):
+        load("data.train=[semicolons.csv]")
     assert load("data.train=[gone.jsonl]", files=False).recipe.data.kind == "text"
 
 

@@ -263,8 +263,17 @@ def test_nothing_fits():
     )
     squad = {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}
     assert "data.columns: {response: NAME} names it" in no_layout(squad, {})
-    assert no_layout(["a"], {"messages": "talk"}, "chat").startswith(
-        "no column for messages (talk, as the recipe names it); columns: a; "
+    assert no_layout(["a"], {"messages": "talk"}, "chat") == (
+        "the recipe names columns that are not there: 'talk' for messages; columns: a"
+    )
+    alpaca = ["instruction", "input", "output"]
+    assert no_layout(alpaca, {"prompt": "gone"}) == (
+        "the recipe names columns that are not there: 'gone' for prompt; columns: instruction, "
+        "input, output"
+    )
+    assert no_layout(alpaca, {"prompt": "instruction", "instruction": "input"}) == (
+        "no layout has columns for all of prompt, instruction, which the recipe names; the nearest "
+        "layout is instruct: instruction, response; columns: instruction, input, output"
     )
     assert "or set data.kind=chat, which has such columns" in no_layout(
         ["messages", "a"], {}, "instruct"

@@ -491,3 +491,12 @@ def test_complete_recipe_shows_every_key_and_every_choice():
     }.items():
         words = re.findall(r"\w+", comment(tuple(key.split("."))))
         assert set(choices.split()) <= set(words), key
+
+
+def test_an_adapter_as_the_model_is_named(folder):
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text("{}")
+    with pytest.raises(
+        RecipeError, match=r"model.path: adapter is an adapter: lora.path continues"
+    ):
+        load("model={path: adapter}")
