@@ -18,7 +18,8 @@ from torch import nn
 from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
-from launcher.distributed.process_group import DataParallel, gather
+from launcher.distributed.process_group import gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.models.build import make_config
@@ -189,7 +190,7 @@ def _strategies(
     return strategies
 
 
-def train_variant(variant: Variant, ranks: DataParallel) -> Values:
+def train_variant(variant: Variant, ranks: RankLayout) -> Values:
     """Trains the steps of a variant; every one of its ranks must call this."""
     training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0)
     switch_off_dropout(training.wrapped.module)
@@ -283,10 +284,10 @@ def selftest_recipe(setting: Json) -> Recipe:
     )
 
 
-def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
+def train_all(variants: list[Variant], everyone: RankLayout) -> list[Values]:
     """Results of the variants, in order. Rank 0 alone trains the variants that have one rank."""
     group = dist.new_group([0])
-    alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)
+    alone = RankLayout(rank=0, size=1, group=group, device=everyone.device)
     results = []
     for variant in variants:
         if everyone.rank == 0:

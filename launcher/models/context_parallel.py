@@ -35,12 +35,12 @@ def share_rows(
     group: dist.ProcessGroup,
     *,
     sequence_length: int,
-    tensor_size: int = 1,
+    tensor_parallel_size: int = 1,
     lacks: str | None = None,
 ) -> None:
     """Divides the rows of this model over the ranks of the group: replaces its attention by
-    `shared_attention`. Each rank has the heads of one of `tensor_size` parts of the layers. `lacks`
-    is what `why_masked` says of packed rows.
+    `shared_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of the
+    layers. `lacks` is what `why_masked` says of packed rows.
 
     Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
     """
@@ -62,12 +62,13 @@ def share_rows(
         what = f"{name} scales rotary positions ({', '.join(kinds)}) by the longest row it sees"
         raise RecipeError(f"{KEY}: {what}, and each rank sees a part; use 1")
     heads = config.num_attention_heads
-    if heads % (size * tensor_size):
-        product = f"{size} x {tensor_size} (strategy.tensor_parallel_size)"
-        divisors = [n for n in range(1, heads + 1) if heads % (n * tensor_size) == 0]
+    if heads % (size * tensor_parallel_size):
+        product = f"{size} x {tensor_parallel_size} (strategy.tensor_parallel_size)"
+        divisors = [n for n in range(1, heads + 1) if heads % (n * tensor_parallel_size) == 0]
         raise RecipeError(
-            f"{KEY}: {size if tensor_size == 1 else product} does not divide the {heads} attention "
-            f"heads of {name}; use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
+            f"{KEY}: {size if tensor_parallel_size == 1 else product} does not divide the {heads} "
+            f"attention heads of {name}; "
+            f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(shared_attention, group))
 

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.distributed.process_group import all_gather_single
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import stop_ddp_timing, wait_for_pending_works
 from launcher.strategies.base import InitFn, WrappedModel, dtype_name
 
@@ -35,7 +36,7 @@ class Ddp(WrappedModel):
         param_dtype: torch.dtype,
         shard_optimizer: bool = False,
         sync_every_micro_batch: bool = False,
-        ranks: DataParallel,
+        ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
         init_fn(model, ranks.device, ranks.device)

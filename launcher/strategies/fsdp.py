@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import (
     after_fsdp_reductions,
     copied_gradients,
@@ -33,7 +33,7 @@ from launcher.strategies.base import (
 )
 
 
-def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
+def _make_mesh(ranks: RankLayout, replicate: int) -> DeviceMesh:
     """A (shard) mesh, or a (replicate, shard) one in which the ranks of a node shard."""
     if replicate == 1:
         return DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
@@ -47,7 +47,7 @@ class Experts:
 
     modules: Sequence[nn.Module]
     mesh: DeviceMesh
-    """See `DataParallel.divided_mesh`."""
+    """See `RankLayout.mesh_with`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DividedLayers:
     """What tensor parallelism has divided."""
 
     mesh: DeviceMesh
-    """See `DataParallel.divided_mesh`."""
+    """See `RankLayout.mesh_with`."""
     partial: Sequence[tuple[nn.Module, str]]
     """Modules and names of the parameters that every rank has whole, and of whose gradients each
     rank of a group computes a part."""
@@ -133,7 +133,7 @@ class Fsdp(WrappedModel):
         unused: Sequence[nn.Module] = (),
         *,
         policy: FsdpPolicy,
-        ranks: DataParallel,
+        ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
         self._policy, self._experts, self._layers = policy, experts, layers

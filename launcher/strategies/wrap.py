@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
@@ -45,7 +45,7 @@ def wrap(
     checkpointing: schema.ActivationCheckpointing | None,
     compile: bool = False,
     one_rank: bool = False,
-    ranks: DataParallel,
+    ranks: RankLayout,
     init_fn: InitFn,
 ) -> WrappedModel:
     """Wraps a meta model and initializes its weights. `one_rank`: see

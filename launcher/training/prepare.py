@@ -16,7 +16,7 @@ from torch import nn
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer, new_token_ids, tokenizer_name
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.attention import (
@@ -70,9 +70,9 @@ def width_multiple(device: torch.device) -> int:
     return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
 
 
-def row_part(ranks: DataParallel) -> RowPart:
+def row_part(ranks: RankLayout) -> RowPart:
     """The part of each row that this rank computes."""
-    return RowPart(ranks.context_rank, ranks.context_size)
+    return RowPart(ranks.context_parallel_rank, ranks.context_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PreparedModel:
     distillation: schema.Distillation | None = None
 
     def wrap(
-        self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
+        self, recipe: Recipe, ranks: RankLayout, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
         """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
         RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
@@ -117,13 +117,13 @@ class PreparedModel:
             chunked: ChunkedHead = forward.__self__
             # auto, where nothing has replaced it, is off
             chunked.keep_logits = recipe.model.keep_logits is True
-        if ranks.context_group is not None:
-            length, divided = recipe.data.sequence_length, ranks.tensor_size
-            group = ranks.context_group
+        if ranks.context_parallel_group is not None:
+            length, divided = recipe.data.sequence_length, ranks.tensor_parallel_size
+            group = ranks.context_parallel_group
             share_rows(
                 *(self.model, group),
                 sequence_length=length,
-                tensor_size=divided,
+                tensor_parallel_size=divided,
                 lacks=self.lacks,
             )
         if checkpointing is not None and checkpointing.budget is not None:
@@ -142,10 +142,10 @@ class PreparedModel:
             )
         experts, layers, strategy = None, None, recipe.strategy
         if (size := strategy.expert_parallel_size) > 1:
-            mesh = ranks.divided_mesh(replicate=strategy.replicate, expert=size)
+            mesh = ranks.mesh_with(replicate=strategy.replicate, expert=size)
             experts = Experts(divide_experts(self.model, mesh["expert"]), mesh)
-        if (size := ranks.tensor_size) > 1:
-            mesh = ranks.divided_mesh(replicate=strategy.replicate, tensor=size)
+        if (size := ranks.tensor_parallel_size) > 1:
+            mesh = ranks.mesh_with(replicate=strategy.replicate, tensor=size)
             layers = DividedLayers(mesh, divide_layers(self.model, mesh["tensor"]))
         return wrap(
             self.model,
@@ -194,7 +194,7 @@ class PreparedModel:
             distillation=self.distillation,
         )
 
-    def check_logits(self, wrapped: WrappedModel, ranks: DataParallel) -> None:
+    def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
         """Raises RecipeError if the documents of a packed row are not kept apart, or if ranks that
         share a row compute other logits than one that has it whole. Every rank must call this."""
         if self.vocabulary is None:
@@ -209,7 +209,7 @@ class PreparedModel:
             if self.packed and self.masking == "mask":
                 check_isolation(wrapped.model, **options)
                 wrapped.reshard()
-            if ranks.context_group is not None:
+            if ranks.context_parallel_group is not None:
                 check_shared_rows(wrapped.model, ranks.group, row_part(ranks), **options)
                 wrapped.reshard()
 

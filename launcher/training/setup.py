@@ -19,7 +19,7 @@ from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.build import (
     TokenFlops,
     class_count,
@@ -80,7 +80,7 @@ class Training:
     """Everything that a run trains with, ready to start."""
 
     recipe: Recipe
-    ranks: DataParallel
+    ranks: RankLayout
     wrapped: WrappedModel
     blocks: dict[str, nn.Module]
     data: RunData
@@ -106,8 +106,8 @@ class Training:
             ),
             loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
-            ranks=self.ranks.size // self.ranks.tensor_size,
-            copies=self.ranks.tensor_size,
+            ranks=self.ranks.size // self.ranks.tensor_parallel_size,
+            copies=self.ranks.tensor_parallel_size,
             heartbeat=hooks.heartbeat,
         )
 
@@ -124,7 +124,7 @@ class Training:
 def assemble(
     recipe: Recipe,
     *,
-    ranks: DataParallel,
+    ranks: RankLayout,
     prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
@@ -139,7 +139,7 @@ def assemble(
     `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
     log-probabilities that losses on pairs or of distillation compare with, or gets them."""
     strategy = recipe.strategy
-    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
+    ranks = ranks.with_sizes(strategy.context_parallel_size, strategy.tensor_parallel_size)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
     heartbeat("data")
@@ -159,7 +159,9 @@ def assemble(
         ),
         ranks=ranks,
         build=build_data,
-        skipped_rows=None if ranks.context_rank or ranks.tensor_rank else skipped_rows,
+        skipped_rows=None
+        if ranks.context_parallel_rank or ranks.tensor_parallel_rank
+        else skipped_rows,
     )
     check_data(data)
     if isinstance(reference, TeacherFile):  # before the model takes memory
@@ -173,7 +175,7 @@ def assemble(
         data = with_references(
             data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
         )
-    _seed_generators(recipe.run.seed + ranks.rank // ranks.tensor_size)
+    _seed_generators(recipe.run.seed + ranks.rank // ranks.tensor_parallel_size)
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
         teach_ends(model, recipe.data, recipe.model)
     return Training(
@@ -192,7 +194,7 @@ def assemble(
 
 
 def _with_teacher(
-    data: RunData, recipe: Recipe, prepared: PreparedModel, ranks: DataParallel, file: TeacherFile
+    data: RunData, recipe: Recipe, prepared: PreparedModel, ranks: RankLayout, file: TeacherFile
 ) -> RunData:
     """`with_teacher`. The teacher is freed before this returns."""
     settings, vocabulary = recipe.distillation, prepared.vocabulary
@@ -224,7 +226,7 @@ def _seed_generators(seed: int) -> None:
 
 
 def _make_export(
-    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: DataParallel
+    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: RankLayout
 ) -> Callable[[Path], None]:
     """`Training.export`. The tokenizer is loaded now, because it may be missing."""
     tokenizer = None
@@ -269,7 +271,7 @@ def _count_flops(
     return Flops(token_flops(model), recomputed, peak)
 
 
-def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:
+def _make_evaluator(recipe: Recipe, data: RunData, ranks: RankLayout) -> Evaluator | None:
     """None if there is no validation data."""
     if not data.validation:
         return None

@@ -16,7 +16,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models import attention
 from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
@@ -84,7 +84,7 @@ def train(folder, overrides, ranks):
 
 def main(folder, cases):
     dist.init_process_group("gloo")
-    ranks = DataParallel(
+    ranks = RankLayout(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         group=dist.group.WORLD,

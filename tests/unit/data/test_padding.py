@@ -153,11 +153,11 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
     monkeypatch.setattr(setup, "tokenizer_name", lambda data, model: "bytes")
     ranks = SimpleNamespace(
         device=torch.device("cuda", 0),
-        context_rank=0,
-        context_size=1,
-        tensor_rank=0,
+        context_parallel_rank=0,
+        context_parallel_size=1,
+        tensor_parallel_rank=0,
     )
-    ranks.sharing_rows = lambda *sizes: ranks
+    ranks.with_sizes = lambda *sizes: ranks
     prepared = SimpleNamespace(model=torch.nn.Linear(1, 1), vocabulary=8, masking="mask")
     with pytest.raises(StopIteration):
         setup.assemble(RECIPE, ranks=ranks, prepared=prepared)
