@@ -30,7 +30,7 @@ _whole_rows = ContextVar("whole_rows", default=False)
 """Whether each rank computes whole rows for now, without the others."""
 
 
-def share_rows(
+def apply_context_parallel(
     model: PreTrainedModel,
     group: dist.ProcessGroup,
     *,
@@ -39,8 +39,8 @@ def share_rows(
     lacks: str | None = None,
 ) -> None:
     """Divides the rows of this model over the ranks of the group: replaces its attention by
-    `shared_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of the
-    layers. `lacks` is what `why_masked` says of packed rows.
+    `context_parallel_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of
+    the layers. `lacks` is what `why_masked` says of packed rows.
 
     Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
     """
@@ -70,7 +70,7 @@ def share_rows(
             f"attention heads of {name}; "
             f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(shared_attention, group))
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(context_parallel_attention, group))
 
 
 def _values(parameters: Any) -> Iterator[Any]:
@@ -95,7 +95,7 @@ def whole_rows() -> Iterator[None]:
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="collectives between the ranks of a row"
 )
-def shared_attention(
+def context_parallel_attention(
     group: dist.ProcessGroup,
     module: nn.Module,
     query: torch.Tensor,
@@ -147,7 +147,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 @torch.no_grad()
-def check_shared_rows(
+def check_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup,
     part: RowPart,

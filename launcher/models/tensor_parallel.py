@@ -60,7 +60,9 @@ def divided_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tupl
             yield _base(model.get_submodule(name)), _DIMENSION[style]
 
 
-def divide_layers(model: nn.Module, mesh: DeviceMesh | PlannedRank) -> list[tuple[nn.Module, str]]:
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh | PlannedRank
+) -> list[tuple[nn.Module, str]]:
     """Divides the layers of a meta model, with its adapters, over the ranks of a mesh.
 
     Returns the parameters that each rank has whole and gets a part of the gradient of, as modules
@@ -101,7 +103,7 @@ def divides_attention(styles: Styles) -> bool:
 
 
 class _Division:
-    """Divides a model. `partial` are the parameters that `divide_layers` returns."""
+    """Divides a model. `partial` are the parameters that `apply_tensor_parallel` returns."""
 
     def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedRank) -> None:
         self._mesh, self._group, self._rank = mesh, mesh.get_group(), mesh.get_local_rank()

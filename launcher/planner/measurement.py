@@ -266,8 +266,7 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
 
 def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, steps: int) -> Json:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
-    strategy = recipe.strategy
-    ranks = ranks.with_sizes(strategy.context_parallel_size, strategy.tensor_parallel_size)
+    ranks = ranks.with_sizes(recipe.strategy)
     device, sizes = ranks.device, dict[str, object]()
     random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)

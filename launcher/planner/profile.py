@@ -21,7 +21,7 @@ from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.tensor_parallel import (
     PlannedRank,
-    divide_layers,
+    apply_tensor_parallel,
     divides_attention,
     find_layers,
 )
@@ -297,7 +297,7 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     if size == 1 or recipe.strategy.kind == "ddp":
         return whole
     model = copy.deepcopy(prepared.model)
-    divide_layers(model, PlannedRank(size))
+    apply_tensor_parallel(model, PlannedRank(size))
     part = _profile_of_shapes(prepared, model, recipe, device=device)
     heads, head_size = whole.heads
     if divides_attention(find_layers(model)):
@@ -374,7 +374,7 @@ def with_saved(
     """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors,
     and with `compiled` what they save if they are compiled. Deletes blocks of the prepared model."""
     if profile.undivided is not None:
-        divide_layers(prepared.model, PlannedRank(recipe.strategy.tensor_parallel_size))
+        apply_tensor_parallel(prepared.model, PlannedRank(recipe.strategy.tensor_parallel_size))
         with Replacements() as replaced:
             for module, name in COLLECTIVES:
                 replaced.set(module, name, lambda *args, **options: None)

@@ -139,8 +139,7 @@ def _run(
 ) -> _Observer:
     """Trains two steps. `only_update`: with gradients of zeros instead of forward and backward
     passes."""
-    strategy = recipe.strategy
-    ranks = ranks.with_sizes(strategy.context_parallel_size, strategy.tensor_parallel_size)
+    ranks = ranks.with_sizes(recipe.strategy)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -351,11 +351,6 @@ class Strategy(Section):
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
     traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""
 
-    @property
-    def ranks_of_a_row(self) -> int:
-        """Ranks that compute the same rows: parts of them, or with parts of the layers."""
-        return self.context_parallel_size * self.tensor_parallel_size
-
 
 class ActivationCheckpointing(Section):
     """Activations that are recomputed in the backward pass instead of kept."""

@@ -99,8 +99,8 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        # Ranks that share rows in training have their own here, and those that divide layers the same
-        number, parts = (n // ranks.tensor_parallel_size for n in (ranks.rank, ranks.size))
+        # Context parallel ranks have rows of their own here, tensor parallel ranks the same ones
+        number, parts = ranks.tensor_parallel_group_index, ranks.tensor_parallel_groups
         for first in range(0, len(prompts), rows * parts):  # micro-batches, in turn
             mine = first + rows * number
             chunk = prompts[mine : mine + rows]

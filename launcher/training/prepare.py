@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +36,8 @@ from launcher.models.build import (
     vocabulary_size,
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
-from launcher.models.context_parallel import check_shared_rows, share_rows
-from launcher.models.experts import divide_experts
+from launcher.models.context_parallel import apply_context_parallel, check_context_parallel
+from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
 from launcher.models.initialization import clean_name
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
@@ -48,13 +48,12 @@ from launcher.models.nf4 import quantize_blocks
 from launcher.models.precision import kept_in_float32
 from launcher.models.preference import check_model
 from launcher.models.reward import TokenScores
-from launcher.models.tensor_parallel import divide_layers
+from launcher.models.tensor_parallel import apply_tensor_parallel
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.fsdp import DividedLayers, Experts
 from launcher.strategies.wrap import Parts, wrap
 
 logger = logging.getLogger(__name__)
@@ -117,13 +116,12 @@ class PreparedModel:
             chunked: ChunkedHead = forward.__self__
             # auto, where nothing has replaced it, is off
             chunked.keep_logits = recipe.model.keep_logits is True
-        if ranks.context_parallel_group is not None:
-            length, divided = recipe.data.sequence_length, ranks.tensor_parallel_size
-            group = ranks.context_parallel_group
-            share_rows(
-                *(self.model, group),
-                sequence_length=length,
-                tensor_parallel_size=divided,
+        if ranks.context_parallel_size > 1:
+            apply_context_parallel(
+                self.model,
+                ranks.context_parallel_group,
+                sequence_length=recipe.data.sequence_length,
+                tensor_parallel_size=ranks.tensor_parallel_size,
                 lacks=self.lacks,
             )
         if checkpointing is not None and checkpointing.budget is not None:
@@ -140,16 +138,15 @@ class PreparedModel:
                 device=ranks.device.type,
                 depth=self.depth,
             )
-        experts, layers, strategy = None, None, recipe.strategy
-        if (size := strategy.expert_parallel_size) > 1:
-            mesh = ranks.mesh_with(replicate=strategy.replicate, expert=size)
-            experts = Experts(divide_experts(self.model, mesh["expert"]), mesh)
-        if (size := ranks.tensor_parallel_size) > 1:
-            mesh = ranks.mesh_with(replicate=strategy.replicate, tensor=size)
-            layers = DividedLayers(mesh, divide_layers(self.model, mesh["tensor"]))
+        experts: Sequence[nn.Module] = ()
+        partial: Sequence[tuple[nn.Module, str]] = ()
+        if ranks.expert_parallel_size > 1:
+            experts = apply_expert_parallel(self.model, ranks.expert_parallel_mesh["expert"])
+        if ranks.tensor_parallel_size > 1:
+            partial = apply_tensor_parallel(self.model, ranks.tensor_parallel_mesh["tensor"])
         return wrap(
             self.model,
-            Parts(self.blocks, self.outer_units, self.unused, kept, experts, layers),
+            Parts(self.blocks, self.outer_units, self.unused, kept, experts, partial),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
@@ -209,8 +206,8 @@ class PreparedModel:
             if self.packed and self.masking == "mask":
                 check_isolation(wrapped.model, **options)
                 wrapped.reshard()
-            if ranks.context_parallel_group is not None:
-                check_shared_rows(wrapped.model, ranks.group, row_part(ranks), **options)
+            if ranks.context_parallel_size > 1:
+                check_context_parallel(wrapped.model, ranks.group, row_part(ranks), **options)
                 wrapped.reshard()
 
 

@@ -52,7 +52,6 @@ def wrapped_by_fsdp(ranks):
         reshard_after_forward=True,
         reshard_after_backward=True,
         cpu_offload=None,
-        replicate=1,
         sync_every_micro_batch=True,
     )
     embedding, *blocks = model
