@@ -85,7 +85,7 @@ class Chunking:
     reduction: Literal["sum", "none"] = "sum"
     """none: a loss for each target."""
     group: dist.ProcessGroup | None = None
-    """Ranks that divide the vocabulary; None: this rank has all of it."""
+    """Tensor parallel ranks, each with a part of the vocabulary; None: this rank has all of it."""
     first: int = 0
     """The first vocabulary entry of this rank."""
     keep_logits: bool = False

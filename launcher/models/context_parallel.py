@@ -157,7 +157,7 @@ def check_context_parallel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Raises RecipeError unless ranks that share a row compute the logits of the whole row: a layer
+    """Raises RecipeError unless context parallel ranks compute the logits of the whole row: a layer
     besides attention may mix tokens.
 
     Every rank must call this. name is that of the model's class. dtype is that of the computation;

@@ -186,7 +186,7 @@ class ModelProfile:
     """The same by class for DDP, which computes in 16 bits by autocast: norms and sums stay in
     float32, and adapters read casts of their inputs. Empty where `saved` is."""
     undivided: ModelProfile | None = None
-    """The whole model, where this is the part of a rank that divides layers with others."""
+    """The whole model, where this is the part of a tensor parallel rank."""
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
@@ -251,7 +251,7 @@ def prepared_model(
     prepared = original_model(recipe, device=device)
     if recipe.model.builder is not None:
         return prepared
-    # A recipe whose ranks share rows may have replaced it since
+    # A recipe with context parallelism may have replaced it since
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     parts = (prepared.model, prepared.blocks, prepared.outer_units, prepared.unused)
     copies: dict[int, Any] = {}
@@ -290,8 +290,8 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
 
 
 def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
-    """The profile of a prepared model without what its blocks save. If ranks divide its layers, it
-    is that of the first rank's part. Raises RecipeError if they cannot."""
+    """The profile of a prepared model without what its blocks save. With tensor parallelism it
+    is that of the first rank's part. Raises RecipeError if the model has none of this size."""
     whole = _profile_of_shapes(prepared, prepared.model, recipe, device=device)
     size = recipe.strategy.tensor_parallel_size
     if size == 1 or recipe.strategy.kind == "ddp":

@@ -107,8 +107,8 @@ class PreparedModel:
         self, recipe: Recipe, ranks: RankLayout, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
         """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
-        RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
-        share rows or divide its experts or layers."""
+        RecipeError if the budget of activation checkpointing cannot be met, or if the model has
+        no context, expert or tensor parallelism of the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
         if computes_loss(self.model):
@@ -192,8 +192,8 @@ class PreparedModel:
         )
 
     def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
-        """Raises RecipeError if the documents of a packed row are not kept apart, or if ranks that
-        share a row compute other logits than one that has it whole. Every rank must call this."""
+        """Raises RecipeError if the documents of a packed row are not kept apart, or if context
+        parallel ranks compute other logits than one that has the whole row. Every rank must call this."""
         if self.vocabulary is None:
             return
         options: Any = {

@@ -227,7 +227,7 @@ def counting_reads():
 
 
 def pretrained_layers(worker):
-    """Loads a pretrained folder into divided layers, and counts the numbers that each rank reads."""
+    """Loads a pretrained folder into layers with tensor parallelism, and counts the numbers that each rank reads."""
     layouts = {name: (4, VARIANTS[name][:1]) for name in ("tensor 2", "tensor 4", "context 2")}
     path = save_pretrained(worker, WHOLE_HEADS)
     with counting_reads() as read:

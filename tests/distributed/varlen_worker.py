@@ -116,11 +116,11 @@ def main(folder, cases):
     attention.why_masked = lambda model, device, compute_dtype: None  # in bfloat16 too
     shared = [*STRATEGIES["fsdp"], "strategy.context_parallel_size=2"]
     bfloat16 = ["strategy.mixed_precision={param_dtype: bfloat16}"]
-    results["shared rows"] = train(folder, shared, ranks)
+    results["context parallel"] = train(folder, shared, ranks)
     results["bfloat16"] = train(folder, [*STRATEGIES["fsdp"], *bfloat16], ranks)
-    results["bfloat16, shared rows"] = train(folder, [*shared, *bfloat16], ranks)
+    results["bfloat16, context parallel"] = train(folder, [*shared, *bfloat16], ranks)
     layers = [*STRATEGIES["fsdp"], "strategy.tensor_parallel_size=2"]
-    results["bfloat16, divided layers"] = train(folder, [*layers, *bfloat16], ranks)
+    results["bfloat16, tensor parallel"] = train(folder, [*layers, *bfloat16], ranks)
     mixture = [*STRATEGIES["fsdp"], f"model.config={EXPERTS}", *bfloat16]
     results["bfloat16, all experts"] = train(folder, mixture, ranks)
     divided = [*mixture, "strategy.expert_parallel_size=2"]

@@ -25,7 +25,7 @@ SIZES = {
 
 
 def refusal(model_type, size=2, *, attention=VARLEN, **config):
-    """The message with which `size` ranks are refused to share rows of this model."""
+    """The message with which context parallelism of this size is refused for this model."""
     config = AutoConfig.for_model(model_type, **SIZES | config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -35,7 +35,7 @@ def refusal(model_type, size=2, *, attention=VARLEN, **config):
     return str(error.value)
 
 
-def test_models_that_cannot_share_rows_are_refused_by_name():
+def test_models_without_context_parallelism_are_refused_by_name():
     key = "strategy.context_parallel_size: "
     assert refusal("llama", 3) == (
         f"{key}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"

@@ -292,7 +292,7 @@ def test_plan_names_layers_that_are_divided_over_nodes(nodes, noted):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_divide_layers_hold_and_gather_their_parts(size):
+def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     mixed = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 
     def written(n):
