@@ -118,8 +118,8 @@ def linear_cross_entropy(
     """Cross-entropies of transform(inputs @ weight.T + bias), in float32: their sum, or (tokens,).
 
     `inputs` (tokens, features) are in the dtype of the matrix products, `weight` is (vocabulary,
-    features), and `targets` (tokens,) are IGNORED where there is no loss. If ranks divide the
-    vocabulary, `weight` and `bias` are this rank's rows, and all ranks get the same result.
+    features), and `targets` (tokens,) are IGNORED where there is no loss. With tensor
+    parallelism, `weight` and `bias` are this rank's rows, and all ranks get the same result.
     """
     function: Any = _LinearCrossEntropy
     if not torch.is_grad_enabled():  # nothing would free the logits before the last chunk's

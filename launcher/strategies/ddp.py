@@ -57,9 +57,7 @@ class Ddp(WrappedModel):
             stop_ddp_timing(self._ddp)
         super().__init__(self._ddp, module=model, ranks=ranks)
         if shard_optimizer:
-            self.optimizer_mesh = DeviceMesh.from_group(
-                ranks.group, ranks.device.type, mesh_dim_names=("shard",)
-            )
+            self.optimizer_mesh = ranks.shard_mesh
         self._device_type, self._group = ranks.device.type, ranks.group
         self._param_dtype, self._sync_every_micro_batch = param_dtype, sync_every_micro_batch
         self._reductions = 0
