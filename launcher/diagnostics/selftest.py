@@ -19,7 +19,7 @@ from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import gather
-from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, RankLayout, sizes_of
+from launcher.distributed.rank_layout import PARALLEL_SIZES, RankLayout, layout_sizes, sizes_of
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.models.build import make_config
@@ -137,7 +137,7 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
                 distillation=None,  # a teacher has another vocabulary than a shrunk model
                 batch=Batch(global_batch_size=sequences, micro_batch_size=size),
             )
-            groups = LayoutSizes(size=count, **sizes_of(strategy)).data_parallel_size
+            groups = layout_sizes(strategy, ranks=count).data_parallel_size
             accumulation, label = sequences // (size * groups), name
             if changed.uses_one_rank(count):  # neither DDP nor FSDP
                 offloads = strategy.cpu_offload is not None

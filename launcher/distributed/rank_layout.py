@@ -108,19 +108,19 @@ class Strategy(Protocol):
 
     @property
     def replicate(self) -> int:
-        """Copies of the sharded model."""
+        """`LayoutSizes.replicate`."""
 
     @property
     def context_parallel_size(self) -> int:
-        """Ranks that compute parts of the same sequences."""
+        """`LayoutSizes.context_parallel_size`."""
 
     @property
     def expert_parallel_size(self) -> int:
-        """Ranks that hold different experts."""
+        """`LayoutSizes.expert_parallel_size`."""
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that hold parts of the same layers, and compute the same tokens."""
+        """`LayoutSizes.tensor_parallel_size`."""
 
 
 def sizes_of(strategy: Strategy) -> dict[str, int]:
@@ -138,15 +138,21 @@ class LayoutSizes:
     """The number of ranks, and the sizes of the groups into which the recipe divides them.
 
     Ranks are numbered as replicate x shard x context parallel x tensor parallel, the last ones
-    neighbours, because they exchange most. The context parallel ranks shard parameters, too, and
-    ranks that hold different experts are neighbours of the shard dimension.
+    neighbours, because they exchange most. FSDP shards over the context parallel ranks, too. Ranks
+    that hold different experts are neighbours among those that shard: they compute different
+    tokens, and hold parts of the same other parameters.
     """
 
     size: int
+    """All ranks."""
     replicate: int = 1
+    """Copies of the sharded model."""
     context_parallel_size: int = 1
+    """Ranks that compute parts of the same sequences."""
     expert_parallel_size: int = 1
+    """Ranks that hold different experts."""
     tensor_parallel_size: int = 1
+    """Ranks that hold parts of the same layers, and compute the same tokens."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -198,6 +204,11 @@ class LayoutSizes:
             sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % (n * context) == 0)
             what = f"{tensor} x {context} (strategy.{CONTEXT.key}) does not divide {ranks} (ranks)"
             yield TENSOR.key, f"{what}; try one of {sizes}"
+
+
+def layout_sizes(strategy: Strategy, *, ranks: int) -> LayoutSizes:
+    """The sizes that a recipe names, on this number of ranks."""
+    return LayoutSizes(size=ranks, **sizes_of(strategy))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
@@ -97,7 +97,7 @@ def variants(
     those that are kept may be computed again.
     """
     recipes: dict[Any, Recipe] = {}
-    sizes = LayoutSizes(size=machine.ranks, **sizes_of(written.strategy))
+    sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
@@ -167,7 +167,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
     """The same global batch in micro-batches of other sizes."""
     batch, length = written.batch, written.data.sequence_length
-    ranks = LayoutSizes(size=machine.ranks, **sizes_of(written.strategy)).data_parallel_size
+    ranks = layout_sizes(written.strategy, ranks=machine.ranks).data_parallel_size
     yield batch
     if batch.micro_batch_tokens is not None:
         tokens = batch.micro_batch_tokens
@@ -224,7 +224,7 @@ def _strategies(
         )
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
-    sizes = LayoutSizes(size=machine.ranks, **sizes_of(written.strategy))
+    sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     inside |= {1, written.strategy.replicate}
     copies = sorted(n for n in inside if sizes.allows_replicas(n))
     reshards = [True, False] if accumulates else [True]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.console import aligned, bytes_as_text, two_digits
 from launcher.data.batching import accumulation_steps
-from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
 from launcher.planner.memory import OVER, UNDER, Moment
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
@@ -104,7 +104,7 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
 def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
     batch = recipe.batch
-    groups = LayoutSizes(size=ranks, **sizes_of(recipe.strategy)).data_parallel_size
+    groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
     count = micro_batches(batch, groups)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
     if groups < ranks:

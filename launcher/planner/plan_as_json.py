@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from launcher.distributed.rank_layout import LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.planner.formatting import NAMES, batch_text, micro_batches, moment_text, strategy_text
 from launcher.planner.memory import Moment, Plan, compare, peak_holds
 from launcher.recipe.schema import Recipe
@@ -22,7 +22,7 @@ def as_json(
 ) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
-    groups = LayoutSizes(size=machine.ranks, **sizes_of(recipe.strategy)).data_parallel_size
+    groups = layout_sizes(recipe.strategy, ranks=machine.ranks).data_parallel_size
     peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, groups))
     return {
         "recipe": recipe.run.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.data.batching import accumulation_steps, rows_of
-from launcher.distributed.rank_layout import LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 from launcher.strategies.compilation import why_eager
@@ -13,7 +13,7 @@ from launcher.strategies.compilation import why_eager
 
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
     """Forward passes of a rank in one optimizer step, of all `ranks`."""
-    groups = LayoutSizes(size=ranks, **sizes_of(recipe.strategy)).data_parallel_size
+    groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     size = recipe.batch.global_batch_size
     return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=groups)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.data.batching import rows_of
-from launcher.distributed.rank_layout import LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError
 from launcher.planner.candidates import (
     PARALLEL_KEYS,
@@ -365,7 +365,7 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
         if fitting is not None:
             hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
             text = f"more {unit}s: {hardware}, with {_overrides(written, fitting)}"
-            sizes = LayoutSizes(size=more.ranks, **sizes_of(written.strategy))
+            sizes = layout_sizes(written.strategy, ranks=more.ranks)
             if size % (groups := sizes.data_parallel_size):
                 text += f"; batch.global_batch_size must be a multiple of {groups}, not {size}"
             return text

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.batching import rows_of
-from launcher.distributed.rank_layout import LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
@@ -116,7 +116,7 @@ class Work:
         self.reduce = (
             4 if mixed is None or self.ddp else getattr(torch, mixed.reduce_dtype).itemsize
         )
-        sizes = LayoutSizes(size=ranks, **sizes_of(strategy))
+        sizes = layout_sizes(strategy, ranks=ranks)
         # Size of a full micro-batch: this rank's part of rows that context parallel ranks compute
         rows = rows_of(recipe.batch, sequence_length=length)
         self.rows = rows / sizes.context_parallel_size

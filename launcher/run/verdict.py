@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.distributed.environment import segments_grow
-from launcher.distributed.rank_layout import LayoutSizes, sizes_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.recipe.schema import Recipe
 
 TOLERATED = {
@@ -93,7 +93,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     gathers_again = accumulates and strategy.reshard_after_backward
     mode = None if checkpointing is None else checkpointing.mode
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
-    sizes = LayoutSizes(size=profile.ranks, **sizes_of(strategy))
+    sizes = layout_sizes(strategy, ranks=profile.ranks)
     quantized = recipe.lora is not None and recipe.lora.quantize is not None
     eager = quantized or not sizes.allows("model.compile", "true")
     workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
