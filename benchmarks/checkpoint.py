@@ -77,7 +77,7 @@ def worker(options: argparse.Namespace) -> None:
     from launcher.checkpoint.reader import find_checkpoint, load
     from launcher.checkpoint.state import model_and_optimizer, rank_state
     from launcher.checkpoint.writer import Checkpointer, checkpoint_group
-    from launcher.distributed.process_group import DataParallel
+    from launcher.distributed.rank_layout import RankLayout
     from launcher.optimizers.optimizer import make_optimizer
     from launcher.recipe.schema import Checkpoint, Optimizer
 
@@ -121,7 +121,7 @@ def worker(options: argparse.Namespace) -> None:
 
     for _ in range(4):
         step()
-    ranks = DataParallel(rank=rank, size=options.ranks, group=world, device=device)
+    ranks = RankLayout(rank=rank, size=options.ranks, group=world, device=device)
     group = checkpoint_group(ranks)
     tensors = model_and_optimizer(module, optimizer)
     settings: dict[str, Any] = {"group": group, "device": device, "optimizer": optimizer}

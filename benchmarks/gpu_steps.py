@@ -46,7 +46,7 @@ from gpu_rows import COMPILED, GROUPS, Row, rows_of  # noqa: E402
 
 from launcher.distributed import process_group  # noqa: E402
 from launcher.distributed.hardware import find_gpu, peak_flops  # noqa: E402
-from launcher.distributed.process_group import DataParallel  # noqa: E402
+from launcher.distributed.rank_layout import RankLayout  # noqa: E402
 from launcher.models.build import token_flops  # noqa: E402
 from launcher.optimizers.optimizer import LossScale  # noqa: E402
 from launcher.planner.recipes import micro_batches_of, with_random_weights  # noqa: E402
@@ -132,7 +132,7 @@ def kernel_times() -> Iterator[Counter[str]]:
         found[f"of others: {name}"] = ms
 
 
-def train(row: Row, ranks: DataParallel, *, warm_up: int, timed: int, detailed: bool) -> Measured:
+def train(row: Row, ranks: RankLayout, *, warm_up: int, timed: int, detailed: bool) -> Measured:
     """Trains a row on synthetic full rows with the launcher's own loop. All ranks call this.
 
     `detailed` adds two steps: one that counts waits and one that is profiled.
@@ -239,7 +239,7 @@ def cells(row: Row, found: Measured, plan: dict[str, Any], ranks: int, gpu: str 
     )
 
 
-def measure(options: argparse.Namespace, ranks: DataParallel) -> list[str]:
+def measure(options: argparse.Namespace, ranks: RankLayout) -> list[str]:
     """Prints the table on rank 0. Returns the names of the rows that failed."""
     started, failed = time.monotonic(), []
     gpu = torch.cuda.get_device_name(0) if ranks.device.type == "cuda" else None

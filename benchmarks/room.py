@@ -95,7 +95,7 @@ def measure(ranks: int, files: dict[str, Path], cases: list[str]) -> list[str]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from launcher.distributed.process_group import DataParallel
+    from launcher.distributed.rank_layout import RankLayout
     from launcher.models import experts
     from launcher.planner.machine import known_machine
     from launcher.planner.plan import estimated_plan
@@ -108,7 +108,7 @@ def measure(ranks: int, files: dict[str, Path], cases: list[str]) -> list[str]:
     torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     assert dist.group.WORLD is not None
-    group = DataParallel(rank=0, size=ranks, group=dist.group.WORLD, device=device)
+    group = RankLayout(rank=0, size=ranks, group=dist.group.WORLD, device=device)
     machine = known_machine("a100", nodes=1, gpus_per_node=ranks)
     lines = [
         f"| FSDP, {ranks} ranks | peak, GiB | reserved beyond it | margin and room | retries a step |",

@@ -91,8 +91,8 @@ def _lay_out(tensors: Tensors) -> tuple[bytes, dict[str, int], int]:
 def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
     """Names of the tensors of which this rank writes its part. All ranks compute the same result.
 
-    Several ranks hold the same part of a tensor that is plain, hybrid-sharded, or whole on ranks
-    that divide layers. Of these, the rank with the fewest bytes so far writes it.
+    Several ranks hold the same part of a tensor that is plain, hybrid-sharded, or whole on tensor
+    parallel ranks. Of these, the rank with the fewest bytes so far writes it.
     """
     loads: dict[int, list[int]] = {}
     names = []
@@ -101,7 +101,7 @@ def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
         copies, copy = ranks, rank
         if isinstance(tensor, DTensor):
             mesh, hybrid = tensor.device_mesh, tensor.placements[0].is_replicate()
-            # Neighbours that divide layers have meshes of their own for what they do not divide
+            # Tensor parallel ranks have meshes of their own for what each of them has whole
             copies, copy = ranks // mesh.size(), rank % (ranks // mesh.size())
             if hybrid:
                 copy += copies * mesh.get_local_rank(0)

@@ -25,7 +25,8 @@ from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
 from launcher.checkpoint.staging import StagingBuffer
 from launcher.console import bytes_as_text, task
-from launcher.distributed.process_group import CHECKPOINT_GROUP, DataParallel, gather
+from launcher.distributed.process_group import CHECKPOINT_GROUP, gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
 
@@ -39,7 +40,7 @@ _Pieces = list[tuple[int, torch.Tensor]]
 """Positions in the file, in order, and the bytes there: views of the tensors in training."""
 
 
-def checkpoint_group(ranks: DataParallel) -> dist.ProcessGroup:
+def checkpoint_group(ranks: RankLayout) -> dist.ProcessGroup:
     """A gloo group of the same ranks, for the saving thread: over the group of training the two
     would hang. Ranks wait in it for the slowest disk; lost ranks are detected elsewhere. All ranks
     of the default group must call it."""

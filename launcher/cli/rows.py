@@ -145,10 +145,10 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
     from launcher.data.tokenizer import tokenizer_name
-    from launcher.distributed.process_group import DataParallel
+    from launcher.distributed.rank_layout import RankLayout
 
     group: Any = None  # one process
-    alone = DataParallel(rank=0, size=1, group=group, device=torch.device("cpu"))
+    alone = RankLayout(rank=0, size=1, group=group, device=torch.device("cpu"))
     day = recipe.data.date or RunFolder(run).first_day()
     data = dataclasses.replace(recipe.data, validation=None, date=day)
     size = recipe.batch.global_batch_size

@@ -71,7 +71,7 @@ def collate_sequences(
     `text_mask` (rows, tokens), bool, is false in padding, if there is any. It is for the router's
     loss.
 
-    Of rows that ranks share, the tensors hold this rank's part of the tokens. Positions are those
+    With context parallelism, the tensors hold this rank's part of the tokens. Positions are those
     of the whole row, and so are the bounds of documents.
     """
     width = length

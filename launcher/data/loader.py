@@ -19,7 +19,7 @@ from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed import host_memory
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import tree_map_only
 from launcher.recipe import schema
@@ -55,20 +55,20 @@ class StepStatistics:
     On CUDA it has a stream of its own, so `read` does not wait for queued compute.
     """
 
-    def __init__(self, values: StepTotals, ranks: DataParallel) -> None:
+    def __init__(self, values: StepTotals, ranks: RankLayout) -> None:
         weight = values.loss_tokens if values.loss_weight is None else values.loss_weight
         # Whole numbers up to 2^53 are exact
         self._host = torch.tensor([*values[:-1], weight], dtype=torch.float64)
         self._device, self._work, self._event = self._host, None, None
         if ranks.device.type != "cuda":
             if ranks.size > 1:
-                self._work = dist.all_reduce(self._device, group=ranks.data_group, async_op=True)
+                self._work = dist.all_reduce(self._device, group=ranks.group, async_op=True)
             return
         pinned, stream = self._host.pin_memory(), _statistics_stream(ranks.device)
         with torch.cuda.stream(stream):
             self._device = pinned.to(ranks.device, non_blocking=True)
             if ranks.size > 1:
-                dist.all_reduce(self._device, group=ranks.data_group)
+                dist.all_reduce(self._device, group=ranks.group)
             host = torch.empty_like(pinned, pin_memory=True)
             self._host = host.copy_(self._device, non_blocking=True)
             self._event = stream.record_event()

@@ -47,7 +47,7 @@ from launcher.data.tokenizer import (
     tokenizer_name,
 )
 from launcher.data.tokenizer_files import KeptTokenizer
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
@@ -96,7 +96,7 @@ class RunData:
     def batches(
         self,
         *,
-        ranks: DataParallel,
+        ranks: RankLayout,
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
     ) -> Iterator[GlobalBatch]:
@@ -112,7 +112,7 @@ class RunData:
                 dataset,
                 sampler,
                 self.data,
-                seed=derived_seed(self.seed, f"loader {ranks.data_rank} {start.samples}"),
+                seed=derived_seed(self.seed, f"loader {ranks.data_parallel_rank} {start.samples}"),
                 persistent_workers=False,
                 device=ranks.device,
             )
@@ -122,7 +122,7 @@ class RunData:
             count = sampler.micro_batches(step)
             collated = [raise_error(next(loader)) for _ in range(count)]
             waited = time.perf_counter() - started
-            counted = collated if ranks.tensor_rank == 0 else []
+            counted = collated if ranks.tensor_parallel_rank == 0 else []
             totals = StepTotals(
                 loss_tokens=sum(micro_batch["loss_tokens"] for micro_batch in counted),
                 tokens=sum(micro_batch["tokens"] for micro_batch in counted),
@@ -154,7 +154,7 @@ class RunData:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
 
-    def stream_state(self, batch: GlobalBatch, ranks: DataParallel) -> dict[str, Any] | None:
+    def stream_state(self, batch: GlobalBatch, ranks: RankLayout) -> dict[str, Any] | None:
         """The stream's position after a batch, for a checkpoint; None without data.streaming.
 
         Every rank must call it.
@@ -183,7 +183,7 @@ def open_run_data(
     run: schema.Run,
     *,
     model: ModelInputs,
-    ranks: DataParallel,
+    ranks: RankLayout,
     build: bool,
     skipped_rows: Path | None,
 ) -> RunData:
@@ -222,8 +222,8 @@ def open_run_data(
         lengths=None if stored is None else stored.lengths,
         width=int if stored is None else stored.width,
         steps=steps,
-        rank=ranks.data_rank,
-        ranks=ranks.data_size,
+        rank=ranks.data_parallel_rank,
+        ranks=ranks.data_parallel_size,
     )
     training: TrainingData | None = stored
     if training is None:

@@ -50,7 +50,7 @@ from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.sources import Row, SourcePart, content_sample, read_rows
 from launcher.data.token_store import ModelInputs, check_range
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.models.loss import summed_loss
@@ -331,7 +331,7 @@ class StreamingDataset(IterableDataset[Collated]):
         return other
 
     def state(
-        self, positions: Mapping[int, ShardPosition], *, samples: int, ranks: DataParallel
+        self, positions: Mapping[int, ShardPosition], *, samples: int, ranks: RankLayout
     ) -> dict[str, Any]:
         """What `starting` needs to continue after `samples` samples. Every rank must call it.
 

@@ -23,7 +23,7 @@ from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.data.objectives import collate_distilled, top_k_dtype
 from launcher.data.token_store import ModelInputs
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.distillation import summed_distillation_loss
 from launcher.models.inputs import IGNORED
 from launcher.models.loss import Loss, summed_classification_loss, summed_loss
@@ -42,7 +42,7 @@ class SyntheticData:
     loss_tokens: int
 
     def batches(
-        self, ranks: DataParallel, *, micro_batches: int, steps: int
+        self, ranks: RankLayout, *, micro_batches: int, steps: int
     ) -> Iterator[GlobalBatch]:
         """The same micro-batches in each step, on the device."""
         totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)

@@ -18,7 +18,8 @@ from launcher.diagnostics.measurements import measure_rates
 from launcher.diagnostics.node_checks import Checks, examine
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
-from launcher.distributed.process_group import DataParallel, gather
+from launcher.distributed.process_group import gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE
 from launcher.reliability.json_files import Json
@@ -49,7 +50,7 @@ class RankResult:
     rates: dict[str, float]
 
 
-def sum_is_right(ranks: DataParallel) -> bool:
+def sum_is_right(ranks: RankLayout) -> bool:
     """Whether an all-reduce gives the right sum."""
     values = torch.full((1 << 16,), float(ranks.rank + 1), device=ranks.device)
     dist.all_reduce(values, group=ranks.group)

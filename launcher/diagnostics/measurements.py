@@ -10,7 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.distributed.process_group import all_gather_single
+from launcher.distributed.rank_layout import RankLayout
 
 REPEATS = 8
 """Timed calls, of which the median is used, after two warm-up calls."""
@@ -86,7 +87,7 @@ def node_links(nodes: int) -> list[tuple[int, int]]:
     return links[::2] + links[1::2]
 
 
-def link_rate(ranks: DataParallel, *, local: int) -> float:
+def link_rate(ranks: RankLayout, *, local: int) -> float:
     """Bytes/s that this rank exchanges with its counterpart on a neighbouring node.
 
     This is the higher rate of the two neighbours, so that a slow node does not make its neighbours
@@ -110,7 +111,7 @@ def link_rate(ranks: DataParallel, *, local: int) -> float:
     return max(rates)
 
 
-def measure_rates(ranks: DataParallel, *, local: int, quick: bool) -> dict[str, float]:
+def measure_rates(ranks: RankLayout, *, local: int, quick: bool) -> dict[str, float]:
     """This rank's rates per second, by name.
 
     local is the number of ranks per node. quick: only what shows whether a node is healthy.

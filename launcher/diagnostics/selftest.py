@@ -18,7 +18,8 @@ from torch import nn
 from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
-from launcher.distributed.process_group import DataParallel, gather
+from launcher.distributed.process_group import gather
+from launcher.distributed.rank_layout import PARALLEL_SIZES, RankLayout, layout_sizes, sizes_of
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.models.build import make_config
@@ -120,8 +121,7 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
     own, sequences, variants = recipe.strategy.mixed_precision, SEQUENCES_PER_RANK * ranks, []
     seen: set[tuple[str, int, int, bool]] = set()
     for name, (strategy, checkpointing) in _strategies(recipe, ranks=ranks).items():
-        shared = strategy.context_parallel_size * strategy.tensor_parallel_size
-        alone = strategy.replicate == shared == strategy.expert_parallel_size == 1
+        alone = all(size == 1 for size in sizes_of(strategy).values())
         counts = (ranks, 1) if ranks > 1 and alone else (ranks,)
         cases: list[tuple[MixedPrecision | None, int, int]]
         cases = [(None, count, size) for count in counts for size in (SEQUENCES_PER_RANK, 1)]
@@ -137,7 +137,8 @@ def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
                 distillation=None,  # a teacher has another vocabulary than a shrunk model
                 batch=Batch(global_batch_size=sequences, micro_batch_size=size),
             )
-            accumulation, label = sequences * shared // (size * count), name
+            groups = layout_sizes(strategy, ranks=count).data_parallel_size
+            accumulation, label = sequences // (size * groups), name
             if changed.uses_one_rank(count):  # neither DDP nor FSDP
                 offloads = strategy.cpu_offload is not None
                 label = f"one rank{', optimizer state offloaded' if offloads else ''}"
@@ -177,19 +178,15 @@ def _strategies(
     if ranks > copies and ranks % copies == 0:
         name = f"fsdp, hybrid {copies} x {ranks // copies}"
         strategies[name] = replace(fsdp, replicate=copies), None
-    if (shared := own.context_parallel_size) > 1 and ranks % shared == 0:
-        name = f"fsdp, sequences over {shared} ranks"
-        strategies[name] = replace(fsdp, context_parallel_size=shared), None
-    if (divided := own.expert_parallel_size) > 1 and ranks % divided == 0:
-        name = f"fsdp, experts over {divided} ranks"
-        strategies[name] = replace(fsdp, expert_parallel_size=divided), None
-    if (layers := own.tensor_parallel_size) > 1 and ranks % layers == 0:
-        name = f"fsdp, layers over {layers} ranks"
-        strategies[name] = replace(fsdp, tensor_parallel_size=layers), None
+    for each in PARALLEL_SIZES:
+        size = getattr(own, each.key)
+        if size > 1 and ranks % size == 0:
+            changed: Any = {each.key: size}
+            strategies[f"fsdp, {each.divides} over {size} ranks"] = replace(fsdp, **changed), None
     return strategies
 
 
-def train_variant(variant: Variant, ranks: DataParallel) -> Values:
+def train_variant(variant: Variant, ranks: RankLayout) -> Values:
     """Trains the steps of a variant; every one of its ranks must call this."""
     training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0)
     switch_off_dropout(training.wrapped.module)
@@ -203,8 +200,8 @@ def train_variant(variant: Variant, ranks: DataParallel) -> Values:
 
 
 def differing_copies(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Parameters of which several ranks hold the same part, such as copies of the model or ranks
-    that divide layers, but not the same bits. Every rank must call this."""
+    """Parameters of which several ranks hold the same part, such as copies of the model or tensor
+    parallel ranks, but not the same bits. Every rank must call this."""
     mine: dict[tuple[object, ...], int] = {}
     for name, parameter in model.named_parameters():
         (local, row), columns = local_rows(parameter.detach()), local_columns(parameter)
@@ -283,10 +280,10 @@ def selftest_recipe(setting: Json) -> Recipe:
     )
 
 
-def train_all(variants: list[Variant], everyone: DataParallel) -> list[Values]:
+def train_all(variants: list[Variant], everyone: RankLayout) -> list[Values]:
     """Results of the variants, in order. Rank 0 alone trains the variants that have one rank."""
     group = dist.new_group([0])
-    alone = DataParallel(rank=0, size=1, group=group, device=everyone.device)
+    alone = RankLayout(rank=0, size=1, group=group, device=everyone.device)
     results = []
     for variant in variants:
         if everyone.rank == 0:

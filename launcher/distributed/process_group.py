@@ -1,4 +1,4 @@
-"""The process group, the device, and the ranks that train together."""
+"""The process group and the device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed import host_memory
 from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
 from launcher.distributed.network import interface_to
+from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.torchrun import LOOPBACK, listen, store_address
 from launcher.errors import TrainingError
 from launcher.libraries.private import all_groups, set_group_timeout, set_nccl_timeout
@@ -36,75 +35,6 @@ CONNECTED_RANKS = 64
 n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the checkpoint group, in which ranks wait for the slowest disk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataParallel:
-    """The ranks that train one model together: all, or some in the self-test; in a memory plan, a
-    group that does not exist."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    device: torch.device
-    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """A context that is entered while compute waits for the other ranks; a run passes a timer."""
-
-    context_size: int = 1
-    """Ranks that share each row of tokens: neighbours, because they exchange most."""
-    context_group: dist.ProcessGroup | None = None
-    """The ranks that share this rank's rows; None: it has whole rows."""
-    tensor_size: int = 1
-    """Ranks that divide each layer, and compute the same tokens: the nearest neighbours."""
-
-    def sharing_rows(self, context_size: int, tensor_size: int = 1) -> DataParallel:
-        """The same ranks, of which every `context_size` share rows and every `tensor_size` divide
-        layers. Every rank must call this."""
-        group = None
-        if context_size > 1:
-            group = self.group
-            if context_size < self.size:
-                last = {"tensor": tensor_size} if tensor_size > 1 else {}
-                group = self._mesh(data=-1, context=context_size, **last).get_group("context")
-        return replace(
-            self, context_size=context_size, context_group=group, tensor_size=tensor_size
-        )
-
-    def divided_mesh(self, *, replicate: int, **last: int) -> DeviceMesh:
-        """The same ranks as (replicate, shard, X), for a dimension X of some neighbours: those that
-        hold different experts, or divide each layer. The ranks along `shard` hold the same ones.
-        Every rank must call this."""
-        return self._mesh(replicate=replicate, shard=-1, **last)
-
-    def _mesh(self, **sizes: int) -> DeviceMesh:
-        members = torch.tensor(dist.get_process_group_ranks(self.group)).view(*sizes.values())
-        return DeviceMesh(self.device.type, members, mesh_dim_names=tuple(sizes))
-
-    @property
-    def data_rank(self) -> int:
-        """The number of this rank's part of a global batch's rows, from 0 to `data_size` - 1."""
-        return self.rank // (self.context_size * self.tensor_size)
-
-    @property
-    def data_size(self) -> int:
-        """The number of parts into which the rows of a global batch are divided."""
-        return self.size // (self.context_size * self.tensor_size)
-
-    @property
-    def context_rank(self) -> int:
-        """The number of this rank's part of each row, from 0 to `context_size` - 1."""
-        return self.rank // self.tensor_size % self.context_size
-
-    @property
-    def tensor_rank(self) -> int:
-        """The number of this rank's part of each layer, from 0 to `tensor_size` - 1. Sums over all
-        ranks count the tokens of those with number 0."""
-        return self.rank % self.tensor_size
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks over which losses and tokens are summed."""
-        return self.group
 
 
 _T = TypeVar("_T")
@@ -239,7 +169,7 @@ def _prepare_gloo(environment: Environment) -> None:
 @contextlib.contextmanager
 def process_group(
     environment: Environment, *, device: str, init_timeout: int
-) -> Iterator[tuple[DataParallel, Store]]:
+) -> Iterator[tuple[RankLayout, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
     `device` is that of `choose_device`, `init_timeout` the timeout in seconds until `set_timeout`
@@ -263,7 +193,7 @@ def process_group(
     )
     group = dist.group.WORLD
     assert group is not None
-    yield DataParallel(rank=rank, size=size, group=group, device=chosen), store
+    yield RankLayout(rank=rank, size=size, group=group, device=chosen), store
     # DistributedDataParallel, in a reference cycle, refers to the group. Uncollected, the group
     # could be destroyed under the interpreter's lock, which gloo's thread may be waiting for (hung
     # with torch 2.13)

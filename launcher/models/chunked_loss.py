@@ -85,7 +85,7 @@ class Chunking:
     reduction: Literal["sum", "none"] = "sum"
     """none: a loss for each target."""
     group: dist.ProcessGroup | None = None
-    """Ranks that divide the vocabulary; None: this rank has all of it."""
+    """Tensor parallel ranks, each with a part of the vocabulary; None: this rank has all of it."""
     first: int = 0
     """The first vocabulary entry of this rank."""
     keep_logits: bool = False
@@ -118,8 +118,8 @@ def linear_cross_entropy(
     """Cross-entropies of transform(inputs @ weight.T + bias), in float32: their sum, or (tokens,).
 
     `inputs` (tokens, features) are in the dtype of the matrix products, `weight` is (vocabulary,
-    features), and `targets` (tokens,) are IGNORED where there is no loss. If ranks divide the
-    vocabulary, `weight` and `bias` are this rank's rows, and all ranks get the same result.
+    features), and `targets` (tokens,) are IGNORED where there is no loss. With tensor
+    parallelism, `weight` and `bias` are this rank's rows, and all ranks get the same result.
     """
     function: Any = _LinearCrossEntropy
     if not torch.is_grad_enabled():  # nothing would free the logits before the last chunk's

@@ -30,17 +30,17 @@ _whole_rows = ContextVar("whole_rows", default=False)
 """Whether each rank computes whole rows for now, without the others."""
 
 
-def share_rows(
+def apply_context_parallel(
     model: PreTrainedModel,
     group: dist.ProcessGroup,
     *,
     sequence_length: int,
-    tensor_size: int = 1,
+    tensor_parallel_size: int = 1,
     lacks: str | None = None,
 ) -> None:
     """Divides the rows of this model over the ranks of the group: replaces its attention by
-    `shared_attention`. Each rank has the heads of one of `tensor_size` parts of the layers. `lacks`
-    is what `why_masked` says of packed rows.
+    `context_parallel_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of
+    the layers. `lacks` is what `why_masked` says of packed rows.
 
     Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
     """
@@ -62,14 +62,15 @@ def share_rows(
         what = f"{name} scales rotary positions ({', '.join(kinds)}) by the longest row it sees"
         raise RecipeError(f"{KEY}: {what}, and each rank sees a part; use 1")
     heads = config.num_attention_heads
-    if heads % (size * tensor_size):
-        product = f"{size} x {tensor_size} (strategy.tensor_parallel_size)"
-        divisors = [n for n in range(1, heads + 1) if heads % (n * tensor_size) == 0]
+    if heads % (size * tensor_parallel_size):
+        product = f"{size} x {tensor_parallel_size} (strategy.tensor_parallel_size)"
+        divisors = [n for n in range(1, heads + 1) if heads % (n * tensor_parallel_size) == 0]
         raise RecipeError(
-            f"{KEY}: {size if tensor_size == 1 else product} does not divide the {heads} attention "
-            f"heads of {name}; use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
+            f"{KEY}: {size if tensor_parallel_size == 1 else product} does not divide the {heads} "
+            f"attention heads of {name}; "
+            f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(shared_attention, group))
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(context_parallel_attention, group))
 
 
 def _values(parameters: Any) -> Iterator[Any]:
@@ -94,7 +95,7 @@ def whole_rows() -> Iterator[None]:
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="collectives between the ranks of a row"
 )
-def shared_attention(
+def context_parallel_attention(
     group: dist.ProcessGroup,
     module: nn.Module,
     query: torch.Tensor,
@@ -146,7 +147,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 @torch.no_grad()
-def check_shared_rows(
+def check_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup,
     part: RowPart,
@@ -156,7 +157,7 @@ def check_shared_rows(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Raises RecipeError unless ranks that share a row compute the logits of the whole row: a layer
+    """Raises RecipeError unless context parallel ranks compute the logits of the whole row: a layer
     besides attention may mix tokens.
 
     Every rank must call this. name is that of the model's class. dtype is that of the computation;

@@ -40,7 +40,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Divides the experts of a meta model over the ranks of a mesh. Returns their modules.
 
     Their parameters become DTensors with the shape of all experts. Raises RecipeError if the model

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group divide the layers of a model by transformers' plan.
+"""Tensor parallelism: each rank of a group holds a part of each layer, by transformers' plan.
 
 A `colwise` layer computes some of its outputs on each rank, such as those of some attention heads,
 and the `rowwise` layer after it takes them as inputs and sums its results over the ranks (Shoeybi
@@ -52,16 +52,19 @@ def find_layers(model: nn.Module) -> dict[str, str]:
     return {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
 
 
-def divided_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tuple[Any, int]]:
-    """The layers whose weights `size` ranks divide, and the dimension that they divide."""
+def sharded_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tuple[Any, int]]:
+    """The layers of whose weights each of `size` ranks holds a part, and the dimension of the
+    parts."""
     few = _few_heads(model, styles, size)
     for name, style in styles.items():
         if style in _DIMENSION and name not in few:
             yield _base(model.get_submodule(name)), _DIMENSION[style]
 
 
-def divide_layers(model: nn.Module, mesh: DeviceMesh | PlannedRank) -> list[tuple[nn.Module, str]]:
-    """Divides the layers of a meta model, with its adapters, over the ranks of a mesh.
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh | PlannedRank
+) -> list[tuple[nn.Module, str]]:
+    """Shards the layers of a meta model, with its adapters, over the ranks of a mesh.
 
     Returns the parameters that each rank has whole and gets a part of the gradient of, as modules
     and names. Raises RecipeError if the model cannot be divided over this number of ranks.
@@ -75,8 +78,8 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh | PlannedRank) -> list[tupl
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """Stands for a mesh and its group in a plan, which divides layers without a process group: the
-    model gets the first rank's parts as plain parameters."""
+    """Stands for a mesh and its group in a plan, which has no process group: the model gets the
+    first rank's parts as plain parameters."""
 
     ranks: int
 
@@ -101,7 +104,7 @@ def divides_attention(styles: Styles) -> bool:
 
 
 class _Division:
-    """Divides a model. `partial` are the parameters that `divide_layers` returns."""
+    """Divides a model. `partial` are the parameters that `apply_tensor_parallel` returns."""
 
     def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedRank) -> None:
         self._mesh, self._group, self._rank = mesh, mesh.get_group(), mesh.get_local_rank()
@@ -110,7 +113,7 @@ class _Division:
         self.partial: list[tuple[nn.Module, str]] = []
         first, head = embeddings(model)
         tied = head is not None and first.weight is head.weight
-        for layer, dimension in divided_layers(model, styles, mesh.size()):
+        for layer, dimension in sharded_layers(model, styles, mesh.size()):
             if not (tied and layer is head):
                 self._divide(layer, dimension)
         for name, style in styles.items():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
@@ -30,9 +31,8 @@ from launcher.recipe.validate import check
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
-SIZES = ("context_parallel_size", "expert_parallel_size", "tensor_parallel_size")
-"""Keys of `strategy` for numbers of ranks that share rows, hold different experts, or divide
-layers."""
+PARALLEL_KEYS = tuple(each.key for each in PARALLEL_SIZES)
+"""Keys of `strategy` for context, expert and tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Configuration:
     @property
     def speed_measured(self) -> bool:
         """Whether predicted speeds of such configurations were compared with published ones."""
-        return all(getattr(self.recipe.strategy, key) == 1 for key in SIZES)
+        return all(getattr(self.recipe.strategy, key) == 1 for key in PARALLEL_KEYS)
 
     @property
     def offloads(self) -> bool:
@@ -97,6 +97,7 @@ def variants(
     those that are kept may be computed again.
     """
     recipes: dict[Any, Recipe] = {}
+    sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
@@ -114,16 +115,15 @@ def variants(
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
             strategy = _in_groups(strategy, written)
-            own = written.strategy
-            if strategy.kind == "ddp" and own.expert_parallel_size * own.tensor_parallel_size > 1:
+            if strategy.kind == "ddp" and not sizes.allows("strategy.kind", "ddp"):
                 continue
             recipes[batch, strategy, checkpointing] = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
     found = list(recipes.values())
     quantized = written.lora is not None and written.lora.quantize is not None
-    divided = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size > 1
-    eager = written.model.compile or quantized or divided  # or not available
+    # Compiled already, or not available
+    eager = written.model.compile or quantized or not sizes.allows("model.compile", "true")
     if compiles and machine.device == "cuda" and not eager:
         compiled = dataclasses.replace(written.model, compile=True)
         found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
@@ -140,22 +140,23 @@ def _without_logits(recipe: Recipe) -> Recipe:
 
 
 def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
-    """The strategy with the written `SIZES`, which `variants` does not vary."""
-    sizes: Any = {key: getattr(written.strategy, key) for key in SIZES}
+    """The strategy with the written `PARALLEL_KEYS`, which `variants` does not vary."""
+    sizes: Any = {key: getattr(written.strategy, key) for key in PARALLEL_KEYS}
     return dataclasses.replace(strategy, **sizes)
 
 
 def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
-    """For each key of `SIZES`, recipes with larger sizes inside of a node, the smallest first: as
-    `smallest`, without CPU offload. Empty lists where the rules for recipes allow no size."""
+    """For each key of `PARALLEL_KEYS`, recipes with larger sizes inside of a node, the smallest
+    first: as `smallest`, without CPU offload. Empty lists where the rules for recipes allow no
+    size."""
     per_node = machine.gpus_per_node
-    for key in SIZES:
-        before, recipes = getattr(written.strategy, key), list[Recipe]()
+    for each in PARALLEL_SIZES:
+        before, recipes = getattr(written.strategy, each.key), list[Recipe]()
         for size in (n for n in range(before + 1, per_node + 1) if per_node % n == 0):
-            changed: Any = {key: size}
+            changed: Any = {each.key: size}
             strategy = dataclasses.replace(written.strategy, **changed)
             recipe = next(smallest(dataclasses.replace(written, strategy=strategy), machine))
-            if key != SIZES[0]:  # not available with it
+            if not each.allows("model.compile", "true"):
                 model = dataclasses.replace(recipe.model, compile=False)
                 recipe = dataclasses.replace(recipe, model=model)
             if not check(recipe, ranks=machine.ranks, unsound=set(), files=False):
@@ -166,7 +167,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
     """The same global batch in micro-batches of other sizes."""
     batch, length = written.batch, written.data.sequence_length
-    ranks = max(1, machine.ranks // written.strategy.ranks_of_a_row)
+    ranks = layout_sizes(written.strategy, ranks=machine.ranks).data_parallel_size
     yield batch
     if batch.micro_batch_tokens is not None:
         tokens = batch.micro_batch_tokens
@@ -223,9 +224,9 @@ def _strategies(
         )
     per_node = machine.gpus_per_node
     inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
-    unit = written.strategy.expert_parallel_size * written.strategy.tensor_parallel_size
+    sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     inside |= {1, written.strategy.replicate}
-    copies = sorted(n for n in inside if machine.ranks % (n * unit) == 0)
+    copies = sorted(n for n in inside if sizes.allows_replicas(n))
     reshards = [True, False] if accumulates else [True]
     for replicate, forward, backward, sync in itertools.product(
         copies, (True, False), reshards, syncs
@@ -285,7 +286,7 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
     usual_sync = fsdp and written.strategy.sync_every_micro_batch is True
     accumulates = has_reductions_to_choose(recipe, ranks=ranks)
     unusual = (
-        *(getattr(strategy, key) != getattr(written.strategy, key) for key in SIZES),
+        *(getattr(strategy, key) != getattr(written.strategy, key) for key in PARALLEL_KEYS),
         strategy.replicate > 1,
         fsdp and strategy.reshard_after_forward is not usual_reshard,
         not strategy.reshard_after_backward,

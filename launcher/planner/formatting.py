@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from launcher.console import aligned, bytes_as_text, two_digits
 from launcher.data.batching import accumulation_steps
+from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
 from launcher.planner.memory import OVER, UNDER, Moment
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
@@ -67,12 +68,9 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
             parts.append("kept after backward")
         if strategy.sync_every_micro_batch is False:
             parts.append("one reduction a step")
-    if strategy.context_parallel_size > 1:
-        parts.append(f"sequences over {strategy.context_parallel_size} ranks")
-    if strategy.expert_parallel_size > 1:
-        parts.append(f"experts over {strategy.expert_parallel_size} ranks")
-    if strategy.tensor_parallel_size > 1:
-        parts.append(f"layers over {strategy.tensor_parallel_size} ranks")
+    for each in PARALLEL_SIZES:
+        if (size := getattr(strategy, each.key)) > 1:
+            parts.append(f"{each.divides} over {size} ranks")
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if mixed is not None and strategy.kind == "fsdp" and mixed.reduce_dtype != "float32":
@@ -105,11 +103,12 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
 
 def batch_text(recipe: Recipe, ranks: int) -> str:
     """`4 sequences of 2,048 tokens x 8 micro-batches x 8 ranks = 256 a step`."""
-    batch, shared = recipe.batch, recipe.strategy.ranks_of_a_row
-    count = micro_batches(batch, ranks // shared)
+    batch = recipe.batch
+    groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
+    count = micro_batches(batch, groups)
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
-    if shared > 1:
-        on = f"{_plural(ranks // shared, 'group')} of {shared} ranks"
+    if groups < ranks:
+        on = f"{_plural(groups, 'group')} of {ranks // groups} ranks"
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
         return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} sequences a step"

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from launcher.data.loader import GlobalBatch
 from launcher.distributed import process_group
 from launcher.distributed.environment import prepare_cuda, read_environment
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.spawn import rank_main, run_ranks
 from launcher.errors import TrainingError
 from launcher.libraries.private import (
@@ -228,7 +228,7 @@ def storage_bytes(values: Iterable[object], *, device: str) -> int:
     return sum(storage.nbytes() for storage in own if storage.filename is None)
 
 
-def measure_recipe(recipe: Recipe, ranks: DataParallel, *, timed: bool = False) -> Measurement:
+def measure_recipe(recipe: Recipe, ranks: RankLayout, *, timed: bool = False) -> Measurement:
     """Trains the recipe for three steps from random weights, and if `timed` for some more, to
     measure their time. All ranks must call it."""
     device = ranks.device
@@ -264,10 +264,9 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     return statistics.median(steps)
 
 
-def _train(recipe: Recipe, ranks: DataParallel, mark: Callable[[str], None], *, steps: int) -> Json:
+def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, steps: int) -> Json:
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
-    strategy = recipe.strategy
-    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
+    ranks = ranks.with_sizes(recipe.strategy)
     device, sizes = ranks.device, dict[str, object]()
     random = with_random_weights(recipe, compile=recipe.model.compile is True)
     prepared = prepare_model(random, device=device)

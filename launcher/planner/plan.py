@@ -268,8 +268,8 @@ def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
         yield "context, communicators and the margin are estimates; everything else is counted"
     if machine.gpus_per_node % recipe.strategy.tensor_parallel_size:
         yield (
-            f"strategy.tensor_parallel_size={recipe.strategy.tensor_parallel_size}: ranks on "
-            "different nodes divide the layers, and add up the results of each block over the "
+            f"strategy.tensor_parallel_size={recipe.strategy.tensor_parallel_size}: tensor "
+            "parallel ranks are on different nodes, and sum the results of each block over the "
             f"network between nodes; a divisor of gpus_per_node={machine.gpus_per_node} is faster"
         )
     if recipe.strategy.kind == "ddp" and not recipe.uses_one_rank(machine.ranks):

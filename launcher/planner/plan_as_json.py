@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.planner.formatting import NAMES, batch_text, micro_batches, moment_text, strategy_text
 from launcher.planner.memory import Moment, Plan, compare, peak_holds
 from launcher.recipe.schema import Recipe
@@ -21,8 +22,8 @@ def as_json(
 ) -> Json:
     """A plan as plain values; docs/memory.md documents the keys."""
     machine, step, estimate = plan.machine, plan.step, plan.arithmetic
-    sharing = machine.ranks // recipe.strategy.ranks_of_a_row
-    peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, sharing))
+    groups = layout_sizes(recipe.strategy, ranks=machine.ranks).data_parallel_size
+    peak = moment_text(step.peak, micro_batches=micro_batches(recipe.batch, groups))
     return {
         "recipe": recipe.run.name,
         "strategy": strategy_text(recipe, machine.ranks),

@@ -21,7 +21,7 @@ from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.tensor_parallel import (
     PlannedRank,
-    divide_layers,
+    apply_tensor_parallel,
     divides_attention,
     find_layers,
 )
@@ -186,7 +186,7 @@ class ModelProfile:
     """The same by class for DDP, which computes in 16 bits by autocast: norms and sums stay in
     float32, and adapters read casts of their inputs. Empty where `saved` is."""
     undivided: ModelProfile | None = None
-    """The whole model, where this is the part of a rank that divides layers with others."""
+    """The whole model, where this is the part of a tensor parallel rank."""
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
@@ -252,7 +252,7 @@ def prepared_model(
     prepared = original_model(recipe, device=device)
     if recipe.model.builder is not None:
         return prepared
-    # A recipe whose ranks share rows may have replaced it since
+    # A recipe with context parallelism may have replaced it since
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     parts = (prepared.model, prepared.blocks, prepared.outer_units, prepared.unused)
     copies: dict[int, Any] = {}
@@ -291,14 +291,14 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
 
 
 def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
-    """The profile of a prepared model without what its blocks save. If ranks divide its layers, it
-    is that of the first rank's part. Raises RecipeError if they cannot."""
+    """The profile of a prepared model without what its blocks save. With tensor parallelism it
+    is that of the first rank's part. Raises RecipeError if the model has none of this size."""
     whole = _profile_of_shapes(prepared, prepared.model, recipe, device=device)
     size = recipe.strategy.tensor_parallel_size
     if size == 1 or recipe.strategy.kind == "ddp":
         return whole
     model = copy.deepcopy(prepared.model)
-    divide_layers(model, PlannedRank(size))
+    apply_tensor_parallel(model, PlannedRank(size))
     part = _profile_of_shapes(prepared, model, recipe, device=device)
     heads, head_size = whole.heads
     if divides_attention(find_layers(model)):
@@ -375,7 +375,7 @@ def with_saved(
     """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors,
     and with `compiled` what they save if they are compiled. Deletes blocks of the prepared model."""
     if profile.undivided is not None:
-        divide_layers(prepared.model, PlannedRank(recipe.strategy.tensor_parallel_size))
+        apply_tensor_parallel(prepared.model, PlannedRank(recipe.strategy.tensor_parallel_size))
         with Replacements() as replaced:
             for module, name in COLLECTIVES:
                 replaced.set(module, name, lambda *args, **options: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.data.batching import accumulation_steps, rows_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 from launcher.strategies.compilation import why_eager
@@ -12,10 +13,10 @@ from launcher.strategies.compilation import why_eager
 
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
     """Forward passes of a rank in one optimizer step, of all `ranks`."""
-    ranks = max(1, ranks // recipe.strategy.ranks_of_a_row)
+    groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
     rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
     size = recipe.batch.global_batch_size
-    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=ranks)
+    return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=groups)
 
 
 def has_reductions_to_choose(recipe: Recipe, *, ranks: int) -> bool:

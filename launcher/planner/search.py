@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.data.batching import rows_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError
 from launcher.planner.candidates import (
-    SIZES,
+    PARALLEL_KEYS,
     Configuration,
     complexity,
     larger_sizes,
@@ -255,8 +256,8 @@ class _Search:
         return self.trace(option) if faster else None
 
     def divided(self) -> list[list[Configuration]]:
-        """For each key of `SIZES`, estimates of the configurations without CPU offload of the
-        smallest size with which one fits with room, or else fits."""
+        """For each key of `PARALLEL_KEYS`, estimates of the configurations without CPU offload of
+        the smallest size with which one fits with room, or else fits."""
         found = []
         for recipes in larger_sizes(self._written, self._machine):
             for with_room, recipe in itertools.product((True, False), recipes):
@@ -286,7 +287,7 @@ def _like(recipe: Recipe) -> tuple[object, ...]:
     """A key that is equal for recipes whose estimates have similar errors."""
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     mode = None if checkpointing is None else checkpointing.mode
-    return strategy.kind, mode, *(getattr(strategy, key) for key in SIZES)
+    return strategy.kind, mode, *(getattr(strategy, key) for key in PARALLEL_KEYS)
 
 
 def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) -> Configuration:
@@ -364,7 +365,8 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
         if fitting is not None:
             hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
             text = f"more {unit}s: {hardware}, with {_overrides(written, fitting)}"
-            if size % (groups := max(1, more.ranks // written.strategy.ranks_of_a_row)):
+            sizes = layout_sizes(written.strategy, ranks=more.ranks)
+            if size % (groups := sizes.data_parallel_size):
                 text += f"; batch.global_batch_size must be a multiple of {groups}, not {size}"
             return text
     return f"a {unit} with more memory: {NODES[-1] * per_node} of these are not enough"

@@ -227,7 +227,7 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         gather = _collective(own, ranks, machine, blocks, sharing=sharing)
         reduce = _collective(work.reduce * own_trained, ranks, machine, blocks, sharing=sharing)
         weights, trained = weights - own, trained - own_trained
-    # Ranks that divide layers are neighbours, and shard each their part with ranks of other nodes
+    # Tensor parallel ranks are neighbours, and shard each their part with ranks of other nodes
     across = work.shards * work.tensor_ranks > machine.gpus_per_node
     sharing = work.tensor_ranks if across else 1
     gather += _collective(weights, work.shards, machine, groups, sharing=sharing)
@@ -241,8 +241,8 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
 
 
 def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
-    """Seconds in which ranks that share rows exchange queries, keys, values and results, ranks with
-    different experts tokens and results (evenly), and ranks that divide layers sum the results of
+    """Seconds in which context parallel ranks exchange queries, keys, values and results, expert
+    parallel ranks tokens and results (evenly), and tensor parallel ranks sum the results of
     attention and of the network after it, in a step's forward and backward passes. Compute waits
     for them."""
     profile, tokens, forward, backward = work.profile, work.size * work.tokens, 0.0, 0.0

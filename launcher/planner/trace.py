@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.data.loader import GlobalBatch
 from launcher.data.synthetic import SyntheticData
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import first_line
 from launcher.libraries.private import (
     FAKE_TENSOR_LOGGER,
@@ -105,11 +105,11 @@ def trace_step(
 
 
 @contextmanager
-def _fake_process_group(ranks: int) -> Iterator[DataParallel]:
+def _fake_process_group(ranks: int) -> Iterator[RankLayout]:
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         assert dist.group.WORLD is not None
-        yield DataParallel(rank=0, size=ranks, group=dist.group.WORLD, device=CPU)
+        yield RankLayout(rank=0, size=ranks, group=dist.group.WORLD, device=CPU)
     finally:
         dist.destroy_process_group()
 
@@ -132,15 +132,14 @@ def _run(
     prepared: PreparedModel,
     *,
     recipe: Recipe,
-    ranks: DataParallel,
+    ranks: RankLayout,
     device: str,
     micro_batches: int,
     only_update: bool = False,
 ) -> _Observer:
     """Trains two steps. `only_update`: with gradients of zeros instead of forward and backward
     passes."""
-    strategy = recipe.strategy
-    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
+    ranks = ranks.with_sizes(recipe.strategy)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -148,7 +147,7 @@ def _run(
         with fake:
             materialize(model, parameters=parameters, buffers=buffers)
 
-    label = _logits_label(prepared, data, tensor_size=ranks.tensor_size)
+    label = _logits_label(prepared, data, tensor_parallel_size=ranks.tensor_parallel_size)
     tracker = Tracker(label, gloo=device == "cpu")
     offload = recipe.strategy.cpu_offload if device == "cuda" else None
     pinned = offload.pin_memory if offload is not None and offload.what == "all" else None
@@ -191,13 +190,13 @@ def _run(
 
 
 def _logits_label(
-    prepared: PreparedModel, data: SyntheticData, *, tensor_size: int
+    prepared: PreparedModel, data: SyntheticData, *, tensor_parallel_size: int
 ) -> Callable[[torch.Tensor], str | None]:
-    """A function that labels logits, by their shape. tensor_size: ranks that divide them."""
+    """A function that labels logits, by their shape, of which each rank has a part."""
     widths, positions = set(), data.tensors.get("target_positions")
     tokens = data.tokens if positions is None else len(positions)
     if vocabulary := prepared.vocabulary:
-        vocabulary = -(-vocabulary // tensor_size)
+        vocabulary = -(-vocabulary // tensor_parallel_size)
         width = chunk_width(tokens, vocabulary) if prepared.chunked_loss else vocabulary
         widths = {width, vocabulary % width or width}
 

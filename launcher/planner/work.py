@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.batching import rows_of
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
@@ -115,22 +116,22 @@ class Work:
         self.reduce = (
             4 if mixed is None or self.ddp else getattr(torch, mixed.reduce_dtype).itemsize
         )
-        # Size of a full micro-batch: this rank's part of rows that it shares
+        sizes = layout_sizes(strategy, ranks=ranks)
+        # Size of a full micro-batch: this rank's part of rows that context parallel ranks compute
         rows = rows_of(recipe.batch, sequence_length=length)
-        self.rows = rows / strategy.context_parallel_size
-        self.tokens = rows * length // strategy.context_parallel_size
+        self.rows = rows / sizes.context_parallel_size
+        self.tokens = rows * length // sizes.context_parallel_size
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)
         sync = strategy.sync_every_micro_batch
         every = not self.ddp if sync == "auto" else sync
         self.reductions = self.micro_batches if every or self.one_rank else 1
-        # Ranks that share each parameter, and its optimizer state. With layers divided over ranks,
-        # the profile is that of a rank's part, which as many fewer ranks share
-        self.tensor_ranks = 1 if self.ddp else strategy.tensor_parallel_size
-        divided = strategy.replicate * self.tensor_ranks
-        self.shards = 1 if self.ddp else max(1, ranks // divided)
+        # Ranks that shard each parameter, and its optimizer state. With tensor parallelism the
+        # profile is that of a rank's part, which as many fewer ranks shard
+        self.tensor_ranks = 1 if self.ddp else sizes.tensor_parallel_size
+        self.shards = 1 if self.ddp else sizes.shard_size
         self.state_shards = ranks if strategy.shard_optimizer else self.shards
         # Ranks that hold different experts, and the weights that a rank gathers
-        self.expert_ranks = 1 if self.ddp else strategy.expert_parallel_size
+        self.expert_ranks = 1 if self.ddp else sizes.expert_parallel_size
         self.gathered = [group.on_each_of(self.expert_ranks) for group in profile.groups]
         self.gathered_trained = sum(group.trained for group in self.gathered)
         weights = [weight for group in self.gathered for weight in group.parameters]

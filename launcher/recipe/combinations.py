@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
 from launcher.recipe.layouts import KEYS, NAMES, SWITCHES, role_of, roles_of
 from launcher.recipe.schema import DataKind, Recipe
@@ -44,9 +45,6 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("distillation", "model.task", "causal_lm"),
     ("distillation", "data.kind", "text tokens chat instruct"),
     ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
-    ("distillation", "strategy.context_parallel_size", "1"),
-    ("distillation", "strategy.expert_parallel_size", "1"),
-    ("distillation", "strategy.tensor_parallel_size", "1"),
     ("distillation", "model.chunked_loss", True),
     ("objective", "model.task", "causal_lm masked_lm"),
     ("objective", "data.kind", "text tokens chat instruct"),
@@ -69,35 +67,17 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("run.on_divergence", "checkpoint.every_steps", True),
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
     ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
-    ("strategy.reshard_after_backward strategy.expert_parallel_size", "strategy.kind", "fsdp auto"),
-    ("strategy.tensor_parallel_size", "strategy.kind", "fsdp auto"),
+    ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
     ("strategy.mixed_precision.reduce_dtype", "strategy.kind", "fsdp auto"),
     (_FLOAT8, "strategy.mixed_precision.param_dtype", "bfloat16"),
-    (_FLOAT8, "strategy.tensor_parallel_size", "1"),
     (_FLOAT8, "lora", False),
     ("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
-    ("strategy.context_parallel_size", "model.builder data.builder", False),
-    ("strategy.context_parallel_size", "data.kind", "text tokens chat instruct"),
-    ("strategy.context_parallel_size", "model.task", "causal_lm"),
-    ("strategy.expert_parallel_size", "optimizer.name", "adamw sgd muon"),
-    ("strategy.expert_parallel_size", "model.compile", False),
-    ("strategy.tensor_parallel_size", "optimizer.name", "adamw sgd"),
-    ("strategy.tensor_parallel_size", "optimizer.state_dtype", "float32"),
-    ("strategy.tensor_parallel_size", "strategy.expert_parallel_size", "1"),
-    ("strategy.tensor_parallel_size", "model.task", "causal_lm sequence_classification"),
-    (
-        "strategy.tensor_parallel_size",
-        "model.builder model.compile lora.dora data.builder",
-        False,
-    ),
     (_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
     (_OFFLOADED_STATE, "optimizer.momentum", True),
     (_OFFLOADED_STATE, "optimizer.ema", False),
     ("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
     ("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
     ("activation_checkpointing.budget", "model.builder data.builder", False),
-    ("activation_checkpointing.budget", "strategy.expert_parallel_size", "1"),
-    ("activation_checkpointing.budget", "strategy.tensor_parallel_size", "1"),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
     ("optimizer.ema", "checkpoint.every_steps", True),
@@ -119,18 +99,27 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("checkpoint.export_base", "checkpoint.export_merged", True),
     ("lora.quantize", "model.builder model.compile", False),
     ("model.new_tokens", "model.builder lora.path", False),
+    *(
+        (f"strategy.{size.key}", other, needed)
+        for size in PARALLEL_SIZES
+        for other, needed in size.needs
+    ),
+    *(
+        (key, f"strategy.{size.key}", "1")
+        for size in PARALLEL_SIZES
+        for key in size.needed_by
+        if " " not in key
+    ),
 )
 """Keys that may have another value than their default only if one of other keys is given (True),
 none of them is given (False), or the other key has one of these values."""
-_OTHER_DIVISIONS = "; FSDP, strategy.context_parallel_size and strategy.expert_parallel_size are"
 _INSTEAD = {
     (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
-    ("strategy.expert_parallel_size", "model.compile"): "; set model.compile: false",
-    ("strategy.tensor_parallel_size", "model.compile"): "; set model.compile: false",
-    ("strategy.tensor_parallel_size", "lora.dora"): _OTHER_DIVISIONS,
-    ("strategy.tensor_parallel_size", "strategy.expert_parallel_size"): (
-        "; for a mixture of experts use strategy.expert_parallel_size alone"
-    ),
+    **{
+        (f"strategy.{size.key}", other): instead
+        for size in PARALLEL_SIZES
+        for other, instead in size.instead.items()
+    },
 }
 """What to do instead, at the end of a message."""
 _ONE_OF = (
@@ -146,6 +135,7 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
     for keys, other, needed in _NEEDS:
         for key in keys.split():
             yield _needs(recipe, key, other, needed)
+    yield _together(recipe)
     yield _source_columns(recipe)
     yield _columns(recipe)
     yield _overlong(recipe)
@@ -240,6 +230,17 @@ def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
     if given and not needed:
         instead = {_INSTEAD.get((key, name), "") for name in given}
         yield key, f"not available with {' and '.join(given)}{''.join(instead)}"
+
+
+def _together(recipe: Recipe) -> Found:
+    """Keys that exclude a way to compute in parallel only together."""
+    for size in PARALLEL_SIZES:
+        for keys in size.needed_by:
+            key, *others = keys.split()
+            given = all(value_of(recipe, name) for name in (key, *others))
+            if others and given and getattr(recipe.strategy, size.key) > 1:
+                what = f"{' and '.join(others)} and strategy.{size.key}"
+                yield key, f"not available with {what}; use 1"
 
 
 def _one_of(recipe: Recipe, keys: list[str]) -> Found:

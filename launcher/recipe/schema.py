@@ -340,22 +340,17 @@ class Strategy(Section):
     replicate: PositiveInt = 1
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence: each computes a part of its tokens and, in attention, a part
-    of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
+    """Context parallel ranks: each computes a part of the tokens of the same sequences and, in
+    attention, a part of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
     expert_parallel_size: PositiveInt = 1
-    """fsdp: ranks that hold different experts of each layer; tokens are sent to their experts. The
-    other parameters are sharded over them. 1: off."""
+    """fsdp: expert parallel ranks, which hold different experts of each layer; tokens are sent to
+    their experts. The other parameters are sharded over them. 1: off."""
     tensor_parallel_size: PositiveInt = 1
-    """fsdp: ranks that divide each layer and compute the same tokens, neighbours. The sizes that
-    work depend on the model's heads. 1: off."""
+    """fsdp: tensor parallel ranks: neighbours, each of which holds a part of each layer, and which
+    compute the same tokens. The sizes that work depend on the model's heads. 1: off."""
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
     traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""
-
-    @property
-    def ranks_of_a_row(self) -> int:
-        """Ranks that compute the same rows: parts of them, or with parts of the layers."""
-        return self.context_parallel_size * self.tensor_parallel_size
 
 
 class ActivationCheckpointing(Section):

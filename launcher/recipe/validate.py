@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import math
 import os
 from pathlib import Path
 from typing import Any, cast
 
+from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.recipe.adapter import ADAPTER_CONFIG
 from launcher.recipe.columns import is_of_system
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
@@ -234,8 +234,6 @@ def _new_tokens(recipe: Recipe) -> Found:
     tokens, key = recipe.model.new_tokens or (), "model.new_tokens"
     if tokens and recipe.model.path is None and recipe.data.tokenizer is None:
         yield key, "needs a tokenizer: give data.tokenizer or model.path"
-    if tokens and recipe.lora is not None and recipe.strategy.tensor_parallel_size > 1:
-        yield key, "not available with lora and strategy.tensor_parallel_size; use 1"
     for index, token in enumerate(tokens):
         what = ""
         if token != token.strip():
@@ -308,10 +306,6 @@ def _resume(recipe: Recipe) -> Found:
     yield "checkpoint.resume", f"no such folder: {resume}; {what}"
 
 
-_SHARING = ("context_parallel_size", "tensor_parallel_size")
-"""Keys of `strategy` for ranks that compute the same rows."""
-
-
 def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
@@ -323,10 +317,13 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         return  # perhaps on another number of ranks: the last micro-batches may be smaller
     factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
     if ranks is not None:
-        sharing = [(getattr(recipe.strategy, name), f"strategy.{name}") for name in _SHARING]
-        unit *= max(1, ranks // math.prod(size for size, _ in sharing))
-        shared = "".join(f" / {size} ({name})" for size, name in sharing if size > 1)
-        factors.append(f"{ranks} (ranks){shared}")
+        # Only the sizes that this is about: the others may be unsound
+        keys = [each.key for each in PARALLEL_SIZES if each.same_sequences]
+        given = {key: getattr(recipe.strategy, key) for key in keys}
+        sizes = LayoutSizes(size=ranks, **given)
+        unit *= sizes.data_parallel_size
+        divisors = "".join(f" / {n} (strategy.{each.key})" for each, n in sizes.same_sequences)
+        factors.append(f"{ranks} (ranks){divisors}")
     if size % unit:
         below = size // unit * unit
         advice = " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
@@ -337,23 +334,11 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
 def _groups(recipe: Recipe, ranks: int | None) -> Found:
     if ranks is None:
         return
-    copies = 1 if recipe.strategy.kind == "ddp" else recipe.strategy.replicate
-    counts = {"replicate": ranks, "context_parallel_size": ranks}
-    counts["expert_parallel_size"] = counts["tensor_parallel_size"] = ranks // copies
-    found = False
-    for key, count in counts.items():
-        size = copies if key == "replicate" else getattr(recipe.strategy, key)
-        if count % size:
-            divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            what = f"{count} (ranks{' of a copy' if count < ranks else ''})"
-            yield f"strategy.{key}", f"{size} does not divide {what}; try one of {divisors}"
-            found = True
-    context, tensor = (getattr(recipe.strategy, name) for name in _SHARING)
-    if ranks % (context * tensor) and not found:
-        sizes = [n for n in range(1, ranks + 1) if ranks % (n * context) == 0]
-        what = f"{tensor} x {context} (strategy.context_parallel_size) does not divide {ranks}"
-        sizes_text = ", ".join(map(str, sizes))
-        yield "strategy.tensor_parallel_size", f"{what} (ranks); try one of {sizes_text}"
+    sizes = sizes_of(recipe.strategy)
+    if recipe.strategy.kind == "ddp":  # another rule refuses to replicate
+        sizes["replicate"] = 1
+    for key, what in LayoutSizes(size=ranks, **sizes).problems():
+        yield f"strategy.{key}", what
 
 
 def _context(recipe: Recipe, ranks: int | None) -> Found:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from launcher import __version__
 from launcher.data.run_data import RunData
-from launcher.distributed.process_group import DataParallel, gather
+from launcher.distributed.process_group import gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.build import is_pretrained
 from launcher.recipe.decode import dotted
@@ -46,7 +47,7 @@ _SALT = "ranks"
 """Of digests of arguments from the environment, the same on all ranks."""
 
 
-def compare_recipes(recipe: Recipe, ranks: DataParallel, *, several_machines: bool) -> None:
+def compare_recipes(recipe: Recipe, ranks: RankLayout, *, several_machines: bool) -> None:
     """Compares the recipe and the versions of all ranks. Every rank must call this.
 
     Of a text with slashes only what follows the last one is compared: machines may keep the same
@@ -61,7 +62,7 @@ def compare_recipes(recipe: Recipe, ranks: DataParallel, *, several_machines: bo
 
 
 def compare_content(
-    recipe: Recipe, data: RunData, ranks: DataParallel, *, several_machines: bool, reads: bool
+    recipe: Recipe, data: RunData, ranks: RankLayout, *, several_machines: bool, reads: bool
 ) -> None:
     """Compares what the ranks have read: data, and on several machines weights and the user's code.
     Every rank must call this. `reads`: this rank reads files for the comparison (one of a machine).
@@ -148,7 +149,7 @@ def _of_weights(key: str, folder: Path, *, weights: bool = True) -> Iterator[tup
         yield f"{key}, {file.name}", f"{size} bytes, sample {digest.hexdigest()[:12]}"
 
 
-def _refuse_differences(found: Mapping[str, object] | None, ranks: DataParallel) -> None:
+def _refuse_differences(found: Mapping[str, object] | None, ranks: RankLayout) -> None:
     """Raises RecipeError on every rank if these values differ; None: this rank has none."""
     if ranks.size == 1:
         return

@@ -17,7 +17,8 @@ from launcher.checkpoint.resume import earlier_strategy
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.distributed.process_group import from_rank_0, gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner.candidates import Configuration, overrides_between
@@ -58,7 +59,7 @@ OWN_CONTEXT = 2**30
 includes them in the memory needed, so they must also be included in the memory available."""
 
 
-def detect_machine(ranks: DataParallel, environment: Environment) -> Machine:
+def detect_machine(ranks: RankLayout, environment: Environment) -> Machine:
     """The machine that all ranks run on, with the smallest memory of all devices. Host memory is all
     that nodes and control groups allow, so that a choice does not depend on what other processes
     hold at the moment.
@@ -99,7 +100,7 @@ def warn_of_host_memory(
     prepared: PreparedModel,
     machine: Machine,
     *,
-    ranks: DataParallel,
+    ranks: RankLayout,
     environment: Environment,
 ) -> None:
     """Logs a warning if by estimate a node needs more host memory than is free now; every rank must
@@ -128,7 +129,7 @@ def _least(sizes: Sequence[int | None]) -> int | None:
 
 
 def resolve_auto(
-    recipe: Recipe, machine: Machine, *, resume: str, ranks: DataParallel, run: RunFolder
+    recipe: Recipe, machine: Machine, *, resume: str, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto`; every rank must call this. `resume` is
     `Decision.source`.
@@ -147,7 +148,7 @@ def resolve_auto(
 
 
 def _resolve_by_plan(
-    recipe: Recipe, machine: Machine, *, ranks: DataParallel, run: RunFolder
+    recipe: Recipe, machine: Machine, *, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
     answer: tuple[Recipe, Sequence[str], str] | Exception | None = None
     if ranks.rank == 0:
@@ -191,7 +192,7 @@ def resolve_collectives(
     machine: Machine,
     *,
     resume: str,
-    ranks: DataParallel,
+    ranks: RankLayout,
     run: RunFolder,
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES` and `model.keep_logits`;

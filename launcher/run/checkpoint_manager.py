@@ -141,12 +141,12 @@ class CheckpointManager:
         keep_best = self._settings.keep_best
         self._best = state["best"] if keep_best in state["best"] else {}
         self._checkpointer.best_step = self._best.get("step")
-        divided = (before.get("strategy") or {}).get("tensor_parallel_size", 1)
-        if (state["ranks"], divided) == (self._ranks.size, self._ranks.tensor_size):
+        saved_size = (before.get("strategy") or {}).get("tensor_parallel_size", 1)
+        if (state["ranks"], saved_size) == (self._ranks.size, self._ranks.tensor_parallel_size):
             local = read_local(path, self._ranks.rank)
             restore_rank_state(local, self._module, self._ranks.device)
         else:  # the saved random states belong to other ranks: use new seeds
-            name = f"{state['step']}/{self._ranks.rank // self._ranks.tensor_size}"
+            name = f"{state['step']}/{self._ranks.tensor_parallel_group_index}"
             torch.manual_seed(derived_seed(self._training.recipe.run.seed, name))
         self.saved_step = state["step"]
         # Damaged checkpoints, and those of steps that will be repeated

@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from launcher.checkpoint.resume import recorded_recipe
-from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.distributed.process_group import from_rank_0, gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import compilation_observed
 from launcher.recipe.schema import Recipe
 from launcher.reliability.progress import Progress
@@ -23,7 +24,7 @@ COST = "each block then launches some 60 more kernels in a micro-batch"
 """Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
 
 
-def resolve_compile(recipe: Recipe, *, resume: str, ranks: DataParallel, run: RunFolder) -> Recipe:
+def resolve_compile(recipe: Recipe, *, resume: str, ranks: RankLayout, run: RunFolder) -> Recipe:
     """The recipe with true or false in place of `model.compile: auto`; every rank must call this.
 
     A run that resumes keeps what the checkpoint of `resume` (`Decision.source`) was trained with,

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import first_line
 from launcher.libraries.private import dump_memory_snapshot, record_memory_history
 from launcher.recipe import schema
@@ -29,7 +29,7 @@ class Profiler:
     """
 
     def __init__(
-        self, profile: schema.Profile, folder: Path, *, ranks: DataParallel, done: int
+        self, profile: schema.Profile, folder: Path, *, ranks: RankLayout, done: int
     ) -> None:
         """`done` is the number of steps before this start."""
         self._target, self._rank = folder / "profile", ranks.rank
@@ -96,7 +96,7 @@ class Profiler:
 
 
 def make_profiler(
-    profile: schema.Profile | None, folder: Path, *, ranks: DataParallel, done: int
+    profile: schema.Profile | None, folder: Path, *, ranks: RankLayout, done: int
 ) -> Profiler | None:
     """The profiler of a start after `done` steps; None if it profiles nothing. A resume among the
     profiled steps profiles the rest of them."""

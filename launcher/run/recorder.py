@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from launcher.console import finite
 from launcher.distributed import host_memory
-from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.distributed.process_group import all_gather_single
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models import distillation, preference, reward
 from launcher.recipe.schema import Distillation
 from launcher.reliability.json_files import Json
@@ -157,7 +158,7 @@ class StepRecorder:
     """
 
     def __init__(
-        self, ranks: DataParallel, task: str = "causal_lm", teacher: Distillation | None = None
+        self, ranks: RankLayout, task: str = "causal_lm", teacher: Distillation | None = None
     ) -> None:
         """task: model.task. teacher: the section distillation."""
         self._ranks = ranks

@@ -16,7 +16,8 @@ from launcher.data.loader import check_shared_memory
 from launcher.data.run_data import RunData
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.distributed.process_group import from_rank_0, gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
 from launcher.models.config_keys import check_config_keys
 from launcher.models.hugging_face_files import remove_leftovers
@@ -64,7 +65,7 @@ class Rank:
     """What this rank trains with, from the start of its process to its end."""
 
     environment: Environment
-    ranks: DataParallel
+    ranks: RankLayout
     directory: RunFolder
     stop: StopRequest
     failures: FailureWatch

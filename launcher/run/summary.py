@@ -194,13 +194,11 @@ def _data(training: Training) -> Iterator[str]:
 def _batch(training: Training) -> Iterator[str]:
     recipe, data = training.recipe, training.data
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
-    ranks = f"{training.ranks.data_size} ranks"
-    together = {"share rows": training.ranks.context_size}
-    together |= {"divide layers": training.ranks.tensor_size}
-    if what := [name for name, size in together.items() if size > 1]:
-        groups, sizes = training.ranks.data_size, " x ".join(str(together[name]) for name in what)
+    ranks = f"{training.ranks.data_parallel_size} ranks"
+    if together := training.ranks.same_sequences:
+        groups = training.ranks.data_parallel_size
+        sizes = " x ".join(f"{size} {each.term}" for each, size in together)
         ranks = f"{groups} {'group' if groups == 1 else 'groups'} of {sizes} ranks"
-        ranks += f" that {' and '.join(what)}"
     if batch.micro_batch_size is not None:
         parts = (
             f"{batch.micro_batch_size} per micro-batch x {sampler.micro_batches(0)} accumulation "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.distributed.environment import segments_grow
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.recipe.schema import Recipe
 
 TOLERATED = {
@@ -92,8 +93,9 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     gathers_again = accumulates and strategy.reshard_after_backward
     mode = None if checkpointing is None else checkpointing.mode
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
-    divided = strategy.expert_parallel_size * strategy.tensor_parallel_size
-    eager = divided > 1 or (recipe.lora is not None and recipe.lora.quantize is not None)
+    sizes = layout_sizes(strategy, ranks=profile.ranks)
+    quantized = recipe.lora is not None and recipe.lora.quantize is not None
+    eager = quantized or not sizes.allows("model.compile", "true")
     workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
     micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
     larger = f"batch.global_batch_size={2 * batch.global_batch_size}"
@@ -109,7 +111,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
                 fsdp
                 and profile.nodes > 1
                 and strategy.replicate == 1
-                and profile.ranks % (profile.nodes * divided) == 0
+                and sizes.allows_replicas(profile.nodes)
             ),
             "strategy.sync_every_micro_batch=false": (
                 accumulates and (syncs is True or (fsdp and syncs is not False))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import foreach_norm
 from launcher.recipe import schema
 
@@ -28,7 +28,7 @@ class WrappedModel(ABC):
     measures_waits = True
     """Whether all waits of compute for communication are inside of `waiting`."""
 
-    def __init__(self, model: nn.Module, *, module: nn.Module, ranks: DataParallel) -> None:
+    def __init__(self, model: nn.Module, *, module: nn.Module, ranks: RankLayout) -> None:
         self.model, self.module, self.waiting = model, module, ranks.waiting
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 

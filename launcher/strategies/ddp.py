@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from launcher.distributed.process_group import DataParallel, all_gather_single
+from launcher.distributed.process_group import all_gather_single
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import stop_ddp_timing, wait_for_pending_works
 from launcher.strategies.base import InitFn, WrappedModel, dtype_name
 
@@ -35,7 +36,7 @@ class Ddp(WrappedModel):
         param_dtype: torch.dtype,
         shard_optimizer: bool = False,
         sync_every_micro_batch: bool = False,
-        ranks: DataParallel,
+        ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
         init_fn(model, ranks.device, ranks.device)
@@ -56,9 +57,7 @@ class Ddp(WrappedModel):
             stop_ddp_timing(self._ddp)
         super().__init__(self._ddp, module=model, ranks=ranks)
         if shard_optimizer:
-            self.optimizer_mesh = DeviceMesh.from_group(
-                ranks.group, ranks.device.type, mesh_dim_names=("shard",)
-            )
+            self.optimizer_mesh = ranks.shard_mesh
         self._device_type, self._group = ranks.device.type, ranks.group
         self._param_dtype, self._sync_every_micro_batch = param_dtype, sync_every_micro_batch
         self._reductions = 0

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import (
     after_fsdp_reductions,
     copied_gradients,
@@ -33,39 +32,6 @@ from launcher.strategies.base import (
 )
 
 
-def _make_mesh(ranks: DataParallel, replicate: int) -> DeviceMesh:
-    """A (shard) mesh, or a (replicate, shard) one in which the ranks of a node shard."""
-    if replicate == 1:
-        return DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("shard",))
-    members = torch.tensor(dist.get_process_group_ranks(ranks.group)).view(replicate, -1)
-    return DeviceMesh(ranks.device.type, members, mesh_dim_names=("replicate", "shard"))
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Modules of experts that expert parallelism has divided."""
-
-    modules: Sequence[nn.Module]
-    mesh: DeviceMesh
-    """See `DataParallel.divided_mesh`."""
-
-
-@dataclass(frozen=True)
-class DividedLayers:
-    """What tensor parallelism has divided."""
-
-    mesh: DeviceMesh
-    """See `DataParallel.divided_mesh`."""
-    partial: Sequence[tuple[nn.Module, str]]
-    """Modules and names of the parameters that every rank has whole, and of whose gradients each
-    rank of a group computes a part."""
-
-
-def _without_last(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of the ranks that hold the same experts, or the same parts of layers, as this."""
-    return mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FsdpPolicy:
     """How FSDP shards, gathers and reduces. The fields are keys of the recipe's `strategy`."""
@@ -75,7 +41,6 @@ class FsdpPolicy:
     reshard_after_forward: bool
     reshard_after_backward: bool
     cpu_offload: CpuOffload | None
-    replicate: int
     sync_every_micro_batch: bool
 
 
@@ -128,21 +93,20 @@ class Fsdp(WrappedModel):
         model: nn.Module,
         blocks: Sequence[nn.Module],
         outer_units: Sequence[nn.Module],
-        experts: Experts | None = None,
-        layers: DividedLayers | None = None,
+        experts: Sequence[nn.Module] = (),
+        partial: Sequence[tuple[nn.Module, str]] = (),
         unused: Sequence[nn.Module] = (),
         *,
         policy: FsdpPolicy,
-        ranks: DataParallel,
+        ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        self._policy, self._experts, self._layers = policy, experts, layers
-        if layers is None:
-            self._mesh = _make_mesh(ranks, policy.replicate)
-        else:
-            self._mesh = _without_last(layers.mesh)
+        """`experts` are divided by expert parallelism, `partial` are modules and names of the
+        parameters that every tensor parallel rank has whole, and of whose gradients each computes
+        a part."""
+        self._policy, self._ranks = policy, ranks
         policies: dict[str, Any] = {
-            "mesh": self._mesh,
+            "mesh": ranks.shard_mesh,
             "mp_policy": MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype),
         }
         place, cpu_offload = ranks.device, policy.cpu_offload
@@ -151,10 +115,9 @@ class Fsdp(WrappedModel):
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
             place = torch.device("cpu")
         reshard = policy.reshard_after_forward
-        if experts is not None:
-            own: dict[str, Any] = policies | {"mesh": _without_last(experts.mesh)}
-            for module in experts.modules:
-                fully_shard(module, reshard_after_forward=reshard, **own)
+        for module in experts:
+            own: dict[str, Any] = policies | {"mesh": ranks.same_experts_mesh}
+            fully_shard(module, reshard_after_forward=reshard, **own)
         # Modules that are never called stay sharded. Without a dtype of the reduction, FSDP does not
         # look for gradients of weights that it has never gathered
         for module in unused:
@@ -175,7 +138,6 @@ class Fsdp(WrappedModel):
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
         init_fn(model, place, ranks.device)
         super().__init__(model, module=model, ranks=ranks)
-        partial = () if layers is None else layers.partial
         self._partial = {module._parameters[name] for module, name in partial}
         assert isinstance(model, FSDPModule)
         self._root: FSDPModule = model
@@ -198,13 +160,14 @@ class Fsdp(WrappedModel):
         return timed
 
     def description(self) -> str:
-        mesh, master, policy = self._mesh, self._parameters[0], self._policy
+        ranks, master, policy = self._ranks, self._parameters[0], self._policy
+        mesh = ranks.shard_mesh
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
         divided = ""
-        if self._experts is not None:
-            divided = f", experts over {self._experts.mesh.size(2)} ranks"
-        if self._layers is not None:
-            divided = f", layers over {self._layers.mesh.size(2)} ranks"
+        if ranks.expert_parallel_size > 1:
+            divided = f", experts over {ranks.expert_parallel_size} ranks"
+        if ranks.tensor_parallel_size > 1:
+            divided = f", layers over {ranks.tensor_parallel_size} ranks"
         offloaded = ""
         if policy.cpu_offload is not None:
             offloaded = " (offloaded)" if offloads_parameters(policy.cpu_offload) else ""
@@ -247,22 +210,23 @@ class Fsdp(WrappedModel):
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        if self._layers is None:
+        if self._ranks.tensor_parallel_size == 1:
             squared = super().grad_norm().square()
         else:
-            squared = self._joint_squared_norm(self._layers)
+            squared = self._joint_squared_norm()
         with self.waiting():
-            dist.all_reduce(squared, group=self._mesh.get_group("shard"))
+            dist.all_reduce(squared, group=self._ranks.shard_mesh.get_group("shard"))
         return squared.sqrt()
 
-    def _joint_squared_norm(self, layers: DividedLayers) -> torch.Tensor:
-        """Of the gradients that the ranks hold which divide layers with this one: parameters that
-        each of them has whole count once.
+    def _joint_squared_norm(self) -> torch.Tensor:
+        """Of the gradients that the ranks of this tensor parallel group hold: parameters that each
+        of them has whole count once.
 
         Before, these ranks sum the gradients of which each has a part, and average the others: a
         rounding error that differs would let the parameters drift apart.
         """
-        group, divisors = layers.mesh.get_group("tensor"), list[float]()
+        group = self._ranks.tensor_parallel_mesh.get_group("tensor")
+        divisors = list[float]()
         divided, whole = list[torch.Tensor](), list[torch.Tensor]()
         for parameter in self._parameters:
             gradient = parameter.grad

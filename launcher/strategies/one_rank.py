@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import foreach_copy_, tree_map_only, version_of
 from launcher.strategies.base import InitFn, WrappedModel, dtype_name
 
@@ -32,7 +32,7 @@ class OneRank(WrappedModel):
         unused: Sequence[nn.Module] = (),
         *,
         param_dtype: torch.dtype,
-        ranks: DataParallel,
+        ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
         """The inputs of the model and of its `units` are cast, as by FSDP. Weights of `unused`

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.compilation import allow_variants
 from launcher.strategies.ddp import Ddp
-from launcher.strategies.fsdp import DividedLayers, Experts, Fsdp, FsdpPolicy
+from launcher.strategies.fsdp import Fsdp, FsdpPolicy
 from launcher.strategies.one_rank import OneRank
 
 
@@ -31,10 +31,10 @@ class Parts:
     """Modules that are never called. As units of FSDP, they stay sharded."""
     kept: dict[str, Kept] | None = None
     """What the budget of activation checkpointing keeps of each block; None without a budget."""
-    experts: Experts | None = None
-    """Those that are divided over ranks."""
-    layers: DividedLayers | None = None
-    """Those that are divided over ranks."""
+    experts: Sequence[nn.Module] = ()
+    """Those that expert parallelism has divided."""
+    partial: Sequence[tuple[nn.Module, str]] = ()
+    """What `apply_tensor_parallel` returns."""
 
 
 def wrap(
@@ -45,7 +45,7 @@ def wrap(
     checkpointing: schema.ActivationCheckpointing | None,
     compile: bool = False,
     one_rank: bool = False,
-    ranks: DataParallel,
+    ranks: RankLayout,
     init_fn: InitFn,
 ) -> WrappedModel:
     """Wraps a meta model and initializes its weights. `one_rank`: see
@@ -84,10 +84,9 @@ def wrap(
         reshard_after_forward=strategy.reshard_after_forward is not False,
         reshard_after_backward=strategy.reshard_after_backward,
         cpu_offload=strategy.cpu_offload,
-        replicate=strategy.replicate,
         sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
     )
-    units = list(blocks.values()), parts.outer_units, parts.experts, parts.layers, parts.unused
+    units = list(blocks.values()), parts.outer_units, parts.experts, parts.partial, parts.unused
     return Fsdp(model, *units, policy=policy, ranks=ranks, init_fn=init_fn)
 
 

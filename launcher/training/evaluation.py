@@ -18,7 +18,8 @@ from launcher.data.dataset import ClassificationDataset, MapData
 from launcher.data.loader import StepStatistics, StepTotals, make_loader, to_device
 from launcher.data.objectives import MaskedDataset
 from launcher.data.run_data import raise_error
-from launcher.distributed.process_group import DataParallel, gather
+from launcher.distributed.process_group import gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.models.loss import class_losses, classification_logits
@@ -54,7 +55,7 @@ class Evaluator:
         data: schema.Data,
         micro_batch_size: int,
         max_batches: int | None,
-        ranks: DataParallel,
+        ranks: RankLayout,
         generator: Generator | None = None,
     ) -> None:
         self._ranks, self._generator = ranks, generator
@@ -120,9 +121,9 @@ class Evaluator:
                     stop_requests.read()
                 scored: Scored | None = {}
                 if counts is not None:
-                    if ranks.tensor_rank:
+                    if ranks.tensor_parallel_rank:
                         counts.zero_()
-                    dist.all_reduce(counts, group=ranks.data_group)
+                    dist.all_reduce(counts, group=ranks.group)
                     metrics = dataset.metrics
                     scored = _means(counts, metrics) if metrics else _classification_scores(counts)
                 elif self._generator is not None:
@@ -131,9 +132,9 @@ class Evaluator:
                 if scored is None:
                     return {}
                 answers.append(scored)
-        if ranks.tensor_rank:
+        if ranks.tensor_parallel_rank:
             totals.zero_()
-        dist.all_reduce(totals, group=ranks.data_group)
+        dist.all_reduce(totals, group=ranks.group)
         sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))
         for name, (_, tokens, _), _ in sets:
             if not tokens:
@@ -208,21 +209,21 @@ def evaluation_batches(
     *,
     micro_batch_size: int,
     max_batches: int | None,
-    ranks: DataParallel,
+    ranks: RankLayout,
     persistent_workers: bool = False,
     first: int = 0,
 ) -> DataLoader[Any]:
     """This rank's micro-batches of each sample from `first` on once, in the order of the files.
     Positions after the last sample are empty rows: with sharding, all ranks need the same number of
     forward passes."""
-    global_batch_size = micro_batch_size * ranks.data_size
+    global_batch_size = micro_batch_size * ranks.data_parallel_size
     batches = -(-(len(dataset) - first) // global_batch_size)
     sampler = RankBatchSampler(
         order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        rank=ranks.data_rank,
-        ranks=ranks.data_size,
+        rank=ranks.data_parallel_rank,
+        ranks=ranks.data_parallel_size,
         first_step=0,
         first_sample=first,
         steps=batches if max_batches is None else min(batches, max_batches),
@@ -231,7 +232,7 @@ def evaluation_batches(
         dataset,
         sampler,
         data,
-        seed=ranks.data_rank,
+        seed=ranks.data_parallel_rank,
         persistent_workers=persistent_workers,
         device=ranks.device,
     )
@@ -246,7 +247,7 @@ def rows_in_order(
     *,
     first: int,
     micro_batch_size: int,
-    ranks: DataParallel,
+    ranks: RankLayout,
     what: str,
 ) -> Iterator[torch.Tensor]:
     """On rank 0 the rows that `compute` returns for the tensors of a micro-batch and for all of it,
@@ -260,17 +261,17 @@ def rows_in_order(
         ranks=ranks,
         first=first,
     )
-    steps = -(-(len(dataset) - first) // (micro_batch_size * ranks.data_size))
+    steps = -(-(len(dataset) - first) // (micro_batch_size * ranks.data_parallel_size))
     with forward_only(wrapped), task(what, steps) as advance:
         for collated in map(raise_error, loader):
             micro_batch = to_device(collated["tensors"], ranks.device)
             with wrapped.forward_context():
                 rows = compute(micro_batch, collated)
             advance(1)
-            yield _on_rank_0(rows[:0] if ranks.tensor_rank else rows, ranks)
+            yield _on_rank_0(rows[:0] if ranks.tensor_parallel_rank else rows, ranks)
 
 
-def _on_rank_0(rows: torch.Tensor, ranks: DataParallel) -> torch.Tensor:
+def _on_rank_0(rows: torch.Tensor, ranks: RankLayout) -> torch.Tensor:
     """The rows of all ranks, by rank; on the other ranks none."""
     counts = gather(len(rows), ranks.group)
     padded = rows.new_zeros(max(counts), *rows.shape[1:])

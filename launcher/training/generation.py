@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.inputs import IGNORED
@@ -89,7 +89,7 @@ class Generator:
         self,
         wrapped: WrappedModel,
         store: TokenStore,
-        ranks: DataParallel,
+        ranks: RankLayout,
         proceed: Callable[[], bool],
     ) -> Scored | None:
         """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store; None
@@ -99,17 +99,17 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        # Ranks that share rows in training have their own here, and those that divide layers the same
-        number, parts = (n // ranks.tensor_size for n in (ranks.rank, ranks.size))
+        # Context parallel ranks have rows of their own here, tensor parallel ranks the same ones
+        number, parts = ranks.tensor_parallel_group_index, ranks.tensor_parallel_groups
         for first in range(0, len(prompts), rows * parts):  # micro-batches, in turn
             mine = first + rows * number
             chunk = prompts[mine : mine + rows]
             tokens = self._complete(wrapped, chunk, ranks, proceed, width=width)
             if tokens is None:
                 return None
-            if ranks.tensor_rank == 0:
+            if ranks.tensor_parallel_rank == 0:
                 answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
-        dist.all_reduce(answers, group=ranks.data_group)
+        dist.all_reduce(answers, group=ranks.group)
         samples = [
             self._score(prompt, [token - 1 for token in row if token])
             for prompt, row in zip(prompts, answers.tolist(), strict=False)
@@ -126,7 +126,7 @@ class Generator:
         self,
         wrapped: WrappedModel,
         chunk: Sequence[Prompt],
-        ranks: DataParallel,
+        ranks: RankLayout,
         proceed: Callable[[], bool],
         *,
         width: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer, new_token_ids, tokenizer_name
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.attention import (
@@ -36,8 +36,8 @@ from launcher.models.build import (
     vocabulary_size,
 )
 from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
-from launcher.models.context_parallel import check_shared_rows, share_rows
-from launcher.models.experts import divide_experts
+from launcher.models.context_parallel import apply_context_parallel, check_context_parallel
+from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
 from launcher.models.initialization import clean_name
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
@@ -49,13 +49,12 @@ from launcher.models.precision import kept_in_float32
 from launcher.models.preference import check_model
 from launcher.models.reward import TokenScores
 from launcher.models.target_loss import TargetLoss, load_target_loss
-from launcher.models.tensor_parallel import divide_layers
+from launcher.models.tensor_parallel import apply_tensor_parallel
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.fsdp import DividedLayers, Experts
 from launcher.strategies.wrap import Parts, wrap
 
 logger = logging.getLogger(__name__)
@@ -71,9 +70,9 @@ def width_multiple(device: torch.device) -> int:
     return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
 
 
-def row_part(ranks: DataParallel) -> RowPart:
+def row_part(ranks: RankLayout) -> RowPart:
     """The part of each row that this rank computes."""
-    return RowPart(ranks.context_rank, ranks.context_size)
+    return RowPart(ranks.context_parallel_rank, ranks.context_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ class PreparedModel:
     """The user's loss of each target; None: the objective's own."""
 
     def wrap(
-        self, recipe: Recipe, ranks: DataParallel, *, init_fn: InitFn | None = None
+        self, recipe: Recipe, ranks: RankLayout, *, init_fn: InitFn | None = None
     ) -> WrappedModel:
         """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
-        RecipeError if the budget of activation checkpointing cannot be met, or if the model cannot
-        share rows or divide its experts or layers."""
+        RecipeError if the budget of activation checkpointing cannot be met, or if the model has
+        no context, expert or tensor parallelism of the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
         if computes_loss(self.model):
@@ -120,13 +119,12 @@ class PreparedModel:
             chunked: ChunkedHead = forward.__self__
             # auto, where nothing has replaced it, is off
             chunked.keep_logits = recipe.model.keep_logits is True
-        if ranks.context_group is not None:
-            length, divided = recipe.data.sequence_length, ranks.tensor_size
-            group = ranks.context_group
-            share_rows(
-                *(self.model, group),
-                sequence_length=length,
-                tensor_size=divided,
+        if ranks.context_parallel_size > 1:
+            apply_context_parallel(
+                self.model,
+                ranks.context_parallel_group,
+                sequence_length=recipe.data.sequence_length,
+                tensor_parallel_size=ranks.tensor_parallel_size,
                 lacks=self.lacks,
             )
         if checkpointing is not None and checkpointing.budget is not None:
@@ -143,16 +141,15 @@ class PreparedModel:
                 device=ranks.device.type,
                 depth=self.depth,
             )
-        experts, layers, strategy = None, None, recipe.strategy
-        if (size := strategy.expert_parallel_size) > 1:
-            mesh = ranks.divided_mesh(replicate=strategy.replicate, expert=size)
-            experts = Experts(divide_experts(self.model, mesh["expert"]), mesh)
-        if (size := ranks.tensor_size) > 1:
-            mesh = ranks.divided_mesh(replicate=strategy.replicate, tensor=size)
-            layers = DividedLayers(mesh, divide_layers(self.model, mesh["tensor"]))
+        experts: Sequence[nn.Module] = ()
+        partial: Sequence[tuple[nn.Module, str]] = ()
+        if ranks.expert_parallel_size > 1:
+            experts = apply_expert_parallel(self.model, ranks.expert_parallel_mesh["expert"])
+        if ranks.tensor_parallel_size > 1:
+            partial = apply_tensor_parallel(self.model, ranks.tensor_parallel_mesh["tensor"])
         return wrap(
             self.model,
-            Parts(self.blocks, self.outer_units, self.unused, kept, experts, layers),
+            Parts(self.blocks, self.outer_units, self.unused, kept, experts, partial),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
@@ -198,9 +195,9 @@ class PreparedModel:
             distillation=self.distillation,
         )
 
-    def check_logits(self, wrapped: WrappedModel, ranks: DataParallel) -> None:
-        """Raises RecipeError if the documents of a packed row are not kept apart, or if ranks that
-        share a row compute other logits than one that has it whole. Every rank must call this."""
+    def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
+        """Raises RecipeError if the documents of a packed row are not kept apart, or if context
+        parallel ranks compute other logits than one that has the whole row. Every rank must call this."""
         if self.vocabulary is None:
             return
         options: Any = {
@@ -213,8 +210,8 @@ class PreparedModel:
             if self.packed and self.masking == "mask":
                 check_isolation(wrapped.model, **options)
                 wrapped.reshard()
-            if ranks.context_group is not None:
-                check_shared_rows(wrapped.model, ranks.group, row_part(ranks), **options)
+            if ranks.context_parallel_size > 1:
+                check_context_parallel(wrapped.model, ranks.group, row_part(ranks), **options)
                 wrapped.reshard()
 
 

@@ -31,7 +31,8 @@ from launcher.data.collation import Collated
 from launcher.data.dataset import MixtureDataset, PreferenceDataset
 from launcher.data.objectives import top_k_dtype
 from launcher.data.run_data import RunData
-from launcher.distributed.process_group import DataParallel, from_rank_0
+from launcher.distributed.process_group import from_rank_0
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
@@ -272,7 +273,7 @@ def with_references(
     wrapped: WrappedModel,
     *,
     micro_batch_size: int,
-    ranks: DataParallel,
+    ranks: RankLayout,
     file: ReferenceFile | None,
 ) -> RunData:
     """The data with the settings of the loss and, if it compares with a reference, with that: from
@@ -360,7 +361,7 @@ def _compute(
     first: int,
     save: Callable[[], bool],
     micro_batch_size: int,
-    ranks: DataParallel,
+    ranks: RankLayout,
 ) -> Reference:
     """The log-probabilities of a set, on all ranks: (pairs of the store, 2). Sets those in `found`
     from the sequence `first` on. Rank 0 calls `save` now and then."""

@@ -19,7 +19,7 @@ from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.build import (
     TokenFlops,
     class_count,
@@ -80,7 +80,7 @@ class Training:
     """Everything that a run trains with, ready to start."""
 
     recipe: Recipe
-    ranks: DataParallel
+    ranks: RankLayout
     wrapped: WrappedModel
     blocks: dict[str, nn.Module]
     data: RunData
@@ -106,8 +106,8 @@ class Training:
             ),
             loss=data.training.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
-            ranks=self.ranks.size // self.ranks.tensor_size,
-            copies=self.ranks.tensor_size,
+            ranks=self.ranks.tensor_parallel_groups,
+            copies=self.ranks.tensor_parallel_size,
             heartbeat=hooks.heartbeat,
         )
 
@@ -124,7 +124,7 @@ class Training:
 def assemble(
     recipe: Recipe,
     *,
-    ranks: DataParallel,
+    ranks: RankLayout,
     prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
@@ -138,8 +138,7 @@ def assemble(
     With `build_data` this process tokenizes what is not cached (one process of a node).
     `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
     log-probabilities that losses on pairs or of distillation compare with, or gets them."""
-    strategy = recipe.strategy
-    ranks = ranks.sharing_rows(strategy.context_parallel_size, strategy.tensor_parallel_size)
+    ranks = ranks.with_sizes(recipe.strategy)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model = prepared.model
     heartbeat("data")
@@ -160,7 +159,9 @@ def assemble(
         ),
         ranks=ranks,
         build=build_data,
-        skipped_rows=None if ranks.context_rank or ranks.tensor_rank else skipped_rows,
+        skipped_rows=None
+        if ranks.context_parallel_rank or ranks.tensor_parallel_rank
+        else skipped_rows,
     )
     check_data(data)
     if isinstance(reference, TeacherFile):  # before the model takes memory
@@ -174,7 +175,7 @@ def assemble(
         data = with_references(
             data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
         )
-    _seed_generators(recipe.run.seed + ranks.rank // ranks.tensor_size)
+    _seed_generators(recipe.run.seed + ranks.tensor_parallel_group_index)
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
         teach_ends(model, recipe.data, recipe.model)
     return Training(
@@ -184,7 +185,7 @@ def assemble(
         prepared.blocks,
         data,
         _make_evaluator(recipe, data, ranks),
-        _count_flops(prepared, wrapped, recipe, ranks.device),
+        _count_flops(prepared, wrapped, recipe, ranks),
         prepared.make_optimizer(wrapped, recipe),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
@@ -193,7 +194,7 @@ def assemble(
 
 
 def _with_teacher(
-    data: RunData, recipe: Recipe, prepared: PreparedModel, ranks: DataParallel, file: TeacherFile
+    data: RunData, recipe: Recipe, prepared: PreparedModel, ranks: RankLayout, file: TeacherFile
 ) -> RunData:
     """`with_teacher`. The teacher is freed before this returns."""
     settings, vocabulary = recipe.distillation, prepared.vocabulary
@@ -217,15 +218,15 @@ def _with_teacher(
 
 
 def _seed_generators(seed: int) -> None:
-    """Dropout and the user's own code draw different random numbers on each rank. Ranks that divide
-    layers draw the same ones."""
+    """Dropout and the user's own code draw different random numbers on each rank, but the same ones
+    on the ranks of a tensor parallel group."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _make_export(
-    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: DataParallel
+    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: RankLayout
 ) -> Callable[[Path], None]:
     """`Training.export`. The tokenizer is loaded now, because it may be missing."""
     tokenizer = None
@@ -248,7 +249,7 @@ def _count_flops(
     prepared: PreparedModel,
     wrapped: WrappedModel,
     recipe: Recipe,
-    device: torch.device,
+    ranks: RankLayout,
 ) -> Flops:
     """Checkpointed blocks are recomputed, and with a chunked loss the logits that are not kept."""
     model, recomputed = prepared.model, TokenFlops()
@@ -259,18 +260,19 @@ def _count_flops(
     elif checkpointing.budget is None:  # half of the matrix products, and no attention
         recomputed = TokenFlops(recomputed_flops(model, blocks).products / 2)
     part = rows_of(recipe.batch, sequence_length=tokens) * tokens
-    part //= recipe.strategy.context_parallel_size
+    part //= ranks.context_parallel_size
     vocabulary = prepared.vocabulary or 0
     # One chunk of all logits is kept anyway
     several = prepared.chunked_loss and chunk_width(max(1, part), vocabulary) < vocabulary
     logits = several and recipe.model.keep_logits is not True
     if logits and (checkpointing is None or checkpointing.budget is None):
         recomputed = recomputed.plus(TokenFlops(2.0 * embeddings(model)[1].weight.numel()))
+    device = ranks.device
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return Flops(token_flops(model), recomputed, peak)
 
 
-def _make_evaluator(recipe: Recipe, data: RunData, ranks: DataParallel) -> Evaluator | None:
+def _make_evaluator(recipe: Recipe, data: RunData, ranks: RankLayout) -> Evaluator | None:
     """None if there is no validation data."""
     if not data.validation:
         return None

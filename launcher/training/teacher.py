@@ -27,7 +27,8 @@ from launcher.data.loader import to_device
 from launcher.data.objectives import DistilledDataset, first_targets, top_k_dtype
 from launcher.data.run_data import RunData
 from launcher.data.store_files import MappedArray
-from launcher.distributed.process_group import DataParallel, from_rank_0, gather
+from launcher.distributed.process_group import from_rank_0, gather
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import TrainingError
 from launcher.models.distillation import teacher_top_k
 from launcher.recipe import schema
@@ -46,7 +47,7 @@ def with_teacher(
     *,
     micro_batch_size: int,
     vocabulary: int,
-    ranks: DataParallel,
+    ranks: RankLayout,
 ) -> RunData:
     """The data with the predictions of a teacher: from the file, or computed now by the model that
     `load` returns. Every rank must call this; rank 0 checks and writes the file.
@@ -129,7 +130,7 @@ def _predictions(
     *,
     first: int,
     micro_batch_size: int,
-    ranks: DataParallel,
+    ranks: RankLayout,
 ) -> Iterator[npt.NDArray[Any]]:
     """The rows of the data set from the sequence `first` on, in order, in parts, on rank 0. Every
     rank must read all."""

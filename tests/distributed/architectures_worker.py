@@ -27,7 +27,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 import transformers
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models import safetensors_files
 from launcher.models.build import (
     build_model,
@@ -123,7 +123,7 @@ class Worker:
         dist.init_process_group("gloo")
         torch.set_num_threads(1)
         self.folder, self.rank = folder, dist.get_rank()
-        self.ranks = DataParallel(
+        self.ranks = RankLayout(
             rank=self.rank, size=dist.get_world_size(), group=dist.group.WORLD, device=CPU
         )
         generator = torch.Generator().manual_seed(3)

@@ -27,7 +27,7 @@ from launcher.checkpoint import files
 from launcher.checkpoint.reader import find_checkpoint, load, read_local
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, checkpoint_group
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
@@ -94,9 +94,7 @@ class Run:
             *overrides,
         ]
         self.recipe = recipe = load_recipe(arguments, ranks=size).recipe
-        self.ranks = DataParallel(
-            rank=worker.rank, size=size, group=worker.groups[size], device=CPU
-        )
+        self.ranks = RankLayout(rank=worker.rank, size=size, group=worker.groups[size], device=CPU)
         self.group = worker.checkpoint_groups[size]
         model = build_model(recipe.model, sequence_length=32, labels=None)
         blocks = find_blocks(model)
@@ -155,7 +153,7 @@ class Worker:
             size: dist.new_group(list(range(size)), backend="gloo") for size in (1, 2, 3)
         }
         self.checkpoint_groups[4] = checkpoint_group(
-            DataParallel(rank=self.rank, size=4, group=self.groups[4], device=CPU)
+            RankLayout(rank=self.rank, size=4, group=self.groups[4], device=CPU)
         )
         self.results = {}
         if self.rank == 0:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.recipe.load import load_recipe
 from launcher.training.evaluation import over_all
 from launcher.training.setup import assemble
@@ -82,7 +82,7 @@ class Worker:
         file.write_text((BASE % MODELS[model]).replace("FOLDER", str(self.folder)))
         overrides = [override.replace("FOLDER", str(self.folder)) for override in overrides]
         recipe = load_recipe([f"recipe={file}", *overrides], ranks=ranks).recipe
-        data_parallel = DataParallel(
+        data_parallel = RankLayout(
             rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
         )
         return assemble(recipe, ranks=data_parallel, build_data=self.rank == 0)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import StepStatistics
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models import chunked_loss
 from launcher.models.initialization import clean_name, random_weights
 from launcher.optimizers import offload as optimizer_offload
@@ -196,7 +196,7 @@ class Worker:
             return
         note, started = {}, time.process_time()
         if self.rank < ranks:
-            data_parallel = DataParallel(
+            data_parallel = RankLayout(
                 rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
             )
             try:
@@ -521,7 +521,7 @@ def initial_weights(worker):
                     random_weights(model, *devices, seed=3)
                 note["collectives"] = communication.get_total_counts()
 
-            data_parallel = DataParallel(
+            data_parallel = RankLayout(
                 rank=worker.rank, size=ranks, group=worker.groups[ranks], device=torch.device("cpu")
             )
             strategy = Strategy(**({"kind": "fsdp", "mixed_precision": None} | options))
@@ -548,7 +548,7 @@ def evaluations(worker):
             name = f"evaluation ranks={ranks} packing={packing}"
             note = {}
             if worker.rank < ranks:
-                data_parallel = DataParallel(
+                data_parallel = RankLayout(
                     rank=worker.rank,
                     size=ranks,
                     group=worker.groups[ranks],

@@ -22,7 +22,7 @@ from launcher.checkpoint.state import model_and_optimizer, rank_state
 from launcher.checkpoint.writer import Checkpointer
 from launcher.data.dataset import SequenceDataset
 from launcher.diagnostics.selftest import differing_copies
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models import chunked_loss, experts
 from launcher.models.safetensors_files import StoredTensors
 from launcher.models.shards import local_part
@@ -98,7 +98,7 @@ class LayoutWorker(Worker):
         if self.rank < ranks:
             training = assemble(
                 self.recipe(overrides, ranks, 1, self.config),
-                ranks=DataParallel(
+                ranks=RankLayout(
                     rank=self.rank, size=ranks, group=self.groups[ranks], device=torch.device("cpu")
                 ),
                 build_data=self.rank == 0,
@@ -227,7 +227,7 @@ def counting_reads():
 
 
 def pretrained_layers(worker):
-    """Loads a pretrained folder into divided layers, and counts the numbers that each rank reads."""
+    """Loads a pretrained folder into layers with tensor parallelism, and counts the numbers that each rank reads."""
     layouts = {name: (4, VARIANTS[name][:1]) for name in ("tensor 2", "tensor 4", "context 2")}
     path = save_pretrained(worker, WHOLE_HEADS)
     with counting_reads() as read:

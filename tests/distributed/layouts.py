@@ -215,12 +215,12 @@ def parts_not_summed(training):
 
 
 def counted_twice(training):
-    """What ranks that divide layers have in common counts for each of them."""
-    wrapped = training.wrapped
+    """What tensor parallel ranks have in common counts for each of them."""
+    wrapped, ranks = training.wrapped, training.ranks
 
-    def squared_norm(layers):
+    def squared_norm():
         squared = WrappedModel.grad_norm(wrapped).square()
-        dist.all_reduce(squared, group=layers.mesh.get_group("tensor"))
+        dist.all_reduce(squared, group=ranks.tensor_parallel_mesh.get_group("tensor"))
         return squared
 
     wrapped._joint_squared_norm = squared_norm

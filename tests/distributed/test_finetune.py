@@ -76,7 +76,7 @@ def sum_of(first, second):
 def tuned(tmp_path_factory):
     """A folder with two runs of the recipe.
 
-    The first one uses two ranks, which share rows, and FSDP. The second one uses one rank and DDP
+    The first one uses two context parallel ranks and FSDP. The second one uses one rank and DDP
     and resumes from step 2 of the first.
     """
     import torch
@@ -129,7 +129,7 @@ def test_generated_answers_are_independent_of_rank_count(tuned):
 
 @pytest.mark.long
 @pytest.mark.parametrize("key", ["context_parallel_size", "replicate"])
-def test_generated_answers_are_independent_of_divided_layers(tuned, key):
+def test_generated_answers_are_independent_of_tensor_parallelism(tuned, key):
     words = ["strategy.kind=fsdp", "strategy.tensor_parallel_size=2", f"strategy.{key}=2"]
     words += [f"run.dir=runs/divided_{key}", "batch.micro_batch_size=1"]
     torchrun(TRAIN, "recipe=chat.yaml", *words, ranks=4, cwd=tuned).check()

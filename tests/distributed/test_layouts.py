@@ -1,4 +1,4 @@
-"""Ranks that share rows, divide layers or hold different experts train as one rank does.
+"""Context, tensor and expert parallel ranks train as one rank does.
 
 Checkpoints load between all layouts."""
 

@@ -297,7 +297,7 @@ def test_killed_and_stopped_run_on_divided_ranks_is_bit_identical(folder, layout
 
 
 def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
-    """4 -> 2 -> 1 -> 3 ranks with shared rows and divided layers, fsdp, offloading and ddp. All losses equal those of
+    """4 -> 2 -> 1 -> 3 ranks with context and tensor parallelism, fsdp, offloading and ddp. All losses equal those of
     one rank."""
     elastic = folder / "elastic"
     offload = ["strategy.cpu_offload={pin_memory: false}", "activation_checkpointing={mode: full}"]

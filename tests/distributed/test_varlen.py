@@ -52,22 +52,22 @@ def test_losses_match_with_two_head_sizes(results):
     assert_same_losses(results["latent fsdp"], results["latent document by document"])
 
 
-def test_losses_match_if_ranks_share_rows(results):
-    assert results["shared rows"]["calls"]["backward"] > 0
-    assert_same_losses(results["shared rows"], results["document by document"])
-    assert results["bfloat16, shared rows"]["losses"] != results["shared rows"]["losses"]
+def test_losses_match_with_context_parallelism(results):
+    assert results["context parallel"]["calls"]["backward"] > 0
+    assert_same_losses(results["context parallel"], results["document by document"])
+    assert results["bfloat16, context parallel"]["losses"] != results["context parallel"]["losses"]
 
 
 @pytest.mark.parametrize(
     ("divided", "whole"),
     [
-        ("shared rows", "bfloat16"),
-        ("divided layers", "bfloat16"),
+        ("context parallel", "bfloat16"),
+        ("tensor parallel", "bfloat16"),
         ("divided experts", "bfloat16, all experts"),
     ],
 )
 def test_losses_match_in_bfloat16(results, divided, whole):
-    """Ranks that share rows, divide layers or have different experts, with packed rows."""
+    """Context, tensor and expert parallel ranks, with packed rows."""
     note, expected = results[f"bfloat16, {divided}"], results[whole]
     assert note["calls"]["backward"] > 0
     assert expected["calls"]["backward"] > 0

@@ -16,7 +16,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models import attention
 from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
@@ -83,7 +83,7 @@ def train(folder, overrides, ranks):
 
 def main(folder, cases):
     dist.init_process_group("gloo")
-    ranks = DataParallel(
+    ranks = RankLayout(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         group=dist.group.WORLD,
@@ -115,11 +115,11 @@ def main(folder, cases):
     attention.why_masked = lambda model, device, compute_dtype: None  # in bfloat16 too
     shared = [*STRATEGIES["fsdp"], "strategy.context_parallel_size=2"]
     bfloat16 = ["strategy.mixed_precision={param_dtype: bfloat16}"]
-    results["shared rows"] = train(folder, shared, ranks)
+    results["context parallel"] = train(folder, shared, ranks)
     results["bfloat16"] = train(folder, [*STRATEGIES["fsdp"], *bfloat16], ranks)
-    results["bfloat16, shared rows"] = train(folder, [*shared, *bfloat16], ranks)
+    results["bfloat16, context parallel"] = train(folder, [*shared, *bfloat16], ranks)
     layers = [*STRATEGIES["fsdp"], "strategy.tensor_parallel_size=2"]
-    results["bfloat16, divided layers"] = train(folder, [*layers, *bfloat16], ranks)
+    results["bfloat16, tensor parallel"] = train(folder, [*layers, *bfloat16], ranks)
     mixture = [*STRATEGIES["fsdp"], f"model.config={EXPERTS}", *bfloat16]
     results["bfloat16, all experts"] = train(folder, mixture, ranks)
     divided = [*mixture, "strategy.expert_parallel_size=2"]

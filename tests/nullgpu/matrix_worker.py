@@ -218,7 +218,7 @@ def main(folder):
     import torch.distributed as dist
 
     from launcher.distributed import process_group
-    from launcher.distributed.process_group import DataParallel
+    from launcher.distributed.rank_layout import RankLayout
     from launcher.training import prepare
     from tests.nullgpu.devices import preloaded
 
@@ -237,7 +237,7 @@ def main(folder):
             dist.barrier(group=barrier_group)
             if world.rank >= case.ranks:
                 continue
-            ranks = DataParallel(
+            ranks = RankLayout(
                 rank=world.rank, size=case.ranks, group=groups[case.ranks], device=world.device
             )
             started = time.monotonic()

@@ -208,8 +208,8 @@ def collectives(found, name, *, ranks):
 
 
 def check_order(found, *, ranks):
-    """The collectives of ranks that share rows, divide layers (both: in four micro-batches of
-    2 x 512 tokens) or hold different experts (in two), beside those of FSDP."""
+    """The collectives of context and tensor parallel ranks (both: in four micro-batches of
+    2 x 512 tokens) and of expert parallel ranks (in two), beside those of FSDP."""
     counts, tokens = {}, 2 * 512
     for name in {"shared", "layers", "experts"} & set(found[0]):
         counts = collectives(found, name, ranks=ranks)

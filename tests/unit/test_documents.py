@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from launcher.cli.main import app, main
 from launcher.cli.plan import _choose, _choose_logits
 from launcher.cli.submit import sort_arguments
+from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.errors import RecipeError
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
@@ -118,11 +119,10 @@ def test_small_versions_in_recipe_headers_match_the_recipe(path, command):
     small = load_recipe(words, ranks=ranks).recipe
     assert small.model.config["hidden_size"] <= 64
     same = {"model": complete.model, "data": complete.data, "run": complete.run}
-    divided = complete.strategy.ranks_of_a_row * complete.strategy.expert_parallel_size > 1
-    if divided:  # two ranks; attention of parts of rows on CPUs only in float32
-        names = ("context_parallel_size", "tensor_parallel_size", "expert_parallel_size")
-        names += ("mixed_precision",)
-        values = {name: getattr(complete.strategy, name) for name in names}
+    keys = [each.key for each in PARALLEL_SIZES]
+    if any(getattr(complete.strategy, key) > 1 for key in keys):
+        # Two ranks; context parallel attention runs on CPUs only in float32
+        values = {name: getattr(complete.strategy, name) for name in (*keys, "mixed_precision")}
         same["strategy"] = dataclasses.replace(small.strategy, **values)
     assert dataclasses.replace(small, **same) == complete
     header = path.read_text().partition("\nrun:")[0]

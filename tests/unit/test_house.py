@@ -13,7 +13,8 @@ PACKAGE = REPOSITORY / "launcher"
 
 LEVELS = (
     "errors console libraries __version__",
-    "distributed recipe",
+    "distributed",
+    "recipe",
     "reliability strategies models",
     "data",
     "checkpoint",
@@ -165,6 +166,30 @@ def test_other_modules_take_sections_or_plain_values():
     }
     others = {name for name in whole if package_of(name) not in ("recipe", "cli", "run", "train")}
     assert others == allowed
+
+
+TENSOR_PARALLEL_SIZE = {
+    "recipe/schema.py": "the key",
+    "recipe/other_names.py": "its names in other programs",
+    "distributed/rank_layout.py": "the layout, and what the key needs of a recipe",
+    "models/tensor_parallel.py": "the implementation",
+    "models/context_parallel.py": "attention heads are divided by both sizes",
+    "training/prepare.py": "applies it",
+    "strategies/fsdp.py": "its gradient norm",
+    "training/setup.py": "the loop is told how many ranks compute the same tokens",
+    "run/checkpoint_manager.py": "compares with the recipe that a checkpoint was written with",
+    "planner/plan.py": "a note about networks between nodes",
+    "planner/profile.py": "the part of a rank",
+    "planner/search.py": "profiles again if it differs",
+    "planner/trace.py": "the part of the logits",
+    "planner/work.py": "the speed model",
+}
+"""Modules that name the size of tensor parallel groups, and why. Others ask the rank layout."""
+
+
+def test_few_modules_know_about_tensor_parallelism():
+    named = {str(f.relative_to(PACKAGE)) for f in FILES if "tensor_parallel_size" in f.read_text()}
+    assert named == set(TENSOR_PARALLEL_SIZE)
 
 
 def test_public_methods_have_docstrings():

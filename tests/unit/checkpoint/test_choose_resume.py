@@ -23,7 +23,7 @@ from launcher.checkpoint.resume import (
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import JsonLines
 from launcher.recipe import schema
@@ -162,7 +162,7 @@ def fingerprint(tmp_path):
             model=ModelInputs(vocabulary=260),
             build=True,
             skipped_rows=None,
-            ranks=DataParallel(rank=0, size=1, group=None, device=torch.device("cpu")),
+            ranks=RankLayout(rank=0, size=1, group=None, device=torch.device("cpu")),
         )
         return json.loads(json.dumps(opened.fingerprint))
 

@@ -14,7 +14,7 @@ from launcher.data.loader import check_shared_memory, make_loader
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed import host_memory
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from tests.distributed import vision
@@ -153,7 +153,7 @@ def build_noise():
 
 
 def open_noise(*, rank=0, ranks=1, seed=3, workers=0, size=4):
-    group = DataParallel(rank=rank, size=ranks, group=None, device=torch.device("cpu"))
+    group = RankLayout(rank=rank, size=ranks, group=None, device=torch.device("cpu"))
     recipe = schema.Recipe(
         run=schema.Run(name="noise", epochs=2, seed=seed),
         model=schema.Model(config={}),
@@ -180,7 +180,7 @@ def draws(position=None, *, steps=None, **options):
         data = data.starting(position or Position())
         # The statistics of the ranks are not exchanged
         no = {"stop_requested": lambda: False, "save_requested": lambda: False}
-        alone = DataParallel(rank=group.rank, size=1, group=None, device=group.device)
+        alone = RankLayout(rank=group.rank, size=1, group=None, device=group.device)
         for batch in itertools.islice(data.batches(ranks=alone, **no), steps):
             for number, one in enumerate(batch.micro_batches):
                 content = one["batch"]

@@ -19,6 +19,7 @@ from launcher.data.collation import (
 from launcher.data.loader import expected_padding
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.inputs import IGNORED, RowPart
 from launcher.models.loss import summed_loss
 from launcher.recipe.schema import Data
@@ -151,13 +152,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
 
     monkeypatch.setattr(setup, "open_run_data", open_run_data)
     monkeypatch.setattr(setup, "tokenizer_name", lambda data, model: "bytes")
-    ranks = SimpleNamespace(
-        device=torch.device("cuda", 0),
-        context_rank=0,
-        context_size=1,
-        tensor_rank=0,
-    )
-    ranks.sharing_rows = lambda *sizes: ranks
+    ranks = RankLayout(rank=0, size=1, group=None, device=torch.device("cuda", 0))
     prepared = SimpleNamespace(
         model=torch.nn.Linear(1, 1), vocabulary=8, masking="mask", target_loss=None
     )

@@ -11,11 +11,11 @@ from launcher.data import streaming
 from launcher.data.batching import Position
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.recipe import schema
 from tests.unit.data.rows import write
 
-ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+ALONE = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
 ROWS = [{"input_ids": [number] * (2 + number % 5)} for number in range(1, 51)]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries import private
 from launcher.strategies import ddp, fsdp
 
@@ -40,7 +40,7 @@ def ranks():
     """The first of two ranks. Collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    yield DataParallel(rank=0, size=2, group=group, device=cpu, waiting=Waits())
+    yield RankLayout(rank=0, size=2, group=group, device=cpu, waiting=Waits())
     dist.destroy_process_group()
 
 
@@ -52,7 +52,6 @@ def wrapped_by_fsdp(ranks):
         reshard_after_forward=True,
         reshard_after_backward=True,
         cpu_offload=None,
-        replicate=1,
         sync_every_micro_batch=True,
     )
     embedding, *blocks = model
@@ -65,7 +64,7 @@ def wrapped_by_fsdp(ranks):
 def one_rank():
     """DDP does not run on the fake group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DataParallel(rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu"))
+    yield RankLayout(rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu"))
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launcher.data.dataset import collate_sequences, make_sample
 from launcher.errors import RecipeError
 from launcher.models.attention import VARLEN, isolate_documents, why_masked
-from launcher.models.context_parallel import share_rows
+from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.inputs import IGNORED, RowPart
 
 SIZES = {
@@ -25,17 +25,17 @@ SIZES = {
 
 
 def refusal(model_type, size=2, *, attention=VARLEN, **config):
-    """The message with which `size` ranks are refused to share rows of this model."""
+    """The message with which context parallelism of this size is refused for this model."""
     config = AutoConfig.for_model(model_type, **SIZES | config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.config._attn_implementation = attention
     with pytest.raises(RecipeError) as error:
-        share_rows(model, SimpleNamespace(size=lambda: size), sequence_length=32)
+        apply_context_parallel(model, SimpleNamespace(size=lambda: size), sequence_length=32)
     return str(error.value)
 
 
-def test_models_that_cannot_share_rows_are_refused_by_name():
+def test_models_without_context_parallelism_are_refused_by_name():
     key = "strategy.context_parallel_size: "
     assert refusal("llama", 3) == (
         f"{key}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"
@@ -60,9 +60,9 @@ def test_packed_rows_that_need_a_mask_are_refused_with_the_reason(device, dtype,
     isolate_documents(model, sequence_length=32, device=where, compute_dtype=dtype)
     lacks = why_masked(model, where, dtype)
     with pytest.raises(RecipeError, match=f"packed rows need {named}"):
-        share_rows(model, group, sequence_length=32, lacks=lacks)
+        apply_context_parallel(model, group, sequence_length=32, lacks=lacks)
     with pytest.raises(RecipeError, match="not plain causal attention"):
-        share_rows(model, group, sequence_length=32)
+        apply_context_parallel(model, group, sequence_length=32)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.errors import RecipeError
-from launcher.models.experts import divide_experts, find_experts
+from launcher.models.experts import apply_expert_parallel, find_experts
 
 SIZES = {
     "vocab_size": 64,
@@ -30,7 +30,7 @@ def meta_model(model_type, **config):
 def refusal(model, size=2):
     """The message with which `size` ranks are refused to divide the experts of this model."""
     with pytest.raises(RecipeError) as error:
-        divide_experts(model, SimpleNamespace(size=lambda: size))
+        apply_expert_parallel(model, SimpleNamespace(size=lambda: size))
     return str(error.value)
 
 

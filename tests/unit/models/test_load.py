@@ -479,7 +479,7 @@ def test_checkpoint_with_another_class_count_is_refused(tmp_path):
 
 
 def test_parts_of_a_tensor_are_joined_in_the_order_of_their_rows(tmp_path):
-    """Where ranks hold different experts or divide layers, that is not the order of the ranks."""
+    """With expert or tensor parallelism that is not the order of the ranks."""
     whole, parts = torch.arange(24.0).view(8, 3), []
     for rank, first in enumerate((0, 4, 2, 6)):
         file = tmp_path / f"rank_{rank}.safetensors"

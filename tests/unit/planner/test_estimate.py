@@ -363,7 +363,7 @@ def test_model_without_blocks_is_one_group(load, monkeypatch):
 def test_prepared_models_are_copies_with_the_attention_of_whole_rows(load):
     recipe = load(*SMALL)
     first = profile.prepared_model(recipe, device="cpu")
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, lambda: None)  # as by ranks that share rows
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, lambda: None)  # as by context parallelism
     second = profile.prepared_model(recipe, device="cpu")
     assert ALL_ATTENTION_FUNCTIONS[VARLEN] is varlen_attention
     for prepared in (first, second):

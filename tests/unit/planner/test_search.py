@@ -9,7 +9,7 @@ from launcher.distributed.hardware import GPUS, find_gpu
 from launcher.errors import RecipeError
 from launcher.planner import search
 from launcher.planner.candidates import (
-    SIZES,
+    PARALLEL_KEYS,
     larger_sizes,
     overrides_between,
     smallest,
@@ -491,10 +491,10 @@ LONG = ("data.sequence_length=65536", "model.config.max_position_embeddings=6553
 
 
 def sizes_of(recipe):
-    return [getattr(recipe.strategy, key) for key in SIZES]
+    return [getattr(recipe.strategy, key) for key in PARALLEL_KEYS]
 
 
-def test_ranks_share_rows_or_divide_layers_if_nothing_else_fits(load, estimated_plans, folder):
+def test_context_or_tensor_parallelism_is_tried_if_nothing_else_fits(load, estimated_plans, folder):
     written = concrete(load(*LONG), machine())
     plain, *_ = smallest(written, machine())
     wide, _, layers = (found[-1] for found in larger_sizes(written, machine()))

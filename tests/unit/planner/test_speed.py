@@ -123,7 +123,7 @@ def test_ranks_with_different_experts_exchange_tokens_in_place_of_weights(load):
         assert step_time(recipe, **slow).communication == pytest.approx(moved / 1e3, rel=0.01)
 
 
-def test_ranks_that_divide_layers_sum_results_and_gather_less(load):
+def test_tensor_parallel_ranks_sum_results_and_gather_less(load):
     """The network is so slow that neither latency nor compute matters."""
     slow = {"memory_bandwidth": 1e30, "intra_node_bandwidth": 1e3, "half_flops": 1e30}
     for size in (1, 2, 4):

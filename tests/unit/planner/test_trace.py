@@ -285,14 +285,15 @@ def test_plan_compares_expert_parallelism_with_whole_experts():
 
 
 @pytest.mark.parametrize(("nodes", "noted"), [(1, False), (2, True)])
-def test_plan_names_layers_that_are_divided_over_nodes(nodes, noted):
+def test_plan_names_tensor_parallel_ranks_on_different_nodes(nodes, noted):
     machine = known_machine("h100", nodes=nodes, gpus_per_node=4 // nodes)
     notes = plan._notes(recipe(tensor_parallel_size=4), machine)
-    assert any("strategy.tensor_parallel_size=4: ranks on different" in n for n in notes) == noted
+    note = "strategy.tensor_parallel_size=4: tensor parallel ranks are on different nodes"
+    assert any(note in text for text in notes) == noted
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_divide_layers_hold_and_gather_their_parts(size):
+def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     mixed = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
 
     def written(n):

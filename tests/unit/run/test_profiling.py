@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
 from launcher.run.profiling import make_profiler
 from launcher.training.loop import Update, train_steps
 
-SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+SINGLE_RANK = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

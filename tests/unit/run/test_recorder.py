@@ -15,7 +15,7 @@ import torch
 from launcher.console import losses_as_text
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.distributed import host_memory
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.sinks import _numbers
@@ -31,7 +31,7 @@ from launcher.run.verdict import TOLERATED, StepProfile, advice, step_shares, ve
 from launcher.training.loop import Step
 from launcher.training.setup import Flops
 
-SINGLE_RANK = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+SINGLE_RANK = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 def step(number, *, tokens=100, loss=1.0, skipped=0.0, waited=0.5):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.checkpoint.state import model_and_optimizer
-from launcher.distributed import process_group
+from launcher.distributed.rank_layout import RankLayout
 from launcher.models.initialization import clean_name, random_weights
 from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import make_optimizer
@@ -53,9 +53,7 @@ class Tied(nn.Module):
 @pytest.fixture
 def ranks():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield process_group.DataParallel(
-        rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu")
-    )
+    yield RankLayout(rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu"))
     dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.distributed import process_group
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
@@ -103,9 +103,7 @@ def test_selective_mode_recomputes_every_other_product(mode, recomputed):
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield process_group.DataParallel(
-        rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu")
-    )
+    yield RankLayout(rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu"))
     dist.destroy_process_group()
 
 

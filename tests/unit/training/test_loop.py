@@ -14,7 +14,7 @@ from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.data.objectives import MaskedDataset
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
@@ -24,7 +24,7 @@ from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
 
 PACKED = {"packing": False, "sequence_length": 8}
-ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+ALONE = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon", "int8"])

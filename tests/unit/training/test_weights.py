@@ -18,7 +18,7 @@ from launcher.data.sources import file_part, read_rows
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.data.tokenizer import hugging_face_tokenizer
-from launcher.distributed.process_group import DataParallel
+from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
 from launcher.models.chunked_loss import ChunkedHead, Transform
@@ -278,7 +278,7 @@ def test_router_loss_counts_by_the_weights():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-ALONE = DataParallel(rank=0, size=1, group=None, device=torch.device("cpu"))
+ALONE = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
 
 
 def test_statistics_hold_whole_numbers_and_the_weight():

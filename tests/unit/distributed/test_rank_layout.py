@@ -1,0 +1,103 @@
+"""The sizes of a layout, and the ranks of its groups and meshes."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, RankLayout
+from launcher.recipe.decode import subsection
+from launcher.recipe.schema import Recipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def layout_of():
+    """A function that makes the layout of a rank in a fake process group."""
+
+    def make(rank, size, **sizes):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return RankLayout(rank=rank, size=size, group=dist.group.WORLD, device=CPU, **sizes)
+
+    yield make
+    dist.destroy_process_group()
+
+
+def members(mesh, *names):
+    return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in names}
+
+
+def test_ranks_are_numbered_by_data_context_and_tensor_rank():
+    sizes = {"context_parallel_size": 2, "tensor_parallel_size": 4, "replicate": 3}
+    layouts = [RankLayout(rank=n, size=24, group=None, device=CPU, **sizes) for n in range(24)]
+    assert [
+        (each.data_parallel_rank, each.context_parallel_rank, each.tensor_parallel_rank)
+        for each in layouts
+    ] == [*itertools.product(range(3), range(2), range(4))]
+    assert [each.tensor_parallel_group_index for each in layouts] == [n // 4 for n in range(24)]
+    first = layouts[0]
+    assert (first.data_parallel_size, first.tensor_parallel_groups, first.shard_size) == (3, 6, 2)
+
+
+def test_tensor_parallel_ranks_shard_and_replicate_with_ranks_of_the_same_part(layout_of):
+    layout = layout_of(5, 16, replicate=2, tensor_parallel_size=2, context_parallel_size=2)
+    assert members(layout.tensor_parallel_mesh, "replicate", "shard", "tensor") == {
+        "replicate": [5, 13],
+        "shard": [1, 3, 5, 7],
+        "tensor": [4, 5],
+    }
+    assert layout.shard_mesh.mesh_dim_names == ("replicate", "shard")
+    assert members(layout.shard_mesh, "shard") == {"shard": [1, 3, 5, 7]}
+    assert layout.shard_mesh.size(1) == layout.shard_size
+    assert dist.get_process_group_ranks(layout.context_parallel_group) == [5, 7]
+    assert layout.tensor_parallel_mesh is layout.tensor_parallel_mesh
+
+
+def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(layout_of):
+    layout = layout_of(5, 8, expert_parallel_size=2)
+    assert members(layout.expert_parallel_mesh, "expert") == {"expert": [4, 5]}
+    assert layout.same_experts_mesh.mesh_dim_names == ("shard",)
+    assert members(layout.same_experts_mesh, "shard") == {"shard": [1, 3, 5, 7]}
+    assert members(layout.shard_mesh, "shard") == {"shard": [*range(8)]}
+
+
+def test_context_parallel_ranks_are_all_ranks_or_neighbours(layout_of):
+    layout = layout_of(2, 4, context_parallel_size=4)
+    assert layout.context_parallel_group is layout.group
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        ({"replicate": 3}, "replicate"),
+        ({"context_parallel_size": 3}, "context_parallel_size"),
+        ({"replicate": 2, "expert_parallel_size": 8}, "expert_parallel_size"),
+        ({"context_parallel_size": 4, "tensor_parallel_size": 4}, "tensor_parallel_size"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_ranks_have_one_problem(sizes, key):
+    assert [name for name, _ in LayoutSizes(size=8, **sizes).problems()] == [key]
+
+
+@pytest.mark.parametrize("size", PARALLEL_SIZES, ids=lambda size: size.key)
+def test_what_a_size_needs_names_keys_of_a_recipe(size):
+    others = [*(keys for keys, _ in size.needs), *size.needed_by]
+    for key in [f"strategy.{size.key}", *" ".join(others).split()]:
+        *sections, name = key.split(".")
+        section = functools.reduce(subsection, sections, Recipe)
+        assert name in section.__dataclass_fields__, key
+
+
+def test_sizes_allow_what_the_rules_of_a_recipe_allow():
+    expert = LayoutSizes(size=8, expert_parallel_size=2)
+    assert not expert.allows("strategy.kind", "ddp")
+    assert not expert.allows("model.compile", "true")
+    context = LayoutSizes(size=8, context_parallel_size=2)
+    assert context.allows("strategy.kind", "ddp")
+    assert context.allows("model.compile", "true")
+    assert expert.allows_replicas(4)
+    assert not expert.allows_replicas(8)
