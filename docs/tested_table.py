@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from _pytest.mark import ParameterSet
 
 from tests import multimodal
 from tests.distributed import architectures_worker, layouts, nf4_worker, test_architectures
@@ -51,8 +52,10 @@ def model_type(name: str, config: Any) -> str:
 
 
 def marked(function: Any) -> list[str]:
-    """The values that a test is parametrized with."""
-    return list(function.pytestmark[0].args[1])
+    """The values that a test is parametrized with, those of long tests too."""
+    parametrized = next(mark for mark in function.pytestmark if mark.name == "parametrize")
+    values = parametrized.args[1]
+    return [value.values[0] if isinstance(value, ParameterSet) else value for value in values]
 
 
 def divided(key: str) -> Iterable[str]:

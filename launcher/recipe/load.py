@@ -146,7 +146,9 @@ def load_recipe(
 
     if problems:
         raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=order)])
-    if recipe.own_functions() and (folder := str(file.resolve().parent)) not in sys.path:
+    generate, folder = recipe.evaluation.generate, str(file.resolve().parent)
+    own = recipe.own_functions() or (generate and any(":" in name for name in generate.metrics))
+    if own and folder not in sys.path:
         sys.path.append(folder)  # where `import_function` finds their modules
     return LoadedRecipe(recipe, origins)
 

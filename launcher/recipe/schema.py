@@ -438,14 +438,10 @@ class Recipe(Section):
     """What `launcher submit` requests from Slurm; null: its arguments and the defaults."""
 
     def own_functions(self) -> dict[str, str]:
-        """The functions of the user that the recipe names, by their keys."""
+        """The functions of the user that build what the recipe trains, by their keys."""
         named = {"model.builder": self.model.builder, "data.builder": self.data.builder}
         if self.objective is not None:
             named["objective.loss"] = self.objective.loss
-        if self.evaluation.generate is not None:
-            metrics = self.evaluation.generate.metrics
-            own = [metric for metric in metrics if ":" in metric]
-            named["evaluation.generate.metrics"] = ", ".join(own) or None
         return {key: name for key, name in named.items() if name is not None}
 
     def uses_one_rank(self, ranks: int) -> bool:

@@ -18,6 +18,8 @@ from tests.distributed.launching import run, torchrun
 from tests.distributed.layouts import MODELS
 from tests.run_files import read_lines, write_lines
 
+pytestmark = pytest.mark.long  # tests/unit/training and tests/unit/cli have the parts
+
 
 @pytest.mark.long
 def test_make_finetune_learns_to_add(tmp_path):

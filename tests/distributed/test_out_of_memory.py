@@ -122,6 +122,7 @@ def test_auto_chooses_again_on_other_hardware(restarted, folder, undisturbed):
     assert losses(run_dir) == pytest.approx(undisturbed, rel=1e-5)
 
 
+@pytest.mark.long
 def test_fixed_recipe_ends_with_report_and_suggestions(fixed):
     outcome = status(fixed)
     assert (outcome["state"], outcome["reason"], outcome["step"]) == ("failed", "out_of_memory", 8)

@@ -72,6 +72,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_losses_and_rewards_do_not_depend_on_the_strategy(folder):
     one = lines(folder, "one")
     assert_close(lines(folder, "two"), one[:5])

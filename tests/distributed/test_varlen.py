@@ -8,6 +8,8 @@ import pytest
 from tests.distributed.launching import results_of
 from tests.distributed.varlen_worker import ALL, CASES
 
+pytestmark = pytest.mark.long  # tests/unit/models/test_packed_attention.py compares one rank
+
 
 def launch(folder, *arguments, timeout=300):
     return results_of("varlen_worker.py", folder, *arguments, ranks=2, timeout=timeout)

@@ -448,6 +448,7 @@ def test_trace_overrides_the_estimate(load, monkeypatch):
     assert best.recipe.activation_checkpointing is not None
 
 
+@pytest.mark.long
 def test_search_gives_suggestions_if_nothing_fits(load, estimated_plans):
     wide = ("model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_attention_heads=32")  # fmt: skip
     few = machine(gpus=2, memory=4 * GIB, host_memory=20 * GIB)
@@ -494,6 +495,7 @@ def sizes_of(recipe):
     return [getattr(recipe.strategy, key) for key in PARALLEL_KEYS]
 
 
+@pytest.mark.long
 def test_context_or_tensor_parallelism_is_tried_if_nothing_else_fits(load, estimated_plans, folder):
     written = concrete(load(*LONG), machine())
     plain, *_ = smallest(written, machine())
