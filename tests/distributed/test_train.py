@@ -89,6 +89,7 @@ def ddp(tmp_path_factory):
     return folder / "runs/ddp", result
 
 
+@pytest.mark.long
 def test_report_shows_the_recorded_run(ddp, tmp_path):
     run_dir, _ = ddp
     events = read_lines(run_dir / "events.jsonl")
@@ -555,6 +556,7 @@ def test_torchrun_stops_all_ranks_at_the_same_step(tmp_path):
     assert "Traceback" not in (run_dir / "log/rank_1.log").read_text()
 
 
+@pytest.mark.long
 def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
     """Ctrl-C stops the run; its ranks refuse the next start. torchrun prints no traceback."""
     run_dir = tmp_path / "run"
@@ -611,6 +613,7 @@ def test_invalid_recipe_is_reported_once_under_torchrun(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_show_and_selftest_commands(tmp_path):
     launcher = [sys.executable, "-m", "launcher.cli.main"]
     shown = run([*launcher, "show", "recipe=fsdp", "optimizer.learning_rate=1e-3"]).check().output

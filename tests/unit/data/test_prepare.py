@@ -84,6 +84,7 @@ def test_streamed_data_is_not_fetched(recipe, capsys):
     assert printed.endswith("\nready\n")
 
 
+@pytest.mark.long
 def test_model_in_the_hub_cache_is_found(recipe, tmp_path):
     """Runs in a subprocess, because the hub's library reads its environment variables only once."""
     from tests.unit.data.test_chat import CHATML, bpe_tokenizer, without_marks

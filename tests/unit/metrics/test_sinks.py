@@ -84,6 +84,7 @@ def test_wandb_asks_nothing_in_a_terminal(tmp_path, monkeypatch):
     assert sys.stdin is terminal
 
 
+@pytest.mark.long
 def test_unreachable_wandb_server_means_offline_records(tmp_path):
     with socket.socket() as unreachable:  # bound, but not listening
         unreachable.bind(("127.0.0.1", 0))
