@@ -195,6 +195,7 @@ def test_kernel_of_the_optimizer_has_the_bits_of_the_cpu():
     assert "same bits" in result.output
 
 
+@pytest.mark.long
 def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):
     variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
     words = [sys.executable, "-c", OPTIMIZER + LAUNCHES + EXIT]
@@ -212,6 +213,7 @@ def test_kernel_of_nf4_has_the_bits_of_the_operators():
     assert "same bits" in result.output
 
 
+@pytest.mark.long
 def test_nf4_launches_one_kernel_a_weight(null_gpus, tmp_path):
     variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
     words = [sys.executable, "-c", NF4 + NF4_LAUNCHES + EXIT]

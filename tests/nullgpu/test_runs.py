@@ -125,7 +125,7 @@ def test_a_synchronous_save_goes_through_page_locked_memory(tmp_path, null_gpus)
     assert log.contexts == {1}
 
 
-@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("failing", [pytest.param(False, marks=pytest.mark.long), True])
 def test_memory_for_checkpoints_is_page_locked_in_pieces(tmp_path, null_gpus, failing):
     """Its size is exact, and it is released at the end. No other device gets a context."""
     gpus = null_gpus(count=2)

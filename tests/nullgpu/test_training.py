@@ -188,6 +188,7 @@ def test_memory_options_reduce_the_peak(results):
     check_order(results, PLAIN)
 
 
+@pytest.mark.long
 def test_capability_90_uses_cudnn_attention(tmp_path):
     """Packed rows use the variable-length kernel."""
     results = launch(tmp_path, HOPPER, ranks=1, capability=90)

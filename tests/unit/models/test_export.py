@@ -458,6 +458,7 @@ def add_tokenizer_with_code(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.long
 def test_no_answer_in_a_terminal_runs_the_code_of_a_tokenizer(
     tmp_path, llama, monkeypatch, capsys, caplog
 ):
@@ -577,6 +578,7 @@ def test_written_files_are_readable_by_safetensors(tmp_path, adapter, monkeypatc
         assert all(torch.equal(stored.read(name), tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.long
 def test_export_of_a_run_that_trains(tmp_path, llama, capsys, monkeypatch):
     """--verify compared with a newer checkpoint than the one that was exported; and an export
     failed because the run had deleted its checkpoint."""

@@ -294,6 +294,7 @@ def test_profile_in_float32_does_not_try_autocast(load):
 COMPILED = "model.compile=true"
 
 
+@pytest.mark.long
 def test_compiled_blocks_save_what_the_partition_keeps(load):
     """256 MiB less in a block of Llama-3.2-1B: an H100 measured 36.93 GiB eager, and 32.80 GiB for 16
     compiled blocks."""
@@ -391,14 +392,17 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["strategy.replicate=2", SELECTIVE, "optimizer.name=adafactor"],
+        pytest.param(
+            ["strategy.replicate=2", SELECTIVE, "optimizer.name=adafactor"],
+            marks=pytest.mark.long,
+        ),
         [OFFLOAD, FULL],
         pytest.param(
             ["strategy.cpu_offload.pin_memory=false", "optimizer.state_dtype=int8"],
             marks=pytest.mark.long,
         ),
         ["strategy.cpu_offload.pin_memory=false", "optimizer.name=muon"],
-        ["lora.rank=4", FULL, "optimizer.ema=0.999"],
+        pytest.param(["lora.rank=4", FULL, "optimizer.ema=0.999"], marks=pytest.mark.long),
         pytest.param(["lora={rank: 4, quantize: nf4}", FULL], marks=pytest.mark.long),
         pytest.param(
             ["lora={rank: 4, quantize: nf4}", "strategy.tensor_parallel_size=2"],
@@ -412,7 +416,10 @@ IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: a}"
         ["strategy.cpu_offload.what=optimizer", "batch.micro_batch_size=1"],
         [IN_FILES, FULL],
         ["activation_checkpointing={mode: selective, budget: 0.5}", "optimizer.state_dtype=bfloat16"],
-        [DDP, "activation_checkpointing={mode: selective, budget: 40MiB}", "optimizer.name=sgd"],
+        pytest.param(
+            [DDP, "activation_checkpointing={mode: selective, budget: 40MiB}", "optimizer.name=sgd"],
+            marks=pytest.mark.long,
+        ),
         [DDP, "strategy.shard_optimizer=true", "optimizer.ema=0.999"],
         [ACTIVATION_OFFLOAD, "optimizer.name=muon", "optimizer.state_dtype=int8"],
     ],
