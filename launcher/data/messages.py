@@ -289,8 +289,8 @@ def _tool_calls(value: object, what: str) -> list[object] | None:
 
 
 def read_tools(value: object, column: str = "tools") -> list[object] | None:
-    """The tools in a column of a row: a list, or a list as JSON. A function without the object around it gets it:
-    {"type": "function", "function": {...}} is what templates expect. Raises RowError."""
+    """The tools in a column of a row: a list, or a list as JSON. A bare function becomes
+    {"type": "function", "function": {...}}, which templates expect. Raises RowError."""
     try:
         tools = read_list(value, f"column {column!r}")
     except RowError as error:

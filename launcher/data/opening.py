@@ -110,7 +110,10 @@ def pack_store(
             sequences, cut_documents=store.cut_documents, cut_tokens=store.cut_tokens
         )
         return ClassificationDataset(
-            *(store, sequences, length, model.padding),
+            store,
+            sequences,
+            length,
+            model.padding,
             width_multiple=model.width_multiple,
             documents=documents,
         )

@@ -42,8 +42,11 @@ def render(
     loss_from: int,
     loss_on: str | None,
 ) -> Rendered:
-    """The messages with the tools in a column of the row. loss_from is the index of the first message that may carry
-    loss; loss_on is data.loss_on, or None for the default. Raises RowError."""
+    """The messages with the tools in a column of the row.
+
+    loss_from is the index of the first message that may carry loss; loss_on is data.loss_on, or
+    None for the default. Raises RowError.
+    """
     tools, parsed = _tools(row, tools_column), parse_arguments(messages)
     if tools and not uses_tools(template.source(tools)):
         raise RowError(_unused_tools(tools_column, "the chat template does not read them"))

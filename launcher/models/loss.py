@@ -50,17 +50,16 @@ def summed_loss(
     `collate_sequences`), and further arguments of the model's forward.
     """
     targets, weights = micro_batch["targets"], micro_batch.get("weights")
-    if weights is None and target_loss is not None:
-        losses, outputs = target_losses(model, micro_batch, target_loss)
+    if weights is None and target_loss is None:
+        summed, outputs = _cross_entropies(model, micro_batch, "sum")
+        return add_router_loss(summed, model, outputs, micro_batch)
+    losses, outputs = target_losses(model, micro_batch, target_loss)
+    if weights is None:
         return add_router_loss(losses.sum(), model, outputs, micro_batch)
-    if weights is not None:
-        losses, outputs = target_losses(model, micro_batch, target_loss)
-        weights = (weights * (targets != IGNORED)).flatten()
-        positions = micro_batch.get("target_positions")
-        weights = weights if positions is None else weights[positions]
-        return add_router_loss((losses * weights).sum(), model, outputs, micro_batch, weights.sum())
-    summed, outputs = _cross_entropies(model, micro_batch, "sum")
-    return add_router_loss(summed, model, outputs, micro_batch)
+    weights = (weights * (targets != IGNORED)).flatten()
+    positions = micro_batch.get("target_positions")
+    weights = weights if positions is None else weights[positions]
+    return add_router_loss((losses * weights).sum(), model, outputs, micro_batch, weights.sum())
 
 
 def summed_loss_by_source(

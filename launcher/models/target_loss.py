@@ -67,7 +67,9 @@ class TargetLoss:
             losses = [
                 checkpoint(
                     self._of_rows,
-                    *(inputs[start : start + rows], weight, bias),
+                    inputs[start : start + rows],
+                    weight,
+                    bias,
                     targets[start : start + rows],
                     chunking.transform,
                     use_reentrant=False,

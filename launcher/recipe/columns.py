@@ -128,10 +128,10 @@ class NotRowsError(Exception):
 
 def no_list(value: object) -> str:
     """The problem of a .json file with this value, which is no list, and where its rows may be."""
-    problem = f"must hold a list of objects, one for each row; got {type(value).__name__}"
+    got = "one object" if isinstance(value, dict) else type(value).__name__
+    problem = f"must hold a list of objects, one for each row; got {got}"
     if not isinstance(value, dict):
         return problem
-    problem = problem.replace("dict", "one object")
     rows = [key for key, held in value.items() if _holds_objects(held)]
     columns = [held for held in value.values() if isinstance(held, list)]
     if len(rows) == 1:
