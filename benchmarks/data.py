@@ -32,11 +32,12 @@ import json, sys, time
 started = time.perf_counter()
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
+from launcher.objectives.next_token import NextToken
 from launcher.recipe.schema import Data
 folder, processes = sys.argv[1], int(sys.argv[2])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", cache=folder + "/cache", processes=processes)
 imported = time.perf_counter()
-found = open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=8192), build=True)
+found = open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=8192), build=True, objective=NextToken())
 print(json.dumps({"tokens": int(found.store.offsets[-1]), "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 BY_HAND = """
@@ -63,6 +64,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.sources import find_parts
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
+from launcher.objectives.next_token import NextToken
 from launcher.recipe.schema import Data
 folder, step, length, positions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", sequence_length=length)
@@ -72,7 +74,7 @@ sampler = RankBatchSampler(
 )
 stream = StreamingDataset(
     find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), sampler=sampler, data=data, seed=1,
-    model=ModelInputs(), skipped_rows=None,
+    model=ModelInputs(), skipped_rows=None, objective=NextToken(),
 )
 # Positions after the step: one step later
 start = {"order": stream.order, "samples": step * 1024, "positions": positions} if positions else None

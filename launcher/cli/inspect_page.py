@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,10 @@ from rich.text import Text
 from launcher.cli.prepare import DataFiles, model_inputs
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
-from launcher.data.dataset import MixtureDataset
+from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
-from launcher.data.objectives import MaskedDataset
-from launcher.data.opening import make_order, open_dataset, pack_store
+from launcher.data.opening import make_order, open_dataset
 from launcher.data.problems import causes, problem_lines
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
@@ -29,12 +28,8 @@ from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
+from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
-
-if TYPE_CHECKING:
-    from launcher.data.dataset import ClassificationDataset, SequenceDataset
-
-    OpenedSet = SequenceDataset | ClassificationDataset
 
 _WIDTH = 120
 _STREAMED = 1000
@@ -85,14 +80,18 @@ def print_page(
         page.skipped(dataset.skipped)
 
 
-def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
+def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
     data, model = files.data, model_inputs(recipe.model)
     tokenizer, patterns = tokenizer_name(data, recipe.model), files.patterns
+    objective = make_objective(replace(recipe, data=data), trained=False).for_validation()
+    if not (files.validation or files.held_out):
+        objective = objective.with_seed(recipe.run.seed)  # of the first epoch
     if files.validation or not data.streaming:
         opened = open_dataset(
             data,
             patterns,
+            objective=objective,
             tokenizer=tokenizer,
             model=model,
             build=True,
@@ -100,8 +99,6 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
             held_out=files.held_out,
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
-        if isinstance(opened, MaskedDataset) and not (files.validation or files.held_out):
-            opened = replace(opened, seed=recipe.run.seed)  # of the first epoch
         return opened
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
     most = data.max_document_bytes
@@ -117,11 +114,15 @@ def _open(recipe: Recipe, files: DataFiles) -> OpenedSet:
         raise RecipeError(
             f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"
         )
-    return pack_store(store, data, model)
+    return objective.open(store, data, model)
 
 
 def _order(
-    opened: dict[str, OpenedSet], weights: tuple[float, ...] | None, seed: int, *, shuffle: bool
+    opened: dict[str, SequenceDataset],
+    weights: tuple[float, ...] | None,
+    seed: int,
+    *,
+    shuffle: bool,
 ) -> Iterator[tuple[str, int]]:
     """Set and index of each sample in the order of the run; of several sets in turn."""
     mixture = MixtureDataset(opened, weights)
@@ -129,7 +130,7 @@ def _order(
     return (mixture.locate(order.sample(position)) for position in itertools.count())
 
 
-def _padding(dataset: OpenedSet, recipe: Recipe, *, shuffle: bool) -> str:
+def _padding(dataset: SequenceDataset, recipe: Recipe, *, shuffle: bool) -> str:
     """Share of padding; estimated over 64 micro-batches if rows are padded to the longest."""
     if dataset.packed:
         return f"{1 - dataset.tokens / (len(dataset) * dataset.length):.1%}"
@@ -237,7 +238,7 @@ class _Page:
         self,
         heading: list[str],
         index: int,
-        dataset: OpenedSet,
+        dataset: SequenceDataset,
         decoder: Decoder,
         labels: tuple[str, ...] | None,
         *,
@@ -264,13 +265,7 @@ class _Page:
             after = int(store.offsets[document + 1]) - end
             if before:
                 self._print(f"… {before:,} tokens of it come before these", "cyan")
-            loss = [False] * (end - start)
-            if isinstance(dataset, MaskedDataset):
-                loss = (row["targets"] != IGNORED).tolist()
-            elif "position_ids" in row:
-                # A token has loss if it is a target of the one before, maybe in another sequence
-                loss = (store.targets[start:end] != IGNORED).tolist()
-                loss[0] = loss[0] and before > 0
+            loss = dataset.objective.marks(dataset, row, start, end)
             parts = [("", 0, end - start)]
             if "answers" in row and store.classes is not None:
                 middle = int(store.classes[document])
@@ -303,7 +298,7 @@ class _Page:
         self._rule(("in all", "bold"))
         self._console.print(make_table(["", *names], rows))
 
-    def histogram(self, part: str, dataset: OpenedSet) -> None:
+    def histogram(self, part: str, dataset: SequenceDataset) -> None:
         """Prints how many documents have how many tokens."""
         most = dataset.length
         rows = bins(dataset.document_lengths, mark=most)
@@ -343,12 +338,11 @@ def bins(lengths: npt.NDArray[np.integer[Any]], *, mark: int) -> list[tuple[int,
     return rows[used[0] : used[-1] + 1]
 
 
-def _facts(dataset: OpenedSet, *, padding: str) -> dict[str, str]:
+def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
     sequences, lengths = dataset.sequences, dataset.document_lengths
     tokens, with_loss = dataset.tokens, ""
-    # Otherwise the targets are classes, or others in each epoch
-    if "position_ids" in dataset[0] and not isinstance(dataset, MaskedDataset):
+    if dataset.objective.shows_loss:
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()

@@ -96,7 +96,6 @@ def model_inputs(model: Model) -> ModelInputs:
     return ModelInputs(
         vocabulary=(model.config or {}).get("vocab_size"),
         classes=model.num_labels,
-        task="masked_lm" if model.task == "masked_lm" else "causal_lm",
     )
 
 

@@ -19,6 +19,7 @@ from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, first_line
 from launcher.recipe.functions import TRUST_HELP, refuse_code
 from launcher.recipe.load import recorded_recipe
+from launcher.recipe.objectives import objective_of
 from launcher.recipe.schema import Batch, Model, Recipe
 from launcher.reliability.json_files import Json, read_jsonl
 from launcher.reliability.run_directory import RunFolder
@@ -81,12 +82,8 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
         recipe = recorded_recipe(file.read_text(encoding="utf-8"), file=file)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
-    if loss and recipe.data.kind == "preference":
-        what = "the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
-        raise RecipeError(f"command line: --loss: not available for kind preference: {what}")
-    if loss and recipe.model.task == "masked_lm":
-        what = "which tokens are predicted differs from epoch to epoch"
-        raise RecipeError(f"command line: --loss: not available with model.task masked_lm: {what}")
+    if loss and (why := objective_of(recipe).no_row_losses) is not None:
+        raise RecipeError(f"command line: --loss: not available for {why}")
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
@@ -146,6 +143,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     from launcher.data.token_store import ModelInputs
     from launcher.data.tokenizer import tokenizer_name
     from launcher.distributed.rank_layout import RankLayout
+    from launcher.objectives.make import make_objective
 
     group: Any = None  # one process
     alone = RankLayout(rank=0, size=1, group=group, device=torch.device("cpu"))
@@ -157,6 +155,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         data,
         batch,
         recipe.run,
+        objective=make_objective(recipe, trained=False),
         model=ModelInputs(tokenizer=tokenizer_name(data, recipe.model)),
         ranks=alone,
         build=True,
@@ -206,7 +205,7 @@ def _losses(
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
     from launcher.data.loader import to_device
-    from launcher.models.target_loss import load_target_loss
+    from launcher.objectives.make import make_objective
 
     refuse_code(recipe, run / "recipe.yaml", trust_run=trust_run)
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
@@ -229,14 +228,14 @@ def _losses(
         if line.get("step") == step and line.get("loss") is not None:
             title += f"; the step's loss in training was {line['loss']:.4f}"
     print(title)
-    target_loss = None if recipe.objective is None else load_target_loss(recipe.objective)
+    objective = make_objective(recipe).for_validation()
     for row in rows:
-        dataset = row.dataset
-        if target_loss is not None:
-            dataset = dataclasses.replace(dataset, target_loss=target_loss)
+        # Data of a builder has an objective of its own
+        own = row.of is None
+        dataset = row.dataset if own else dataclasses.replace(row.dataset, objective=objective)
         collated = dataset.collate([row.sample])
         with torch.no_grad():
-            summed = float(dataset.loss(model, to_device(collated["tensors"], device)))
+            summed = float(dataset.objective.loss(model, to_device(collated["tensors"], device)))
         weight = collated.get("loss_weight", collated["loss_tokens"])
         losses.append(summed / weight if weight else math.nan)
     return losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,46 @@ def padded_width(longest: int, *, length: int, width_multiple: int) -> int:
     return max(longest, min(length, -(-longest // width_multiple) * width_multiple))
 
 
+@dataclass(frozen=True)
+class TextInputs:
+    """How samples of text become the rows of a micro-batch."""
+
+    length: int
+    """Most tokens of a row (data.sequence_length)."""
+    packed: bool = False
+    """Whether a row is filled with several documents, and so is `length` tokens wide."""
+    masking: Masking = "mask"
+    part: RowPart = WHOLE_ROW
+    """The part of each row that this rank computes."""
+    padding: int = 0
+    """The model's id for padding."""
+    width_multiple: int = 1
+    """See `ModelInputs`."""
+
+    def width(self, longest: int) -> int:
+        """Tokens of a row that is padded to the longest one of its micro-batch."""
+        return padded_width(longest, length=self.length, width_multiple=self.width_multiple)
+
+    def width_of(self, rows: list[Sample]) -> int:
+        """Tokens of a row of a micro-batch of these samples, without packing."""
+        return self.width(max(len(row["input_ids"]) for row in rows))
+
+    def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
+        """See `collate_sequences`. several_documents: a row holds several documents even if it is
+        padded to the longest one."""
+        length, packed = self.length, self.packed
+        if several_documents and not packed:
+            length, packed = self.width_of(rows), True
+        return collate_sequences(
+            rows,
+            length=length,
+            packed=packed,
+            masking=self.masking,
+            part=self.part,
+            width_multiple=self.width_multiple,
+        )
+
+
 def collate_sequences(
     rows: list[Sample],
     *,
@@ -76,7 +117,8 @@ def collate_sequences(
     """
     width = length
     if not packed:
-        width = _width_of(rows, length=length, width_multiple=width_multiple)
+        longest = max(len(row["input_ids"]) for row in rows)
+        width = padded_width(longest, length=length, width_multiple=width_multiple)
     width = -(-width // part.parts) * part.parts
     tensors: dict[str, Any] = {
         "input_ids": padded([row["input_ids"] for row in rows], width, 0),
@@ -123,123 +165,6 @@ def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
     blocks take a number that changes as a variable, after one more compilation."""
     longest = int(np.diff(bounds).max())
     return min(width, max(_SHORTEST, 1 << (longest - 1).bit_length()))
-
-
-def _width_of(rows: list[Sample], *, length: int, width_multiple: int) -> int:
-    longest = max(len(row["input_ids"]) for row in rows)
-    return padded_width(longest, length=length, width_multiple=width_multiple)
-
-
-def collate_pairs(
-    rows: list[Sample],
-    *,
-    length: int,
-    packed: bool,
-    masking: Masking,
-    width_multiple: int = 1,
-) -> Collated:
-    """A micro-batch of `collate_sequences` from rows of `PreferenceDataset`, padded as there. A row
-    holds several documents even if it is not packed.
-    `loss_tokens` is the number of pairs, `documents` are those of the store.
-
-    `answers` (positions,) are the numbers of the answers whose tokens the targets are: for each
-    pair the chosen and then the rejected one, and without a target the number after the last.
-    `answer_tokens`, the numbers of targets, and `reference` are (pairs, 2), float32.
-    """
-    width = length
-    if not packed:
-        width = _width_of(rows, length=length, width_multiple=width_multiple)
-    made = collate_sequences(rows, length=width, packed=True, masking=masking)
-    numbers, names, count = [], [NOTHING], 0
-    sizes, reference = [NOTHING], [NOTHING]
-    for row in rows:  # the same pair may be in two rows, of two epochs
-        here = row["answers"] >= 0
-        found, first, inverse, counts = np.unique(
-            row["answers"][here], return_index=True, return_inverse=True, return_counts=True
-        )
-        numbers.append(np.full(len(here), -1))
-        numbers[-1][here] = inverse + count
-        names.append(found)
-        sizes.append(counts)
-        reference.append(row["reference"][here][first])
-        count += len(found)
-    tensors = made["tensors"]
-    answers = padded(numbers, width, -1).flatten()
-    answers[answers < 0] = count
-    positions = tensors.get("target_positions")
-    tensors["answers"] = answers if positions is None else answers[positions]
-    for name, values in (("answer_tokens", sizes), ("reference", reference)):
-        tensors[name] = torch.from_numpy(np.concatenate(values).astype(np.float32)).view(-1, 2)
-    return made | {"loss_tokens": count // 2, "documents": np.concatenate(names)[::2] // 2}
-
-
-def collate_masked(
-    rows: list[Sample], *, length: int, padding: int, width_multiple: int = 1
-) -> Collated:
-    """A micro-batch of rows whose targets are those of the same tokens: `input_ids`, `targets` and
-    `attention_mask` (rows, tokens), padded on the right to the longest row as in `padded_width`,
-    and `target_positions` as of `collate_sequences`."""
-    ids = [row["input_ids"] for row in rows]
-    width = _width_of(rows, length=length, width_multiple=width_multiple)
-    tensors: dict[str, Any] = {
-        "input_ids": padded(ids, width, padding),
-        # A row without tokens attends to its padding: a softmax over nothing is not a number
-        "attention_mask": padded(
-            [np.ones(max(1, len(row)), dtype=np.int64) for row in ids], width, 0
-        ),
-        "targets": padded([row["targets"] for row in rows], width, IGNORED),
-    }
-    tensors["target_positions"] = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    return collated(tensors, rows)
-
-
-def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArray[np.int64]:
-    """(tokens,): 0 at the last token that is not `padding`, or without such a token at the first
-    one, as transformers has it; IGNORED elsewhere."""
-    targets = np.full(len(ids), IGNORED, dtype=np.int64)
-    targets[np.append(0, np.flatnonzero(ids != padding))[-1]] = 0
-    return targets
-
-
-def collate_classified(
-    rows: list[Sample], *, length: int, padding: int, width_multiple: int = 1
-) -> Collated:
-    """A micro-batch of rows with a class each: `input_ids` and `attention_mask` (rows, tokens),
-    padded on the right to the longest row as in `padded_width`, and `targets` (rows,)."""
-    ids = [row["input_ids"] for row in rows]
-    width = _width_of(rows, length=length, width_multiple=width_multiple)
-    tensors = {
-        "input_ids": padded(ids, width, padding),
-        "attention_mask": padded([np.ones_like(row) for row in ids], width, 0),
-        "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
-    }
-    return collated(tensors, rows)
-
-
-def collate_scored(
-    rows: list[Sample],
-    *,
-    length: int,
-    packed: bool,
-    masking: Masking,
-    width_multiple: int = 1,
-) -> Collated:
-    """A micro-batch of `collate_sequences` from rows of `RewardDataset`, padded as those of
-    `collate_pairs`, without targets. `ends` (pairs, 2) are the positions in the flattened rows
-    whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).
-    `loss_tokens` is the number of pairs."""
-    width = length
-    if not packed:
-        width = _width_of(rows, length=length, width_multiple=width_multiple)
-    made = collate_sequences(rows, length=width, packed=True, masking=masking)
-    tensors = made["tensors"]
-    tensors.pop("target_positions", None)
-    ends = (tensors.pop("targets").flatten() != IGNORED).nonzero().view(-1, 2)
-    margins = torch.from_numpy(np.concatenate([row["margins"] for row in rows]))
-    return made | {
-        "tensors": tensors | {"ends": ends, "margins": margins},
-        "loss_tokens": len(ends),
-    }
 
 
 def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:

@@ -67,9 +67,10 @@ class CustomDataset:
     samples: Samples
     data: CustomData
     name: str
+    objective: Any = None
+    """An `Objective` (`launcher/objectives/custom.py`), which computes the loss."""
     seed: int = 0
     packed: ClassVar[bool] = False
-    metrics: ClassVar[tuple[str, ...]] = ()
     lengths: ClassVar[None] = None
     skipped: ClassVar[list[dict[str, str]]] = []
 
@@ -109,18 +110,6 @@ class CustomDataset:
             targets = _whole(self.data.targets(batch))
         tensors = {"batch": batch, "weight": float(bool(real))}
         return {"tensors": tensors, "tokens": targets, "loss_tokens": targets}
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """The user's loss, as a float32 scalar. Raises RecipeError if it is no scalar tensor."""
-        loss: object = self.data.loss(model, tensors["batch"])
-        got = type(loss).__name__
-        if isinstance(loss, torch.Tensor):
-            if not loss.ndim:
-                weighted: torch.Tensor = loss.float() * tensors["weight"]
-                return weighted
-            got = f"the shape {tuple(loss.shape)}"
-        what = "its loss must be a scalar tensor, the sum over the micro-batch"
-        raise RecipeError(f"data.builder: {what}; got {got}")
 
     @property
     def fingerprint(self) -> dict[str, object]:

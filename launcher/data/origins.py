@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.data.batching import NO_SAMPLE
@@ -69,7 +69,7 @@ def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
         where = f"sample {index % len(dataset)} of {dataset.name}"
         yield TrainedRow(sequence, source, dataset, sample, where=where)
         return
-    dataset = replace(dataset, packed=False)  # each row alone
+    dataset = dataset.one_document_in_a_row()
     for document, start, end in dataset.pieces(index):
         alone = sample
         if "position_ids" in sample:  # else a classifier's, which is one document

@@ -23,7 +23,7 @@ from launcher.data.batching import (
 )
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import MapData, MixtureDataset
+from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder, prompt_format
 from launcher.data.ends import taught_ends
 from launcher.data.loader import (
@@ -35,7 +35,6 @@ from launcher.data.loader import (
     to_device,
 )
 from launcher.data.messages import parsed_messages
-from launcher.data.objectives import MaskedDataset
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
@@ -73,6 +72,15 @@ class RunData:
     seed: int
     start: Position = field(default_factory=Position)
     """Where `batches` begin."""
+
+    def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> RunData:
+        """The data with each set of documents changed."""
+
+        def of(dataset: Any) -> Any:
+            return dataset.changed(change)
+
+        validation = {name: of(dataset) for name, dataset in self.validation.items()}
+        return replace(self, training=of(self.training), validation=validation)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -182,6 +190,7 @@ def open_run_data(
     batch: schema.Batch,
     run: schema.Run,
     *,
+    objective: Any,
     model: ModelInputs,
     ranks: RankLayout,
     build: bool,
@@ -189,26 +198,27 @@ def open_run_data(
 ) -> RunData:
     """Opens the data of a run on this rank. Raises RecipeError if it cannot be used.
 
+    objective: an `Objective` (`launcher/objectives/base.py`), which makes the samples.
     build: tokenize what is not cached (one process per node).
     skipped_rows is the file that lists the rows of a stream that cannot be used.
     """
     tokenizer = model.tokenizer or data.tokenizer
     stored: MapData | None = None
     if data.builder is not None:
-        stored, validation = _open_custom(data.builder, data.arguments, seed=run.seed)
+        stored, validation = _open_custom(data, objective, seed=run.seed)
     else:
         open_files = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
         validation = {
-            name: open_files(files, validation=True)
+            name: open_files(files, objective=objective.for_validation(), validation=True)
             for name, files in _by_name(data.validation).items()
         }
         if not data.streaming:
             assert data.train is not None
-            stored = open_files(data.train)
-            if isinstance(stored, MaskedDataset):  # evaluations have fixed masks
-                stored = replace(stored, seed=run.seed)
+            # Evaluations draw the same random numbers whatever the seed is
+            stored = open_files(data.train, objective=objective.with_seed(run.seed))
             if data.validation_split is not None:
-                held_out = open_files(data.train, held_out=True)
+                evaluated = objective.for_validation()
+                held_out = open_files(data.train, objective=evaluated, held_out=True)
                 validation = {"validation": held_out}
                 if isinstance(held_out, MixtureDataset):
                     validation = dict(held_out.parts)
@@ -232,6 +242,7 @@ def open_run_data(
         training = StreamingDataset(
             find_parts(data.train, kind=data.kind, max_document=data.max_document_bytes),
             make_encoder(data.kind, data, tokenizer=tokenizer),
+            objective=objective,
             sampler=sampler,
             data=data,
             seed=run.seed,
@@ -242,12 +253,14 @@ def open_run_data(
 
 
 def _open_custom(
-    builder: str, arguments: Mapping[str, object] | None, *, seed: int
+    data: schema.Data, objective: Any, *, seed: int
 ) -> tuple[CustomDataset, Mapping[str, MapData]]:
-    custom = build_custom_data(builder, arguments)
-    training = CustomDataset(custom.train, custom, builder, seed=seed)
+    assert data.builder is not None
+    custom = build_custom_data(data.builder, data.arguments)
+    objective = replace(objective, data=custom)
+    training = CustomDataset(custom.train, custom, data.builder, objective, seed=seed)
     return training, {
-        name: CustomDataset(samples, custom, builder)
+        name: CustomDataset(samples, custom, data.builder, objective)
         for name, samples in _by_name(custom.validation).items()
     }
 

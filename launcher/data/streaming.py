@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.data.batching import RankBatchSampler
@@ -40,9 +39,8 @@ from launcher.data.collation import (
     Collated,
     Piece,
     Sample,
-    collate_sequences,
+    TextInputs,
     make_sample,
-    with_positions,
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.file_ranges import split
@@ -53,7 +51,6 @@ from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
-from launcher.models.loss import summed_loss
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import unused_line
@@ -273,7 +270,6 @@ class StreamingDataset(IterableDataset[Collated]):
     """
 
     packed = True
-    metrics: tuple[str, ...] = ()
     lengths: Sequence[int] | None = None
 
     def __init__(
@@ -281,6 +277,7 @@ class StreamingDataset(IterableDataset[Collated]):
         parts: Sequence[SourcePart],
         encoder: Encoder,
         *,
+        objective: Any,
         sampler: RankBatchSampler,
         data: schema.Data,
         seed: int,
@@ -290,6 +287,15 @@ class StreamingDataset(IterableDataset[Collated]):
         """skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
         self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
+        self.objective = objective
+        """An `Objective` (`launcher/objectives/base.py`), which makes the micro-batches."""
+        self._inputs = TextInputs(
+            data.sequence_length,
+            packed=data.packing,
+            masking=model.masking,
+            part=model.part,
+            width_multiple=model.width_multiple,
+        )
         self.seed, self.skipped_rows = seed, skipped_rows
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}
@@ -309,10 +315,6 @@ class StreamingDataset(IterableDataset[Collated]):
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
-
-    def loss(self, model: nn.Module, tensors: Mapping[str, Any]) -> torch.Tensor:
-        """Sum of the losses of a micro-batch's targets; a float32 scalar."""
-        return summed_loss(model, tensors, self.model.target_loss)
 
     def starting(
         self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None
@@ -380,16 +382,8 @@ class StreamingDataset(IterableDataset[Collated]):
                 if index == micro_batches - 1:
                     for key, shard in mine.items():
                         shard.skip_to(_given(end, key, shards))
-                collated = collate_sequences(
-                    rows + [EMPTY] * (size - len(rows)),
-                    length=self.data.sequence_length,
-                    packed=self.data.packing,
-                    masking=self.model.masking,
-                    part=self.model.part,
-                    width_multiple=self.model.width_multiple,
-                )
-                if self.model.target_loss is not None:
-                    collated = with_positions(collated)
+                rows += [EMPTY] * (size - len(rows))
+                collated = self.objective.collate(rows, self._inputs)
                 positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,9 +61,6 @@ from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 
-if TYPE_CHECKING:
-    from launcher.models.target_loss import TargetLoss
-
 logger = logging.getLogger(__name__)
 
 _FORMAT = 7
@@ -94,7 +91,6 @@ class ModelInputs:
     """Rows of the embedding. A larger token id is an error."""
     classes: int | None = None
     """Number of classes of a sequence classifier."""
-    task: str = "causal_lm"
     padding: int = 0
     """Id of the padding token."""
     masking: Masking = "mask"
@@ -103,8 +99,6 @@ class ModelInputs:
     width_multiple: int = 1
     """Rows that are padded to the longest one have a multiple of it as their width, or
     data.sequence_length."""
-    target_loss: TargetLoss | None = None
-    """The user's loss of each target; None: the objective's own."""
 
 
 @dataclass(frozen=True)

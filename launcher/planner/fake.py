@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from launcher.data.synthetic import SyntheticData
+from launcher.objectives.synthetic import SyntheticData
 from launcher.planner.tracker import HOST, Tracker
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.training.fake_tensors import Replacements, computing_as_on

@@ -17,7 +17,8 @@ import torch
 from launcher.console import bytes_as_text, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
-from launcher.models.preference import needs_reference
+from launcher.objectives.make import make_objective
+from launcher.objectives.teacher import checked_teacher, teacher_recipe
 from launcher.planner.estimate import estimate_memory, forward_peak
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory
@@ -28,7 +29,7 @@ from launcher.planner.trace import UntraceableError, trace_step, with_compiled_b
 from launcher.planner.work import Work, state_bytes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.prepare import PreparedModel, checked_teacher, teacher_recipe
+from launcher.training.prepare import PreparedModel
 
 MiB, GiB = 2**20, 2**30
 
@@ -199,15 +200,16 @@ def _host(
 
 
 def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """The pass that computes the log-probabilities of a loss on pairs, before the first step."""
-    if recipe.preference is None or not needs_reference(recipe.preference):
+    """The pass that computes the log-probabilities by the initial weights, before the first step."""
+    objective = make_objective(recipe, trained=False)
+    if not objective.needs_reference:
         return
     # Forward passes with the same micro-batches, which the step's memory covers
     step = estimate_time(profile, recipe, machine)
     share = (step.forward + step.communication / 2) / step.total
     yield (
-        "before the first step, the reference pass computes the log-probabilities of all pairs by "
-        f"the initial weights: about {share:.0%} of the time of an epoch, once, and less memory "
+        "before the first step, the reference pass computes the log-probabilities of all "
+        f"{objective.unit} by the initial weights: about {share:.0%} of the time of an epoch, once, and less memory "
         "than a step"
     )
 

@@ -360,8 +360,7 @@ def _profile_of_shapes(
 def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
     """The mean over all tokens."""
     vocabulary = 0 if recipe.model.classifies else prepared.vocabulary or 0
-    masked = recipe.model.task == "masked_lm" and recipe.data.builder is None
-    return round(vocabulary * recipe.data.mask_probability) if masked else vocabulary
+    return round(vocabulary * prepared.objective.target_share)
 
 
 def with_saved(

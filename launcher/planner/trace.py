@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.data.loader import GlobalBatch
-from launcher.data.synthetic import SyntheticData
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import first_line
 from launcher.libraries.private import (
@@ -35,6 +34,7 @@ from launcher.libraries.private import (
 from launcher.models.build import embeddings, text_config
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.initialization import clean_name, materialize
+from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.offload import StateFile
 from launcher.optimizers.optimizer import LossScale
 from launcher.planner.fake import keep_blocks, replaced_for_tracing

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
 from launcher.recipe.layouts import KEYS, NAMES, SWITCHES, role_of, roles_of
+from launcher.recipe.objectives import OBJECTIVES
 from launcher.recipe.schema import DataKind, Recipe
 
 Found = Iterator[tuple[str | KeyPath, str]]
@@ -20,7 +21,6 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
     ("model.builder", "data.builder", True),
     ("model.task model.num_labels model.attention model.init", "model.builder", False),
-    ("model.num_labels", "model.task", "sequence_classification"),
     ("model.trust_remote_code", "model.path", True),
     ("model.freeze", "lora", False),
     ("data.arguments", "data.builder", True),
@@ -30,27 +30,9 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.messages_column", "data.kind", "chat preference"),
     ("data.prompt_column", "data.kind", "instruct preference"),
     ("data.response_column", "data.kind", "instruct"),
-    ("data.chosen_column data.rejected_column preference", "data.kind", "preference"),
-    ("data.mask_probability", "model.task", "masked_lm"),
-    (
-        "lora data.streaming data.weights_column",
-        "model.task",
-        "causal_lm sequence_classification reward",
-    ),
-    ("data.margin_column", "model.task", "reward"),
-    ("preference", "model.task", "causal_lm"),
-    ("preference.label_smoothing", "preference.loss", "robust"),
-    ("preference.margin", "preference.loss", "simpo"),
-    ("lora.dropout", "preference", False),
-    ("distillation", "model.task", "causal_lm"),
-    ("distillation", "data.kind", "text tokens chat instruct"),
-    ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
-    ("distillation", "model.chunked_loss", True),
-    ("objective", "model.task", "causal_lm masked_lm"),
-    ("objective", "data.kind", "text tokens chat instruct"),
-    ("objective", "data.builder model.builder distillation", False),
+    ("data.chosen_column data.rejected_column", "data.kind", "preference"),
+    *(rule for objective in OBJECTIVES for rule in objective.rules),
     ("lora.path", "model.path", True),
-    ("preference", "data.builder", False),
     ("data.label_column data.labels", "data.kind", "classification"),
     ("data.chat_template data.date", "data.kind", "chat instruct preference"),
     ("data.weights_column", "data.kind", "tokens chat"),

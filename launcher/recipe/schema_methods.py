@@ -65,7 +65,7 @@ class Preference(Section):
 
 
 class Objective(Section):
-    """A loss of yours on the targets of text data (see launcher/models/target_loss.py)."""
+    """A loss of yours on the targets of text data (see launcher/objectives/target_loss.py)."""
 
     loss: Function
     """`package.module:function`: gets the log-probabilities of the targets, (targets,), and returns

@@ -20,19 +20,13 @@ from launcher.recipe.combinations import Found, combination_rules, kinds_of, val
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.hub import is_hub_id, is_model_id
 from launcher.recipe.model_config import change_problems, config_problems, size_problems
+from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 
 _TEMPLATE_VALUES = (
     *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "return_assistant_tokens_mask"),
 )
-
-_KINDS_OF_TASK = {
-    "sequence_classification": {"classification"},
-    "reward": {"preference"},
-    "masked_lm": {"text", "tokens"},
-}
-"""data.kind by model.task; other tasks take all but classification."""
 
 
 class _UnsoundError(Exception):
@@ -155,8 +149,8 @@ def _classification(recipe: Recipe) -> Found:
     model, data = recipe.model, recipe.data
     if data.builder is not None:
         return
-    kinds = _KINDS_OF_TASK.get(model.task, kinds_of(recipe) - {"classification"})
-    if data.kind not in kinds:
+    of_task = (rules for rules in OBJECTIVES if rules.task == model.task)
+    if data.kind not in {kind for rules in of_task for kind in rules.kinds}:
         yield "data.kind", f"{data.kind} is not for model.task: {model.task}"
     labels = data.labels
     if labels is not None and model.num_labels not in (None, len(labels)):
@@ -270,11 +264,7 @@ def _profile(recipe: Recipe, ranks: int | None) -> Found:
 
 def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
-    scores = {"classification": ("accuracy", "f1")}
-    scores["preference"] = ("rewards/accuracies", "rewards/margins")
-    if recipe.model.task == "reward":
-        scores["preference"] = ("accuracy", "margin")
-    known = ["eval_loss", *(f"eval_{name}" for name in scores.get(recipe.data.kind, ()))]
+    known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
     if generate is not None:
         if recipe.data.kind not in ("chat", "instruct"):
             mixed = isinstance(recipe.data.train, dict)

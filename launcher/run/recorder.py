@@ -17,8 +17,6 @@ from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import all_gather_single
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models import distillation, preference, reward
-from launcher.recipe.schema import Distillation
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
@@ -157,16 +155,12 @@ class StepRecorder:
     calls. Neither `add` nor `launch` waits for the device; `collect` does.
     """
 
-    def __init__(
-        self, ranks: RankLayout, task: str = "causal_lm", teacher: Distillation | None = None
-    ) -> None:
-        """task: model.task. teacher: the section distillation."""
+    def __init__(self, ranks: RankLayout) -> None:
         self._ranks = ranks
-        self._metrics: tuple[str, ...] = preference.METRICS
-        if task == "reward" or teacher is not None:
-            self._metrics = reward.METRICS if teacher is None else distillation.METRICS
+        self.metrics: tuple[str, ...] = ()
+        """Names of the further metrics of the objective's loss."""
         self.sources: tuple[str, ...] = ()
-        """The sources of a mixture, if the loss has a part for each (`summed_loss_by_source`)."""
+        """The sources of a mixture, if the loss has a part for each (`loss.by_source`)."""
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
@@ -290,11 +284,8 @@ class StepRecorder:
 
     def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
-        further = () if step.metrics is None else self._metrics
         parts = [f"{part} {name}" for part in ("loss", "weight") for name in self.sources]
-        if parts:
-            further = tuple(parts)
-        names = (*GATHERED[:1], *further, *GATHERED[1:])
+        names = (*GATHERED[:1], *self.metrics, *parts, *GATHERED[1:])
         gathered = dict(zip(names, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
@@ -304,7 +295,7 @@ class StepRecorder:
         return {
             "step": step.number,
             "loss": finite(gathered["loss"].sum().item()),
-            **{name: finite(gathered[name].sum().item()) for name in further if name not in parts},
+            **{name: finite(gathered[name].sum().item()) for name in self.metrics},
             **self._by_source(gathered),
             "grad_norm": None,
             "learning_rate": step.learning_rate,

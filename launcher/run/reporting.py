@@ -276,7 +276,7 @@ class Reporter:
         if not self._main:
             return known
         record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
-        unit = "pairs" if self._recipe.data.kind == "preference" else "tokens"
+        unit = self._training.data.training.objective.counts_losses
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} {unit} "
             f"({seconds_as_text(seconds)})"

@@ -18,7 +18,7 @@ from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
-from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
+from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.models.config_keys import check_config_keys
 from launcher.models.hugging_face_files import remove_leftovers
 from launcher.recipe.load import LoadedRecipe
@@ -45,10 +45,9 @@ from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
-from launcher.training.evaluation import EarlyStopping, refuse_without_targets
+from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
 from launcher.training.prepare import PreparedModel, prepare_model
-from launcher.training.reference import reference_file
 from launcher.training.setup import Hooks, assemble
 
 logger = logging.getLogger(__name__)
@@ -136,21 +135,21 @@ class TrainingRun:
         prepared = self._resolve(loaded, source, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
-        recorder = StepRecorder(rank.ranks, recipe.model.task, recipe.distillation)
-        sections = recipe.preference, recipe.model, recipe.lora, recipe.strategy, recipe.run.seed
+        recorder = StepRecorder(rank.ranks)
         self._training = training = assemble(
             recipe,
             ranks=replace(rank.ranks, waiting=recorder.waiting),
             prepared=prepared,
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
-            reference=reference_file(directory.path, *sections, recipe.distillation),
+            kept_file=prepared.objective.kept_file(directory.path, recipe),
             hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
             heartbeat=self._progress.heartbeat,
             check_data=self._check_data,
         )
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
+        recorder.metrics = training.data.training.objective.metrics
         if isinstance(training.data.training, MixtureDataset):
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)
@@ -326,8 +325,8 @@ class TrainingRun:
             return
         many = step.number == min(self._recipe.run.max_skipped_steps, self._steps)
         if not before and not self._position.step and many:
-            dataset = self._training.data.training
-            refuse_without_targets(dataset, f"the first {step.number} steps")
+            objective = self._training.data.training.objective
+            raise RecipeError(objective.no_targets(f"the first {step.number} steps", "data"))
         if not self._warned_of_targets:
             self._warned_of_targets = True
             what = "no token with loss in its batch: weights and optimizer state stay as they are"

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.data.synthetic import SyntheticData
 from launcher.libraries.private import (
     EFFICIENT_ATTENTION,
     FLASH_ATTENTION,
@@ -17,6 +16,7 @@ from launcher.libraries.private import (
     grouped_product_check,
 )
 from launcher.models import attention, nf4
+from launcher.objectives.synthetic import SyntheticData
 
 
 class Replacements(ExitStack):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.loader import GlobalBatch
-from launcher.models.loss import Loss
+from launcher.objectives.loss import Loss
 from launcher.optimizers.optimizer import LearningRate, LossScale
 from launcher.strategies.base import WrappedModel
 

@@ -21,7 +21,6 @@ from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from launcher.console import bytes_as_text
-from launcher.data.synthetic import SyntheticData
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import (
     FakeTensorMode,
@@ -35,6 +34,7 @@ from launcher.libraries.private import (
 )
 from launcher.models.initialization import materialize
 from launcher.models.nf4 import PAIRS
+from launcher.objectives.synthetic import SyntheticData
 from launcher.recipe.section import size_in_bytes
 from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
 from launcher.training.fake_tensors import computing_as_on

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from launcher.data.synthetic import SyntheticData, synthetic_data
 from launcher.data.token_store import ModelInputs
-from launcher.data.tokenizer import hugging_face_tokenizer, new_token_ids, tokenizer_name
+from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
@@ -46,10 +45,11 @@ from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4 import quantize_blocks
 from launcher.models.precision import kept_in_float32
-from launcher.models.preference import check_model
-from launcher.models.reward import TokenScores
-from launcher.models.target_loss import TargetLoss, load_target_loss
 from launcher.models.tensor_parallel import apply_tensor_parallel
+from launcher.objectives.base import Objective
+from launcher.objectives.make import make_objective
+from launcher.objectives.synthetic import SyntheticData, synthetic_data
+from launcher.objectives.teacher import checked_teacher
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
@@ -80,8 +80,7 @@ class PreparedModel:
     """A model on the meta device, ready to be wrapped."""
 
     model: nn.Module
-    task: str
-    """model.task"""
+    objective: Objective
     blocks: dict[str, nn.Module]
     init_fn: InitFn
     export_dtype: torch.dtype
@@ -102,9 +101,6 @@ class PreparedModel:
     """Number of blocks, also where a trace deletes some."""
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
-    distillation: schema.Distillation | None = None
-    target_loss: TargetLoss | None = None
-    """The user's loss of each target; None: the objective's own."""
 
     def wrap(
         self, recipe: Recipe, ranks: RankLayout, *, init_fn: InitFn | None = None
@@ -180,6 +176,7 @@ class PreparedModel:
         """Micro-batches as full as the recipe's can be, without the data. A packed row has this number
         of documents of equal length."""
         return synthetic_data(
+            self.objective,
             data,
             batch,
             model=ModelInputs(
@@ -187,12 +184,9 @@ class PreparedModel:
                 classes=class_count(self.model),
                 masking=self.masking,
                 part=part,
-                task=self.task,
-                target_loss=self.target_loss,
             ),
             packed=self.packed,
             documents=documents,
-            distillation=self.distillation,
         )
 
     def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
@@ -288,6 +282,13 @@ def _with_adapters(
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
+    objective = make_objective(recipe)
+    if objective.needs_logits and recipe.strategy.tensor_parallel_size > 1:
+        assert recipe.objective is not None
+        what = (
+            f"{recipe.objective.loss} needs logits, of which each rank has a part of the vocabulary"
+        )
+        raise RecipeError(f"objective.loss: {what}: set strategy.tensor_parallel_size: 1")
     model: Any = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     new_ids = new_token_ids(tokenizer_name(data, recipe.model))
     grow_vocabulary(model, new_ids)
@@ -315,27 +316,22 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
-    if recipe.model.task == "reward":
-        TokenScores(model)
-    if recipe.preference is not None:
-        check_model(model, data.sequence_length)
-    sequences = data.builder is None and data.kind != "classification"
-    # A pair is two documents in a row, also without packing
-    packed = (data.packing or data.kind == "preference") and sequences
+    objective.change_model(model, sequence_length=data.sequence_length)
+    packed = objective.packs(data)
     masking: Masking = "mask"
     if packed:
-        options: Any = {"device": device, "compute_dtype": dtype}
-        masking = isolate_documents(model, sequence_length=data.sequence_length, **options)
-    elif sequences and recipe.model.task == "causal_lm":
+        masking = isolate_documents(
+            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
+        )
+    elif objective.causal:
         drop_causal_mask(model)
-    transform = logits_transform(model) if sequences else None
+    transform = logits_transform(model) if objective.trains_sequences else None
     if transform is not None and recipe.model.chunked_loss:
         ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
-    if recipe.distillation is not None:
-        _check_distillation(model, recipe.distillation)
+    objective.check_model(model)
     return PreparedModel(
         model,
-        recipe.model.task,
+        objective,
         blocks,
         init_fn,
         export_dtype=export_dtype,
@@ -349,54 +345,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         unused=modules_without_text(model),
         depth=len(blocks),
         source=source,
-        distillation=recipe.distillation,
-        target_loss=_target_loss(recipe),
     )
-
-
-def teacher_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with its teacher in place of the model."""
-    assert recipe.distillation is not None
-    model = schema.Model(
-        path=recipe.distillation.teacher,
-        attention=recipe.model.attention,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-    strategy, precision = recipe.strategy, recipe.strategy.mixed_precision
-    if precision is not None:  # its predictions do not depend on the products of the model
-        strategy = replace(strategy, mixed_precision=replace(precision, float8=None))
-    return replace(
-        recipe,
-        model=model,
-        lora=None,
-        distillation=None,
-        strategy=strategy,
-        activation_checkpointing=None,
-    )
-
-
-def checked_teacher(
-    recipe: Recipe,
-    own: PreparedModel,
-    prepare: Callable[[Recipe], PreparedModel],
-    *,
-    planned: bool = False,
-) -> PreparedModel:
-    """Builds the teacher by calling `prepare` with `teacher_recipe`. Raises RecipeError, which names
-    the teacher, if that fails, or if `own`, the model of the recipe, cannot learn from it. `planned`:
-    tokenizers that cannot be loaded are not compared."""
-    assert recipe.distillation is not None
-    try:
-        teacher = prepare(teacher_recipe(recipe))
-    except RecipeError as error:
-        lines = (line.removeprefix("model.path: ") for line in error.problems)
-        raise RecipeError([f"distillation.teacher: {line}" for line in lines]) from None
-    _check_distillation(teacher.model, recipe.distillation, key="distillation.teacher")
-    _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0, planned=planned)
-    if teacher.masking != own.masking:
-        what = f"keeps packed documents apart by {teacher.masking}, the model by {own.masking}"
-        raise RecipeError(f"distillation.teacher: {what}; set data.packing: false")
-    return teacher
 
 
 def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device) -> PreparedModel:
@@ -409,54 +358,3 @@ def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device)
         if parameter.is_floating_point() and clean_name(name) not in kept:
             parameter.data = parameter.data.to(prepared.compute_dtype)
     return prepared
-
-
-def _target_loss(recipe: Recipe) -> TargetLoss | None:
-    """Raises RecipeError if the function cannot be used."""
-    if recipe.objective is None:
-        return None
-    loss = load_target_loss(recipe.objective)
-    if loss.needs == "logits" and recipe.strategy.tensor_parallel_size > 1:
-        what = f"{loss.name} needs logits, of which each rank has a part of the vocabulary"
-        raise RecipeError(f"objective.loss: {what}: set strategy.tensor_parallel_size: 1")
-    return loss
-
-
-def _check_distillation(
-    model: nn.Module, settings: schema.Distillation, *, key: str = "distillation"
-) -> None:
-    """Raises RecipeError if this model cannot be the teacher, or learn from one."""
-    if not computes_loss(model):
-        what = f"not available for {type(model).__name__}, which does more than a linear layer"
-        raise RecipeError(f"{key}: {what} to compute its logits")
-    vocabulary = vocabulary_size(model)
-    if vocabulary is not None and settings.top_k > vocabulary:
-        what = f"{settings.top_k:,} is more than the vocabulary of {vocabulary:,}"
-        raise RecipeError(f"distillation.top_k: {what} of {type(model).__name__}")
-
-
-def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int, *, planned: bool) -> None:
-    """Raises RecipeError if the ids of the teacher's tokens differ from those of the model's. The
-    numbers of entries may differ, since some models have spare ones."""
-    settings, name = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
-    assert settings is not None
-    same = None if name is None else _same_tokens(name, settings.teacher)
-    if planned and same is None and recipe.data.kind != "tokens":
-        return  # perhaps a tokenizer is not downloaded yet; training compares them
-    what = f"its tokenizer has other tokens than that of the run, {name}"
-    if same is None:  # there is none, as for rows of ids
-        same = own == of_teacher
-        what = f"its vocabulary of {of_teacher:,} entries is not that of the model, {own:,}"
-    if not same:
-        advice = "ids must mean the same tokens; choose a teacher of the same family of models"
-        raise RecipeError(f"distillation.teacher: {what}: {advice}")
-
-
-@functools.lru_cache(maxsize=4)
-def _same_tokens(name: str, other: str) -> bool | None:
-    """Whether two tokenizers give tokens the same ids; None if one of them cannot be loaded."""
-    try:
-        one, two = (hugging_face_tokenizer(each).get_vocab() for each in (name, other))
-    except RecipeError:
-        return None
-    return bool(one == two)

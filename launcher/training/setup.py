@@ -30,6 +30,8 @@ from launcher.models.build import (
 )
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.hugging_face_files import export_hugging_face
+from launcher.objectives.base import BeforeTraining
+from launcher.objectives.kept_files import ReferenceFile, TeacherFile
 from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import LossScale, learning_rate
 from launcher.recipe.schema import Recipe
@@ -45,8 +47,6 @@ from launcher.training.prepare import (
     row_part,
     width_multiple,
 )
-from launcher.training.reference import ReferenceFile, with_references
-from launcher.training.teacher import TeacherFile, with_teacher
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Training:
                 stop_requested=hooks.stop_requested,
                 save_requested=hooks.save_requested,
             ),
-            loss=data.training.loss,
+            loss=data.training.objective.loss,
             update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
             ranks=self.ranks.tensor_parallel_groups,
             copies=self.ranks.tensor_parallel_size,
@@ -128,7 +128,7 @@ def assemble(
     prepared: PreparedModel | None = None,
     build_data: bool = True,
     skipped_rows: Path | None = None,
-    reference: ReferenceFile | TeacherFile | None = None,
+    kept_file: ReferenceFile | TeacherFile | None = None,
     hooks: Hooks | None = None,
     heartbeat: Callable[[str], None] = lambda phase: None,
     check_data: Callable[[RunData], None] = lambda data: None,
@@ -136,26 +136,25 @@ def assemble(
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
     Calls `heartbeat` with each part that it begins to build, and `check_data` when the data is open.
     With `build_data` this process tokenizes what is not cached (one process of a node).
-    `skipped_rows` is a file for the rows of a stream that cannot be used; `reference` has the
-    log-probabilities that losses on pairs or of distillation compare with, or gets them."""
+    `skipped_rows` is a file for the rows of a stream that cannot be used; `kept_file` has what the
+    objective computes before the first step, or gets it."""
     ranks = ranks.with_sizes(recipe.strategy)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
-    model = prepared.model
+    model, objective = prepared.model, prepared.objective
     heartbeat("data")
     data = open_run_data(
         recipe.data,
         recipe.batch,
         recipe.run,
+        objective=objective,
         model=ModelInputs(
             tokenizer=tokenizer_name(recipe.data, recipe.model),
             vocabulary=prepared.vocabulary,
-            classes=class_count(model) if recipe.model.task == "sequence_classification" else None,
-            task=recipe.model.task,
+            classes=class_count(model) if objective.trains_classes else None,
             padding=padding_id(model),
             masking=prepared.masking,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
-            target_loss=prepared.target_loss,
         ),
         ranks=ranks,
         build=build_data,
@@ -164,17 +163,21 @@ def assemble(
         else skipped_rows,
     )
     check_data(data)
-    if isinstance(reference, TeacherFile):  # before the model takes memory
-        data = _with_teacher(data, recipe, prepared, ranks, reference)
+    about = BeforeTraining(
+        ranks,
+        rows_of(recipe.batch, sequence_length=recipe.data.sequence_length),
+        kept_file,
+        prepared.vocabulary or 0,
+        partial(_load_teacher, recipe, prepared, ranks),
+    )
+    data = objective.before_model(data, about)
+    gc.collect()  # a teacher's wrapped model is in reference cycles
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
     heartbeat("strategy")
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
-    if recipe.preference is not None:
-        assert not isinstance(reference, TeacherFile)
-        rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-        data = with_references(
-            data, recipe.preference, wrapped, micro_batch_size=rows, ranks=ranks, file=reference
-        )
+    data = objective.with_initial_weights(data, wrapped, about)
     _seed_generators(recipe.run.seed + ranks.tensor_parallel_group_index)
     if recipe.checkpoint.export or recipe.evaluation.generate is not None:
         teach_ends(model, recipe.data, recipe.model)
@@ -193,28 +196,11 @@ def assemble(
     )
 
 
-def _with_teacher(
-    data: RunData, recipe: Recipe, prepared: PreparedModel, ranks: RankLayout, file: TeacherFile
-) -> RunData:
-    """`with_teacher`. The teacher is freed before this returns."""
-    settings, vocabulary = recipe.distillation, prepared.vocabulary
-    assert settings is not None
-    assert vocabulary is not None
-
-    def load() -> WrappedModel:
-        teacher = prepare_teacher(recipe, prepared, device=ranks.device)
-        wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
-        teacher.check_logits(wrapped, ranks)
-        return wrapped
-
-    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
-    data = with_teacher(
-        *(data, settings, file, load), micro_batch_size=rows, vocabulary=vocabulary, ranks=ranks
-    )
-    gc.collect()  # wrapped models are in reference cycles
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return data
+def _load_teacher(recipe: Recipe, prepared: PreparedModel, ranks: RankLayout) -> WrappedModel:
+    teacher = prepare_teacher(recipe, prepared, device=ranks.device)
+    wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
+    teacher.check_logits(wrapped, ranks)
+    return wrapped
 
 
 def _seed_generators(seed: int) -> None:

@@ -20,11 +20,11 @@ from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import StepStatistics
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models import chunked_loss
 from launcher.models.initialization import clean_name, random_weights
+from launcher.objectives.next_token import NextToken
 from launcher.optimizers import offload as optimizer_offload
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import CpuOffload, Strategy
@@ -294,13 +294,13 @@ def evaluation_of(plain, rows):
 
 def mean_of_means(training):
     """Injects a common mistake: averages the mean losses of the micro-batches."""
-    original = SequenceDataset.loss
+    original = NextToken.loss
 
     def mean(self, model, micro_batch):
         valid = (micro_batch["targets"] != -100).sum()
         return original(self, model, micro_batch) / valid
 
-    SequenceDataset.loss = mean
+    NextToken.loss = mean
     StepStatistics.loss_tokens = lambda self: torch.tensor(
         16.0
     )  # 8 micro-batches of one row on each of two ranks
@@ -372,7 +372,7 @@ def compare_strategies(worker):
             accumulation=4,
             mutate=skip_one_sync,
         )
-    originals = SequenceDataset.loss, StepStatistics.loss_tokens
+    originals = NextToken.loss, StepStatistics.loss_tokens
     for strategy, overrides in STRATEGIES.items():
         train(
             f"mutation: mean of means {strategy}",
@@ -381,7 +381,7 @@ def compare_strategies(worker):
             accumulation=8,
             mutate=mean_of_means,
         )
-        SequenceDataset.loss, StepStatistics.loss_tokens = originals
+        NextToken.loss, StepStatistics.loss_tokens = originals
 
 
 def compare_optimizers(worker):

@@ -113,8 +113,7 @@ def slow_steps(seconds):
 
 
 def inject_nan_loss(at):
-    from launcher.data.dataset import SequenceDataset
-    from launcher.data.streaming import StreamingDataset
+    from launcher.objectives.next_token import NextToken
 
     calls = [0]
 
@@ -129,12 +128,11 @@ def inject_nan_loss(at):
 
         dataset.loss = loss
 
-    patch(SequenceDataset)
-    patch(StreamingDataset)
+    patch(NextToken)
 
 
 def wait_in_pass(file, at):
-    from launcher.training import reference, teacher
+    from launcher.objectives import kept_files, reference, teacher
 
     original = reference.rows_in_order
 
@@ -145,16 +143,16 @@ def wait_in_pass(file, at):
                 time.sleep(10**6)
             yield rows
 
-    reference.SAVED_SECONDS = -1.0
+    kept_files.SAVED_SECONDS = reference.SAVED_SECONDS = -1.0
     reference.rows_in_order = teacher.rows_in_order = rows_in_order
 
 
 def record_phases(file):
-    from launcher.data.dataset import SequenceDataset
+    from launcher.objectives.next_token import NextToken
     from launcher.run import checkpoint_manager as manager
     from launcher.run import run
 
-    restore, loss, instances = manager.CheckpointManager.restore, SequenceDataset.loss, []
+    restore, loss, instances = manager.CheckpointManager.restore, NextToken.loss, []
 
     class RecordedProgress(run.Progress):
         def __init__(self):
@@ -174,7 +172,7 @@ def record_phases(file):
         return loss(self, model, micro_batch)
 
     manager.CheckpointManager.restore = restore_and_record
-    SequenceDataset.loss = loss_and_record
+    NextToken.loss = loss_and_record
     run.Progress = RecordedProgress  # type: ignore[misc]
 
 
@@ -182,8 +180,8 @@ def slow_forward(rank, first, last, seconds):
     import torch
     import torch.distributed as dist
 
-    from launcher.data.dataset import SequenceDataset
     from launcher.metrics import slow_ranks
+    from launcher.objectives.next_token import NextToken
     from launcher.run import recorder
 
     now, calls = torch.zeros(1, dtype=torch.float64), [0]
@@ -191,7 +189,7 @@ def slow_forward(rank, first, last, seconds):
         perf_counter=now.item, monotonic=now.item, process_time=time.process_time, time=time.time
     )
     recorder.time = slow_ranks.time = clock
-    original, waiting = SequenceDataset.loss, recorder.StepRecorder.waiting
+    original, waiting = NextToken.loss, recorder.StepRecorder.waiting
 
     def loss(self, model, micro_batch):
         calls[0] += model.training
@@ -205,7 +203,7 @@ def slow_forward(rank, first, last, seconds):
             yield
             dist.all_reduce(now, op=dist.ReduceOp.MAX)
 
-    SequenceDataset.loss, recorder.StepRecorder.waiting = loss, waiting_together
+    NextToken.loss, recorder.StepRecorder.waiting = loss, waiting_together
 
 
 def start():

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launcher.checkpoint.reader import load, open_tensors
 from launcher.checkpoint.state import model_and_optimizer, rank_state
 from launcher.checkpoint.writer import Checkpointer
-from launcher.data.dataset import SequenceDataset
 from launcher.diagnostics.selftest import differing_copies
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models import chunked_loss, experts
 from launcher.models.safetensors_files import StoredTensors
 from launcher.models.shards import local_part
+from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.training.setup import assemble
 from tests.distributed.equivalence_worker import Worker, unsharded, weights
@@ -88,9 +88,9 @@ class LayoutWorker(Worker):
     def plant(self, fault):
         """Trains a step of a variant with a fault."""
         model, variant, mutate = FAULTS[fault]
-        before = SequenceDataset.loss, experts._DividedGradient.backward
+        before = NextToken.loss, experts._DividedGradient.backward
         self.train_case(fault, model, VARIANTS[variant], ranks=4, rows=2, mutate=mutate)
-        SequenceDataset.loss, experts._DividedGradient.backward = before
+        NextToken.loss, experts._DividedGradient.backward = before
 
     def train_one(self, overrides, *, ranks):
         """Trains the model of the config, and returns the training; None on other ranks."""

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from launcher.data.dataset import SequenceDataset
 from launcher.models import experts
+from launcher.objectives.next_token import NextToken
 from launcher.strategies.base import WrappedModel
 from tests.distributed.equivalence_worker import EXPERTS, GPT2, LLAMA, OFFLOAD, ZERO
 
@@ -243,13 +243,13 @@ def undivided_gradients(training):
 
 def positions_of_the_part(training):
     """Each rank has the positions of the beginning of a row."""
-    original = SequenceDataset.loss
+    original = NextToken.loss
 
     def loss(self, model, micro_batch):
         positions = micro_batch["position_ids"]
         return original(self, model, micro_batch | {"position_ids": positions - positions[:, :1]})
 
-    SequenceDataset.loss = loss
+    NextToken.loss = loss
 
 
 BOUNDS = "bounds of the vocabulary"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from launcher.data.objectives import MaskedDataset
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
+from launcher.objectives.masked import Masked
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
@@ -77,12 +77,13 @@ def test_a_masked_language_model(model, tmp_path, monkeypatch):
     opened = open_dataset(
         data,
         (str(tmp_path / "far.jsonl"),),
+        objective=Masked(),
         tokenizer=str(tmp_path / "tokenizer"),
-        model=ModelInputs(tokenizer=str(tmp_path / "tokenizer"), task="masked_lm"),
+        model=ModelInputs(tokenizer=str(tmp_path / "tokenizer")),
         build=True,
         validation=True,
     )
-    assert isinstance(opened, MaskedDataset)
+    assert isinstance(opened.objective, Masked)
     tensors = opened.collate([opened[index] for index in range(len(opened))])["tensors"]
     with torch.no_grad():
         inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}

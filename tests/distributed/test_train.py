@@ -15,6 +15,7 @@ import yaml
 
 from launcher.cli import main
 from tests import REPOSITORY
+from tests.datasets import objective_of
 from tests.distributed.launching import PATIENCE, forked, free_port, run, torchrun, wait_until
 from tests.run_files import read_lines, status, write_lines
 from tests.wandb_files import history, read_records
@@ -170,13 +171,14 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     from launcher.data.opening import open_dataset
     from launcher.data.token_store import ModelInputs
-    from launcher.models.loss import summed_loss
+    from launcher.objectives.loss import summed_loss
     from launcher.recipe.load import load_recipe
 
     data = load_recipe([f"recipe={run_dir}/recipe.yaml"], ranks=2).recipe.data
     dataset = open_dataset(
         data,
         tuple(recipe["data"]["validation"]),
+        objective=objective_of(data),
         tokenizer="bytes",
         model=ModelInputs(vocabulary=512),
         build=True,
@@ -637,10 +639,10 @@ def test_show_and_selftest_commands(tmp_path):
 
 
 MEAN_OF_MEANS = """
-    from launcher.data.dataset import SequenceDataset
+    from launcher.objectives.next_token import NextToken
     from launcher.data.loader import StepStatistics
-    original = SequenceDataset.loss
-    SequenceDataset.loss = lambda self, model, batch: (
+    original = NextToken.loss
+    NextToken.loss = lambda self, model, batch: (
         original(self, model, batch) / (batch["targets"] != -100).sum()
     )
     StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)

@@ -422,9 +422,9 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         "recipe/schema_source.py": "classification",
         "recipe/layouts.py": "classification",
         "data/encoder.py": "classification",
-        "data/opening.py": "classification",
-        "data/synthetic.py": "classification",
-        "models/preference.py": "hinge",
+        "recipe/objectives.py": "classification",
+        "objectives/masked.py": "masked",
+        "objectives/preference.py": "hinge",
         "recipe/schema_methods.py": "hinge",
     }.items():
         assert f"`{file}`" in add, file

@@ -17,7 +17,7 @@ LEVELS = (
     "recipe",
     "reliability strategies models",
     "data",
-    "checkpoint",
+    "objectives checkpoint",
     "optimizers",
     "training",
     "metrics diagnostics",
@@ -145,12 +145,13 @@ WHOLE_RECIPE = {
     "checkpoint": "export resume",
     "diagnostics": "selftest",
     "models": "config_keys",
+    "objectives": "answers base distillation make masked next_token preference teacher",
     "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipes search speed"
     " trace work",
     "training": "prepare setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,
-assemble, decide whether to resume, or read what a checkpoint was written with."""
+assemble, take the sections of an objective, decide whether to resume, or read what a checkpoint was written with."""
 
 
 def test_other_modules_take_sections_or_plain_values():

@@ -26,6 +26,7 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.metrics.sinks import JsonLines
+from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.run_directory import RunFolder
@@ -159,6 +160,7 @@ def fingerprint(tmp_path):
             recipe.data,
             recipe.batch,
             recipe.run,
+            objective=NextToken(),
             model=ModelInputs(vocabulary=260),
             build=True,
             skipped_rows=None,

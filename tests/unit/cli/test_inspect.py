@@ -11,12 +11,12 @@ from launcher.checkpoint.files import commit, scratch_folder, write_file
 from launcher.cli.inspect_page import bins, load_decoder, spans
 from launcher.cli.main import run
 from launcher.cli.rows import positions_of
-from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
+from tests.datasets import dataset_of
 from tests.unit.data.rows import write
 from tests.unit.small_recipe import SMALL
 
@@ -176,7 +176,7 @@ def test_tokens_with_loss_match_the_targets(kind, packing, labelled, monkeypatch
     labels = np.where(generator.random(len(ids)) < 0.5, ids, IGNORED) if labelled else None
     store = TokenStore(ids=ids, labels=labels, offsets=offsets)
     sequences = pack(offsets, kind, packing=packing, sequence_length=16, labels=labels)
-    dataset = SequenceDataset(store, sequences, 16, packing)
+    dataset = dataset_of(store, sequences, 16, packing)
     rows = [dataset[index] for index in range(len(dataset))]
     assert dataset.tokens == sum(len(row["input_ids"]) for row in rows)
     counts = [int((row["targets"] != IGNORED).sum()) for row in rows]

@@ -16,6 +16,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.distributed import host_memory
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.objectives.custom import Custom
 from launcher.recipe import schema
 from tests.distributed import vision
 
@@ -68,7 +69,7 @@ def test_rows_without_a_sample_have_zero_weight():
     part = dataset.collate([dataset[index] for index in (0, NO_SAMPLE, 2)])
     none = dataset.collate([dataset[NO_SAMPLE]] * 3)
     assert [collated["loss_tokens"] for collated in (whole, part, none)] == [3, 2, 0]
-    losses = [dataset.loss(net, collated["tensors"]) for collated in (whole, part, none)]
+    losses = [Custom(data).loss(net, collated["tensors"]) for collated in (whole, part, none)]
     assert losses[0] > losses[1] > losses[2] == 0
     losses[2].backward()
     assert all(parameter.grad is not None for parameter in net.parameters()), (
@@ -78,12 +79,12 @@ def test_rows_without_a_sample_have_zero_weight():
 
 def test_non_scalar_loss_is_refused():
     data = CustomData(train=[1.0], collate=torch.tensor, loss=lambda model, batch: batch["x"])
-    dataset, batch = CustomDataset([1.0], data, "x"), {"x": torch.ones(2)}
+    batch = {"x": torch.ones(2)}
     message = (
         r"its loss must be a scalar tensor, the sum over the micro-batch; got the shape \(2,\)"
     )
     with pytest.raises(RecipeError, match=message):
-        dataset.loss(torch.nn.Identity(), {"batch": batch, "weight": 1.0})
+        Custom(data).loss(torch.nn.Identity(), {"batch": batch, "weight": 1.0})
 
 
 @pytest.mark.parametrize("targets", [2.5, -1, float("nan"), None, torch.ones(2)])
@@ -131,7 +132,7 @@ def test_a_batch_that_is_no_dict_is_refused(batch):
 def test_a_loss_that_is_no_tensor_is_refused(value):
     data = CustomData(train=[1.0], collate=dict, loss=lambda model, batch: value)
     with pytest.raises(RecipeError, match=f"a scalar tensor.*got {type(value).__name__}"):
-        CustomDataset([1.0], data, "x").loss(torch.nn.Identity(), {"batch": {}, "weight": 1.0})
+        Custom(data).loss(torch.nn.Identity(), {"batch": {}, "weight": 1.0})
 
 
 class Noise:
@@ -165,6 +166,7 @@ def open_noise(*, rank=0, ranks=1, seed=3, workers=0, size=4):
         recipe.data,
         recipe.batch,
         recipe.run,
+        objective=Custom(),
         model=inputs,
         ranks=group,
         build=True,

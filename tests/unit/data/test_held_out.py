@@ -8,6 +8,7 @@ from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from tests.datasets import objective_of
 from tests.unit.data.rows import write
 
 
@@ -70,6 +71,7 @@ def test_training_and_validation_share_no_document(kind, packing, tmp_path):
         validation_split=0.2,
     )
     options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    options["objective"] = objective_of(data)
     seen = {}
     for validation in (False, True):
         dataset = open_dataset(data, (str(file),), held_out=validation, **options)

@@ -19,6 +19,7 @@ from launcher.data.tokenizer import (
 )
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
+from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.recipe.columns import first_row
 from launcher.recipe.layouts import guess
@@ -422,7 +423,12 @@ def test_unused_columns_and_the_format_are_named_at_the_start(tmp_path, tokenize
         for _ in range(2):  # also with tokens that were cached
             data = schema.Data(kind="instruct", cache=str(tmp_path / "cache"))
             dataset = open_dataset(
-                data, (file,), tokenizer=tokenizers[tokenizer], model=ModelInputs(), build=True
+                data,
+                (file,),
+                objective=NextToken(),
+                tokenizer=tokenizers[tokenizer],
+                model=ModelInputs(),
+                build=True,
             )
             _, note, unused = dataset.describe()
             assert note.startswith(f"a prompt and an answer are trained as {how}")
@@ -439,7 +445,7 @@ def test_rows_that_are_too_long(tmp_path, tokenizers):
     def opened(**more):
         data = schema.Data(kind="instruct", sequence_length=32, cache=str(tmp_path / "c"), **more)
         options = {"tokenizer": tokenizers["chat"], "model": ModelInputs(), "build": True}
-        return open_dataset(data, (file,), **options)
+        return open_dataset(data, (file,), objective=NextToken(), **options)
 
     dropped = opened()
     assert dropped.sequences.long_documents == 3
@@ -468,7 +474,8 @@ def test_rows_that_are_too_long(tmp_path, tokenizers):
 def test_long_texts_are_dropped_on_request(tmp_path, packing):
     file = str(write(tmp_path / "rows.jsonl", ["a" * 5, "b" * 50, "c" * 6]))
     data = schema.Data(sequence_length=16, overlong="drop", packing=packing, cache=str(tmp_path))
-    dataset = open_dataset(data, (file,), tokenizer="bytes", model=ModelInputs(), build=True)
+    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    dataset = open_dataset(data, (file,), objective=NextToken(), **options)
     seen = [
         token for index in range(len(dataset)) for token in dataset[index]["input_ids"].tolist()
     ]
@@ -483,8 +490,8 @@ def test_a_single_text_is_held_out_in_part(tmp_path, packing):
         sequence_length=64, validation_split=0.1, packing=packing, cache=str(tmp_path / "c")
     )
     options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
-    training = open_dataset(data, (file,), **options)
-    held_out = open_dataset(data, (file,), held_out=True, **options)
+    training = open_dataset(data, (file,), objective=NextToken(), **options)
+    held_out = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options)
     assert (training.tokens, held_out.tokens) == (901, 100)
     last = training[len(training) - 1]
     assert last["targets"][-1] == IGNORED  # the next token is held out
@@ -562,8 +569,8 @@ def test_inspect_counts_only_the_documents_of_a_set(tmp_path, tokenizers):
         kind="instruct", validation_split=0.25, sequence_length=64, cache=str(tmp_path / "c")
     )
     options = {"tokenizer": tokenizers["chat"], "model": ModelInputs(), "build": True}
-    training = open_dataset(data, (file,), **options)
-    held_out = open_dataset(data, (file,), held_out=True, **options)
+    training = open_dataset(data, (file,), objective=NextToken(), **options)
+    held_out = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options)
     lengths = [*training.document_lengths.tolist(), *held_out.document_lengths.tolist()]
     assert sorted(lengths) == [size + 5 for size in range(3, 23)]
     assert len(held_out.document_lengths) == held_out.sequences.documents > 0

@@ -10,8 +10,7 @@ import torch
 from launcher.data.batching import SampleOrder, TokenBatchSampler
 from launcher.data.collation import (
     EMPTY,
-    collate_classified,
-    collate_masked,
+    TextInputs,
     collate_sequences,
     make_sample,
     padded_width,
@@ -21,10 +20,13 @@ from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.inputs import IGNORED, RowPart
-from launcher.models.loss import summed_loss
+from launcher.objectives.classification import collate_classified
+from launcher.objectives.loss import summed_loss
+from launcher.objectives.masked import collate_masked
 from launcher.recipe.schema import Data
 from launcher.training import setup
 from launcher.training.prepare import width_multiple
+from tests.datasets import objective_of
 from tests.unit.data.rows import write
 from tests.unit.models import test_preference as preference
 from tests.unit.models import test_reward as reward
@@ -55,8 +57,8 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
     ]
     found = [
         collate_sequences(rows, packed=False, masking="mask", **options),
-        collate_masked(rows, padding=0, **options),
-        collate_classified(classified, padding=0, **options),
+        collate_masked(rows, TextInputs(**options)),
+        collate_classified(classified, TextInputs(**options)),
     ]
     for collated in found:
         assert collated["tensors"]["input_ids"].shape == (3, width)
@@ -69,7 +71,8 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
 
 
 def wide(dataset):
-    return dataclasses.replace(dataset, width_multiple=32)
+    inputs = dataclasses.replace(dataset.inputs, width_multiple=32)
+    return dataclasses.replace(dataset, inputs=inputs)
 
 
 def width_of(collated):
@@ -107,7 +110,7 @@ def test_wider_pairs_have_the_same_rewards(masked):
     dataset = reward.dataset(masking, packing=False)
     batches = [made.collate([made[4], made[1]]) for made in (dataset, wide(dataset))]
     assert width_of(batches[0]) < width_of(batches[1]) == 32
-    narrow, wider = (dataset.loss(model, batch["tensors"]) for batch in batches)
+    narrow, wider = (dataset.objective.loss(model, batch["tensors"]) for batch in batches)
     torch.testing.assert_close(wider, narrow)
 
 
@@ -117,7 +120,13 @@ def test_widths_of_a_data_set(tmp_path):
     file = write(tmp_path / "rows.jsonl", texts)
     data = Data(packing=False, sequence_length=LENGTH, cache=str(tmp_path / "cache"))
     options = {"tokenizer": "bytes", "build": True}
-    dataset = open_dataset(data, (str(file),), model=ModelInputs(width_multiple=16), **options)
+    dataset = open_dataset(
+        data,
+        (str(file),),
+        objective=objective_of(data),
+        model=ModelInputs(width_multiple=16),
+        **options,
+    )
     assert [width_of(dataset.collate([dataset[n]])) for n in range(6)] == [16, 16, 16, 32, 32, 40]
     sampler = TokenBatchSampler(
         order=SampleOrder(samples=6, seed=0, shuffle=False, epochs=1),
@@ -137,7 +146,11 @@ def test_widths_of_a_data_set(tmp_path):
     classes = write(tmp_path / "classes.jsonl", [{"text": "ab", "label": 1}])
     data = dataclasses.replace(data, kind="classification")
     dataset = open_dataset(
-        data, (str(classes),), model=ModelInputs(width_multiple=16, classes=2), **options
+        data,
+        (str(classes),),
+        objective=objective_of(data),
+        model=ModelInputs(width_multiple=16, classes=2),
+        **options,
     )
     assert width_of(dataset.collate([dataset[0]])) == 16
 
@@ -154,7 +167,10 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
     monkeypatch.setattr(setup, "tokenizer_name", lambda data, model: "bytes")
     ranks = RankLayout(rank=0, size=1, group=None, device=torch.device("cuda", 0))
     prepared = SimpleNamespace(
-        model=torch.nn.Linear(1, 1), vocabulary=8, masking="mask", target_loss=None
+        model=torch.nn.Linear(1, 1),
+        vocabulary=8,
+        masking="mask",
+        objective=objective_of(RECIPE.data),
     )
     with pytest.raises(StopIteration):
         setup.assemble(RECIPE, ranks=ranks, prepared=prepared)

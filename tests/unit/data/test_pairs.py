@@ -10,6 +10,7 @@ from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
+from tests.datasets import objective_of
 from tests.unit.data.rows import write
 
 END = 256
@@ -142,5 +143,6 @@ def test_no_pair_fits(tmp_path):
 
     file = write(tmp_path / "x.jsonl", [{"prompt": "a" * 30, "chosen": "b", "rejected": "c"}])
     data = schema.Data(kind="preference", sequence_length=20, cache=str(tmp_path / "c"))
+    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
     with pytest.raises(RecipeError, match="no pair fits into 20 tokens"):
-        open_dataset(data, (str(file),), tokenizer="bytes", model=ModelInputs(), build=True)
+        open_dataset(data, (str(file),), objective=objective_of(data), **options)

@@ -12,6 +12,7 @@ from launcher.data.batching import Position
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.rank_layout import RankLayout
+from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from tests.unit.data.rows import write
 
@@ -40,6 +41,7 @@ def open_rows(folder, size, *, run, batch=None, **data):
         recipe.data,
         recipe.batch,
         recipe.run,
+        objective=NextToken(),
         model=inputs,
         ranks=ALONE,
         build=True,

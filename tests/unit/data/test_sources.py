@@ -16,7 +16,6 @@ from datasets import Dataset, DatasetDict
 
 from launcher.data import packing
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.dataset import SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.file_ranges import split
 from launcher.data.opening import make_order, open_dataset
@@ -32,6 +31,7 @@ from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
+from tests import datasets
 from tests.unit.data.rows import documents_of, store_names, write
 from tests.unit.small_recipe import says
 
@@ -334,7 +334,9 @@ def test_long_texts_for_classification_keep_the_closing_token(tmp_path, cache, s
     file = write(tmp_path / "a.jsonl", [{"text": text, "label": 0} for text in texts])
     data = schema.Data(kind="classification", sequence_length=5, cache=str(cache))
     dataset = open_dataset(
-        *(data, (str(file),)),
+        data,
+        (str(file),),
+        objective=datasets.objective_of(data),
         tokenizer=str(tmp_path / "tokenizer"),
         model=ModelInputs(),
         build=True,
@@ -689,7 +691,7 @@ def test_packing_keeps_every_token_and_target_once(name):
     for sizes, length in random_cases():
         store = counting_store(sizes)
         sequences = PACKINGS[name](store.offsets, length)
-        dataset = SequenceDataset(store, sequences, length, packed=name != "separate")
+        dataset = datasets.dataset_of(store, sequences, length, name != "separate")
         firsts, lasts = set(store.offsets[:-1].tolist()), set((store.offsets[1:] - 1).tolist())
         ids, targets = [], []
         for index, pieces in enumerate(pieces_of(sequences)):
@@ -771,7 +773,7 @@ def test_labels_are_shifted(length, targets):
         labels=np.array([IGNORED, IGNORED, 7, 8, 3, 9], dtype=np.int32),
         offsets=np.array([0, 4, 6]),
     )
-    dataset = SequenceDataset(store, packing.separate(store.offsets, length), length, packed=False)
+    dataset = datasets.dataset_of(store, packing.separate(store.offsets, length), length)
     assert [dataset[index]["targets"].tolist() for index in range(len(dataset))] == targets
     collated = dataset.collate([dataset[index] for index in range(len(dataset))])
     assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
@@ -780,7 +782,7 @@ def test_labels_are_shifted(length, targets):
 def dataset_of(sizes, length, *, packed):
     store = counting_store(sizes)
     sequences = (best_fit if packed else packing.separate)(store.offsets, length)
-    return SequenceDataset(store, sequences, length, packed=packed)
+    return datasets.dataset_of(store, sequences, length, packed)
 
 
 def test_rows_are_padded_on_the_right():
@@ -837,7 +839,8 @@ def test_rows_without_a_sample_have_zero_weight(packed):
 def dataset_from_file(file, cache, *, vocabulary=1000, **more):
     data = schema.Data(train=(str(file),), cache=str(cache), tokenizer="bytes", **more)
     model = ModelInputs(vocabulary=vocabulary)
-    return open_dataset(data, data.train, tokenizer="bytes", model=model, build=True)
+    options = {"tokenizer": "bytes", "model": model, "build": True}
+    return open_dataset(data, data.train, objective=datasets.objective_of(data), **options)
 
 
 def test_default_packing_of_each_kind(tmp_path, cache):
@@ -870,7 +873,12 @@ def test_sources_of_a_mixture(tmp_path, cache):
         }
         data = schema.Data(train=train, cache=str(cache), sequence_length=8, packing=False)
         return open_dataset(
-            data, train, tokenizer="bytes", model=ModelInputs(vocabulary=300), build=True
+            data,
+            train,
+            objective=datasets.objective_of(data),
+            tokenizer="bytes",
+            model=ModelInputs(vocabulary=300),
+            build=True,
         )
 
     found = opened()

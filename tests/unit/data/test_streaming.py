@@ -17,6 +17,7 @@ from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
+from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from tests.unit.data.rows import write
@@ -47,6 +48,7 @@ def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, step
     return StreamingDataset(
         find_parts(data.train, kind=kind),
         make_encoder(kind, data, tokenizer="bytes"),
+        objective=NextToken(),
         sampler=sampler,
         data=data,
         seed=seed,

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from launcher import console
 from launcher.data import store_files, token_store
-from launcher.data.dataset import MixtureDataset, SequenceDataset
+from launcher.data.dataset import MixtureDataset
 from launcher.data.file_ranges import split
 from launcher.data.packing import separate
 from launcher.data.sources import SourcePart, file_part, read_all, read_rows
@@ -30,6 +30,7 @@ from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.recipe import hub, schema
 from launcher.reliability import lock
+from tests.datasets import dataset_of
 from tests.run_files import write_lines
 from tests.unit.data.rows import store_names, texts_of, write
 
@@ -473,7 +474,7 @@ def test_a_pickled_store_names_its_files(tmp_path, open_files, monkeypatch):
         assert found.dtype == part.dtype
         assert np.array_equal(found, part)
     assert np.array_equal(pickle.loads(pickle.dumps(store.ids + 1)), store.ids + 1)
-    dataset = SequenceDataset(store, separate(store.offsets, 64), 64, packed=False)
+    dataset = dataset_of(store, separate(store.offsets, 64), 64)
     mixture = MixtureDataset({"a": dataset, "b": dataset}, None)
     assert len(pickle.dumps(mixture)) < 100_000 < store.ids.nbytes
     loader = DataLoader(

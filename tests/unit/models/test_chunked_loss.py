@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.data.dataset import collate_sequences
+from launcher.data.collation import collate_sequences
 from launcher.models import chunked_loss
 from launcher.models.build import build_model
 from launcher.models.chunked_loss import (
@@ -27,7 +27,7 @@ from launcher.models.chunked_loss import (
 )
 from launcher.models.initialization import random_weights
 from launcher.models.lora import add_adapters
-from launcher.models.loss import summed_loss
+from launcher.objectives.loss import summed_loss
 from launcher.recipe.schema import Lora, Model
 
 CPU = torch.device("cpu")

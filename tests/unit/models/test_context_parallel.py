@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launcher.data.dataset import collate_sequences, make_sample
+from launcher.data.collation import collate_sequences, make_sample
 from launcher.errors import RecipeError
 from launcher.models.attention import VARLEN, isolate_documents, why_masked
 from launcher.models.context_parallel import apply_context_parallel

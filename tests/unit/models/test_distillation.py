@@ -8,14 +8,15 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
-from launcher.data.objectives import first_targets
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
 from launcher.models.build import build_model
 from launcher.models.chunked_loss import ChunkedHead, logits_transform
-from launcher.models.distillation import summed_distillation_loss, teacher_top_k
 from launcher.models.initialization import random_weights
 from launcher.models.inputs import IGNORED
+from launcher.objectives.distillation import Distillation as Objective
+from launcher.objectives.distillation import teacher_top_k
+from launcher.objectives.teacher import first_targets
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe import schema
@@ -109,7 +110,10 @@ def test_loss_and_gradients_are_those_of_full_logits(
     with torch.no_grad():
         of_teacher = logits_at_targets(teacher, batch)
         found = teacher_top_k(
-            model_of(2, softcap=softcap, chunked=True), batch, settings, VOCABULARY
+            model_of(2, softcap=softcap, chunked=True),
+            batch,
+            settings=settings,
+            vocabulary=VOCABULARY,
         )
     p = (of_teacher / temperature).log_softmax(1)
     values, ids = found[:, :top_k], found[:, top_k:].long()
@@ -118,7 +122,7 @@ def test_loss_and_gradients_are_those_of_full_logits(
     close = {"rtol": 1e-6, "atol": 1e-6} if temperature > 0.1 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(values, p.gather(1, ids), **close)
     stored = {"teacher_ids": ids, "teacher_log_probabilities": values}
-    ours = summed_distillation_loss(model, batch | stored, settings)
+    ours = Objective(settings).loss(model, batch | stored)
     targets = batch["targets"].flatten()[positions]
     theirs = direct(
         logits_at_targets(plain, batch), targets, of_teacher, settings, weights.flatten()[positions]
@@ -141,10 +145,12 @@ def test_divergence_and_gradient_are_those_of_trl(temperature, divergence, norm)
     settings = Distillation(teacher="x", top_k=VOCABULARY, temperature=temperature, weight=1.0)
     batch, model = micro_batch(), model_of(1, chunked=True)
     with torch.no_grad():
-        found = teacher_top_k(model_of(2, chunked=True), batch, settings, VOCABULARY)
+        found = teacher_top_k(
+            model_of(2, chunked=True), batch, settings=settings, vocabulary=VOCABULARY
+        )
     values, ids = found.split(VOCABULARY, 1)
     stored = {"teacher_ids": ids.long(), "teacher_log_probabilities": values}
-    loss = summed_distillation_loss(model, batch | stored, settings)[0]
+    loss = Objective(settings).loss(model, batch | stored)[0]
     loss = loss / temperature**2 / len(found)
     loss.backward()
     assert loss.item() == pytest.approx(divergence, rel=1e-6, abs=1e-7)
@@ -156,9 +162,9 @@ def test_a_model_that_agrees_has_no_divergence_and_no_gradient_of_it():
     settings = Distillation(teacher="x", top_k=4, weight=1.0)
     batch, model = micro_batch(), model_of(1, chunked=True)
     with torch.no_grad():
-        found = teacher_top_k(model, batch, settings, VOCABULARY)
+        found = teacher_top_k(model, batch, settings=settings, vocabulary=VOCABULARY)
     stored = {"teacher_ids": found[:, 4:].long(), "teacher_log_probabilities": found[:, :4]}
-    loss, entropy, divergence = summed_distillation_loss(model, batch | stored, settings)
+    loss, entropy, divergence = Objective(settings).loss(model, batch | stored)
     assert abs(divergence) < 1e-4 < entropy
     loss.backward()
     assert max(p.grad.abs().max() for p in model.parameters()) < 1e-4
@@ -170,7 +176,7 @@ def test_a_teacher_with_spare_entries_predicts_tokens_of_the_model_only():
     batch["input_ids"] %= 200
     batch["targets"] = torch.where(batch["targets"] == IGNORED, IGNORED, batch["targets"] % 200)
     with torch.no_grad():
-        found = teacher_top_k(model, batch, settings, 200)
+        found = teacher_top_k(model, batch, settings=settings, vocabulary=200)
     assert found[:, 100:].max() < 200
     assert (found[:, :100].exp().sum(1) <= 1 + 1e-6).all()
 

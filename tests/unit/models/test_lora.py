@@ -20,13 +20,13 @@ from launcher.models.adapter_files import adapter_loader
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
+from launcher.objectives.preference import Preference
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe.adapter import other_base
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Lora, Model, Optimizer, Preference
+from launcher.recipe.schema import Lora, Model, Optimizer
 from launcher.reliability.run_directory import RunFolder
 from launcher.training.prepare import prepare_model
-from launcher.training.reference import reference_file
 from tests.unit.models.test_export import (
     create_checkpoint,
     create_run,
@@ -427,8 +427,7 @@ def test_the_reference_is_that_of_adapter_and_quantization(base, adapter, tmp_pa
     files: list[Any] = []
     for some in words:
         recipe = full_recipe(base, "model.compile=false", *some)
-        sections = recipe.model, recipe.lora, recipe.strategy
-        files.append(reference_file(tmp_path, Preference(loss="dpo"), *sections, seed=1))
+        files.append(Preference().kept_file(tmp_path, recipe))
     values = {"pairs": np.ones((3, 2), dtype=np.float32)}
     for file in files:
         file.write(values)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.models.inputs import IGNORED
-from launcher.models.loss import summed_loss
+from launcher.objectives.loss import summed_loss
 
 SIZES = {
     "vocab_size": 64,

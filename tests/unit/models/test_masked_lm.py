@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from launcher.data.batching import NO_SAMPLE, SampleOrder, TokenBatchSampler
-from launcher.data.objectives import MaskedDataset, masking_vocabulary
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
@@ -28,8 +27,9 @@ from launcher.models.build import build_model
 from launcher.models.chunked_loss import ChunkedHead, logits_transform
 from launcher.models.inputs import IGNORED
 from launcher.models.load import starting_weights
-from launcher.models.loss import summed_loss
-from launcher.models.target_loss import load_target_loss
+from launcher.objectives.loss import summed_loss
+from launcher.objectives.masked import Masked, masking_vocabulary
+from launcher.objectives.target_loss import load_target_loss
 from launcher.recipe.schema import Data, Model, Objective
 from tests.unit.data.rows import write
 
@@ -74,9 +74,9 @@ def masked(tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
     tokenizer, cache = save_tokenizer(tmp_path / "tokenizer"), str(tmp_path / "cache")
     data = Data(packing=False, sequence_length=64, tokenizer=tokenizer, cache=cache)
-    model = ModelInputs(vocabulary=100, task="masked_lm")
-    opened = open_dataset(data, (str(file),), tokenizer=tokenizer, model=model, build=True)
-    assert isinstance(opened, MaskedDataset)
+    options = {"tokenizer": tokenizer, "model": ModelInputs(vocabulary=100), "build": True}
+    opened = open_dataset(data, (str(file),), objective=Masked(), **options)
+    assert isinstance(opened.objective, Masked)
     return opened
 
 
@@ -120,7 +120,9 @@ def test_a_users_loss_counts_the_predicted_tokens(masked):
     model = BertForMaskedLM(CONFIGS[0]).eval()
     for function in ("dynamic_fine_tuning", "label_smoothing"):
         loss = load_target_loss(Objective(loss=f"tests.target_losses:{function}"))
-        own = dataclasses.replace(masked, target_loss=loss)
+        own = dataclasses.replace(
+            masked, objective=dataclasses.replace(masked.objective, target_loss=loss)
+        )
         tensors = own.collate([own[5], own[6]])["tensors"]
         logits = model(
             input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"]
@@ -134,7 +136,7 @@ def test_a_users_loss_counts_the_predicted_tokens(masked):
             summed = ((-losses).exp() * losses).sum()
         else:
             summed = expected(logits[predicted], tensors["targets"][predicted]).sum()
-        torch.testing.assert_close(own.loss(model, tensors), summed)
+        torch.testing.assert_close(own.objective.loss(model, tensors), summed)
 
 
 def masked_tokenizer(dataset):
@@ -143,8 +145,8 @@ def masked_tokenizer(dataset):
 
 def test_masks_follow_from_seed_epoch_and_sample(masked):
     count = len(masked)
-    again = MaskedDataset(**vars(masked))
-    other = MaskedDataset(**{**vars(masked), "seed": 1})
+    again = dataclasses.replace(masked)
+    other = dataclasses.replace(masked, objective=masked.objective.with_seed(1))
     for index in (0, 5, count + 5):
         assert (masked[index]["targets"] == again[index]["targets"]).all()
         assert not (masked[index]["targets"] == other[index]["targets"]).all() or index == 0

@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.dataset import PreferenceDataset
 from launcher.data.packing import pack_pairs
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
@@ -25,13 +24,11 @@ from launcher.models import chunked_loss
 from launcher.models.attention import isolate_documents
 from launcher.models.chunked_loss import ChunkedHead, Transform
 from launcher.models.inputs import IGNORED
-from launcher.models.preference import (
-    METRICS,
-    answer_log_probabilities,
-    check_model,
-    pair_losses,
-)
+from launcher.objectives import preference
+from launcher.objectives.answers import answer_log_probabilities, check_model
+from launcher.objectives.preference import pair_losses
 from launcher.recipe.schema import Preference
+from tests import datasets
 
 VOCABULARY, LENGTH = 48, 40
 TRL = {
@@ -111,7 +108,7 @@ def dataset_of(pairs, *, packing=True, length=LENGTH):
     sequences = pack_pairs(
         store.offsets, store.classes, store.targets, packing=packing, sequence_length=length
     )
-    return PreferenceDataset(store, sequences, length, packing)
+    return datasets.dataset_of(store, sequences, length, packing, objective=preference.Preference())
 
 
 def batch_of(dataset, indices=None):
@@ -126,15 +123,20 @@ def with_reference(dataset, loss):
     reference = np.zeros((len(PAIRS), 2), np.float32)
     reference[collated["documents"]] = sums
     settings = Preference(loss=loss, **SETTINGS.get(loss, {}))
-    return dataclasses.replace(dataset, settings=settings, reference=reference)
+    objective = preference.Preference(settings=settings, reference=reference)
+    return dataclasses.replace(dataset, objective=objective)
 
 
 def loss_and_norm(dataset, model, indices=None):
     collated = batch_of(dataset, indices)
-    means = dataset.loss(model, collated["tensors"]) / collated["loss_tokens"]
+    means = dataset.objective.loss(model, collated["tensors"]) / collated["loss_tokens"]
     gradients = torch.autograd.grad(means[0], list(model.parameters()))
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-    return means[0].item(), norm.item(), dict(zip(METRICS, means[1:].tolist(), strict=True))
+    return (
+        means[0].item(),
+        norm.item(),
+        dict(zip(preference.Preference.metrics, means[1:].tolist(), strict=True)),
+    )
 
 
 @pytest.mark.parametrize("chunked", ["chunks", "one chunk", "full logits"])
@@ -171,24 +173,27 @@ def test_answers_of_probability_one_have_finite_gradients(loss):
 
 def test_micro_batches_add_up_and_an_empty_one_is_zero():
     dataset, model = with_reference(dataset_of(PAIRS), "dpo"), prepared(0.05)
-    whole = dataset.loss(model, batch_of(dataset)["tensors"])
-    parts = [dataset.loss(model, batch_of(dataset, [n])["tensors"]) for n in range(len(dataset))]
+    whole = dataset.objective.loss(model, batch_of(dataset)["tensors"])
+    parts = [
+        dataset.objective.loss(model, batch_of(dataset, [n])["tensors"])
+        for n in range(len(dataset))
+    ]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
     empty = batch_of(dataset, [NO_SAMPLE])
     assert empty["loss_tokens"] == 0
-    nothing = dataset.loss(model, empty["tensors"])
+    nothing = dataset.objective.loss(model, empty["tensors"])
     nothing[0].backward()
-    assert nothing.tolist() == [0.0] * (1 + len(METRICS))
+    assert nothing.tolist() == [0.0] * (1 + len(preference.Preference.metrics))
     assert all(torch.count_nonzero(p.grad) == 0 for p in model.parameters())
 
 
 def test_a_pair_twice_in_a_micro_batch_counts_twice():
     """A small data set may give the same row to two places of a batch, in two epochs."""
     dataset, model = with_reference(dataset_of(PAIRS), "dpo"), prepared(0.05)
-    once = dataset.loss(model, batch_of(dataset, [0])["tensors"])
+    once = dataset.objective.loss(model, batch_of(dataset, [0])["tensors"])
     collated = batch_of(dataset, [0, 0])
     assert collated["loss_tokens"] == 2 * batch_of(dataset, [0])["loss_tokens"]
-    torch.testing.assert_close(dataset.loss(model, collated["tensors"]), 2 * once)
+    torch.testing.assert_close(dataset.objective.loss(model, collated["tensors"]), 2 * once)
 
 
 def test_long_pairs_and_answers_without_targets_are_dropped():

@@ -12,13 +12,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.columns import read_margin
 from launcher.data.messages import RowError
-from launcher.data.objectives import RewardDataset
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
 from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.inputs import IGNORED
-from launcher.models.reward import METRICS, TokenScores
+from launcher.objectives.reward import Reward, TokenScores
 from launcher.recipe.schema import Data
+from tests import datasets
 from tests.unit.data.rows import write
 from tests.unit.models.test_preference import LENGTH, PAIRS, SMALL, dataset_of
 
@@ -47,13 +47,20 @@ def make_model(masked=False):
     return model, "mask" if masked else "varlen"
 
 
+def rewards_of(store, sequences, masking, *, packing=True):
+    objective = Reward(padding=PADDING)
+    return datasets.dataset_of(
+        store, sequences, LENGTH, packing, masking=masking, objective=objective
+    )
+
+
 def dataset(masking, *, packing=True, margins=False):
     pairs = dataset_of(PAIRS, packing=packing)
     store = pairs.store
     if margins:
         sizes = np.diff(store.offsets)
         store = dataclasses.replace(store, weights=np.repeat(np.float32(MARGINS), sizes))
-    return RewardDataset(store, pairs.sequences, LENGTH, packing, masking, padding=PADDING)
+    return rewards_of(store, pairs.sequences, masking, packing=packing)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -62,10 +69,10 @@ def dataset(masking, *, packing=True, margins=False):
 def test_losses_gradients_and_metrics_are_those_of_trl(margins, packing, masked):
     model, masking = make_model(masked)
     data = dataset(masking, packing=packing, margins=margins)
-    total, gradient = torch.zeros(1 + len(METRICS)), torch.zeros(1)
+    total, gradient = torch.zeros(1 + len(Reward.metrics)), torch.zeros(1)
     for half in (range(0, len(data), 2), range(1, len(data), 2)):  # micro-batches
         collated = data.collate([data[index] for index in half] + [data[NO_SAMPLE]])
-        sums = data.loss(model, collated["tensors"]) / len(PAIRS)
+        sums = data.objective.loss(model, collated["tensors"]) / len(PAIRS)
         sums[0].backward()
         total += sums.detach()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -100,7 +107,7 @@ def test_the_score_is_that_of_the_last_token_that_is_not_padding():
     pairs = [([5, 6], [7, PADDING], [8]), ([PADDING], [PADDING], [PADDING, PADDING])]
     model, masking = make_model()
     made = dataset_of(pairs)
-    data = RewardDataset(made.store, made.sequences, LENGTH, True, masking, padding=PADDING)
+    data = rewards_of(made.store, made.sequences, masking)
     tensors = data.collate([data[0]])["tensors"]
     assert tensors["ends"].tolist() == [[2, 6], [7, 9]]
     alone = make_model()[0]

@@ -11,7 +11,7 @@ from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
-from launcher.models.target_loss import load_target_loss
+from launcher.objectives.target_loss import load_target_loss
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Objective
 from launcher.training.prepare import prepare_model
@@ -74,16 +74,16 @@ def test_the_cross_entropy_written_by_a_user_is_the_launchers(
         torch.manual_seed(1)
         model = prepared.model.to_empty(device="cpu")
         model.apply(model._init_weights)
-        inputs = ModelInputs(target_loss=prepared.target_loss)
-        options = {"tokenizer": None, "model": inputs, "build": True}
+        options = {"tokenizer": None, "model": ModelInputs(), "build": True}
+        options["objective"] = objective = prepared.objective
         data = open_dataset(recipe.data, recipe.data.train, **options)
         made = data.collate([data[0], data[len(data) - 1], data[NO_SAMPLE]])
-        losses = data.loss(model, made["tensors"])
+        losses = objective.loss(model, made["tensors"])
         losses[0].backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        nothing = data.loss(model, data.collate([data[NO_SAMPLE]])["tensors"])
+        nothing = objective.loss(model, data.collate([data[NO_SAMPLE]])["tensors"])
         found.append([losses.detach(), nothing.detach(), *gradients])
-        assert (prepared.target_loss is None) == bool(own)
+        assert (vars(objective)["target_loss"] is None) == bool(own)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert len(found[0][0]) == 5  # of two sources, losses and weights

@@ -9,19 +9,20 @@ import torch
 
 from launcher.data.batching import Position
 from launcher.data.custom import CustomData, CustomDataset
-from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
-from launcher.data.objectives import MaskedDataset
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.objectives.custom import Custom
+from launcher.objectives.masked import Masked
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
 from launcher.run.run import TrainingRun
 from launcher.training.evaluation import Evaluator, refuse_without_targets
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
+from tests.datasets import dataset_of
 
 PACKED = {"packing": False, "sequence_length": 8}
 ALONE = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
@@ -81,7 +82,7 @@ def samples(*, number=4, targets=lambda batch: 0):
         loss=lambda model, batch: batch["x"].sum() * 0,
         targets=targets,
     )
-    return CustomDataset([1.0] * number, data, "x")
+    return CustomDataset([1.0] * number, data, "x", Custom(data))
 
 
 def evaluator(dataset, **options):
@@ -107,9 +108,7 @@ def test_evaluation_without_a_target_is_an_error(monkeypatch):
 
 def test_generation_without_a_prompt_is_an_error():
     store = TokenStore(np.arange(6), np.array([-100, -100, -100, -100, 4, 5]), np.array([0, 6]))
-    dataset = SequenceDataset(
-        store, pack(store.offsets, "chat", **PACKED, labels=store.labels), 8, False
-    )
+    dataset = dataset_of(store, pack(store.offsets, "chat", **PACKED, labels=store.labels), 8)
     settings = schema.Generate(max_new_tokens=5)
     generator = Generator(settings, tokenizer="bytes", rows=1, longest=8)
     message = r"^data.validation: the set 'near' has no prompt of up to 3 tokens to answer: raise "
@@ -120,14 +119,14 @@ def test_generation_without_a_prompt_is_an_error():
 def masked(probability):
     store = TokenStore(np.arange(6), np.arange(6), np.array([0, 6]))
     documents = pack(store.offsets, "text", **PACKED, labels=None)
-    return MaskedDataset(store, documents, 8, False, probability=probability)
+    return dataset_of(store, documents, 8, objective=Masked(probability=probability))
 
 
 def test_without_a_target_masks_are_named():
     """The probability is too small for so few tokens."""
     message = "data.mask_probability: 1e-06 masks no token in the set 'near'; raise it"
     with pytest.raises(RecipeError, match=message):
-        refuse_without_targets(masked(1e-6), "the set 'near'", key="data.validation")
+        refuse_without_targets(masked(1e-6).objective, "the set 'near'")
 
 
 @pytest.mark.parametrize(("position", "targets"), [(0, [0, 0, 0]), (0, [0, 3, 0, 0]), (5, [0] * 4)])

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.data.synthetic import SyntheticData
 from launcher.errors import RecipeError
+from launcher.objectives.synthetic import SyntheticData
 from launcher.recipe.schema import ActivationCheckpointing
 from launcher.strategies import activation_checkpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks

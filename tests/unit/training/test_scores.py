@@ -1,6 +1,7 @@
 """Tests of evaluation scores, prompts for generation, and early stopping."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +9,10 @@ import torch
 
 from launcher.data.token_store import TokenStore
 from launcher.models.inputs import IGNORED
+from launcher.objectives.classification import Classification
 from launcher.training.evaluation import (
     EarlyStopping,
     Evaluated,
-    _class_counts,
-    _classification_scores,
     is_better,
     over_all,
 )
@@ -36,11 +36,14 @@ def test_classification_accuracy_and_macro_f1():
     Class 2 has no targets. The last row is ignored.
     """
     logits = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 9, 0], [0, 0, 9]])
-    counts = _class_counts(logits, torch.tensor([0, 0, 1, IGNORED]))
-    found = _classification_scores(counts)
-    assert found["scored"] == 3
-    assert found["scores"]["accuracy"] == pytest.approx(2 / 3)
-    assert found["scores"]["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
+    batch = {"input_ids": None, "attention_mask": None}
+    batch["targets"] = torch.tensor([0, 0, 1, IGNORED])
+    objective = Classification()
+    _, counts = objective.evaluate(lambda **inputs: SimpleNamespace(logits=logits), batch, 3)
+    scores, scored = objective.scores(counts)
+    assert scored == 3
+    assert scores["accuracy"] == pytest.approx(2 / 3)
+    assert scores["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
 def test_scores_over_sets_are_weighted_by_samples():

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from launcher.data.objectives import top_k_dtype
 from launcher.errors import RecipeError, TrainingError
+from launcher.objectives import kept_files, reference
+from launcher.objectives.distillation import Distillation
+from launcher.objectives.kept_files import ReferenceFile, TeacherFile, top_k_dtype
+from launcher.objectives.preference import Preference
 from launcher.recipe import schema
-from launcher.training import reference
-from launcher.training.reference import ReferenceFile, TeacherFile, reference_file
 from tests.full_disk import fill, full_disk
 
 ROWS, TOP_K = 3000, 4
@@ -34,7 +35,7 @@ def parts(rows, first=0, *, before=lambda number: None):
 
 
 def test_a_pass_goes_on_behind_the_rows_that_are_written(tmp_path, rows, monkeypatch, caplog):
-    monkeypatch.setattr(reference, "SAVED_SECONDS", -1.0)
+    monkeypatch.setattr(kept_files, "SAVED_SECONDS", -1.0)
     file = TeacherFile(tmp_path / "teacher_top_k.npy", "x")
 
     def stop(number):
@@ -60,7 +61,7 @@ def test_a_pass_goes_on_behind_the_rows_that_are_written(tmp_path, rows, monkeyp
 
 
 def test_a_full_disk_is_reported_and_loses_nothing(tmp_path, rows, monkeypatch):
-    monkeypatch.setattr(reference, "SAVED_SECONDS", -1.0)
+    monkeypatch.setattr(kept_files, "SAVED_SECONDS", -1.0)
     with full_disk(tmp_path / "disk", mebibytes=1) as disk:
         file, free = TeacherFile(disk / "teacher_top_k.npy", "x"), []
 
@@ -89,10 +90,16 @@ def file_of(folder, config, *, teacher):
     """The file of a run whose model or teacher has this config."""
     save_file({"weight": np.ones(4, dtype=np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{" if config is None else json.dumps(config))
-    path, preference = str(folder), schema.Preference(loss="dpo")
-    model, strategy = schema.Model(path=path), schema.Strategy(kind="ddp")
-    distillation = schema.Distillation(teacher=path) if teacher else None
-    return reference_file(folder, preference, model, None, strategy, 1, distillation)
+    path = str(folder)
+    recipe = schema.Recipe(
+        run=schema.Run(name="x", max_steps=1, seed=1),
+        model=schema.Model(path=path),
+        data=schema.Data(),
+        batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
+        strategy=schema.Strategy(kind="ddp"),
+    )
+    objective = Distillation(schema.Distillation(teacher=path)) if teacher else Preference()
+    return objective.kept_file(folder, recipe)
 
 
 def read(file):
@@ -162,7 +169,7 @@ def test_a_reference_that_is_not_finite_ends_the_run(monkeypatch, value):
     ranks = SimpleNamespace(rank=0)
     with pytest.raises(TrainingError, match="log-probabilities of the initial weights are not fin"):
         reference._compute(
-            *(None, None, None, np.zeros((1, 2))),
+            *(None, None, None, None, np.zeros((1, 2))),
             first=0,
             save=None,
             micro_batch_size=1,

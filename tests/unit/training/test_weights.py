@@ -23,7 +23,8 @@ from launcher.errors import RecipeError
 from launcher.models import chunked_loss
 from launcher.models.chunked_loss import ChunkedHead, Transform
 from launcher.models.inputs import IGNORED, RowPart
-from launcher.models.loss import summed_loss
+from launcher.objectives.loss import summed_loss
+from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.training.evaluation import Evaluated, over_all
 from tests.unit.data.rows import documents_of, write
@@ -47,7 +48,8 @@ def data_of(tmp_path, **more):
 def opened(tmp_path, rows=ROWS, **more):
     file = write(tmp_path / "rows.jsonl", rows)
     data = data_of(tmp_path, train=(str(file),), **({"sequence_length": 8} | more))
-    return open_dataset(data, data.train, tokenizer=None, model=ModelInputs(), build=True)
+    options = {"tokenizer": None, "model": ModelInputs(), "build": True}
+    return open_dataset(data, data.train, objective=NextToken(), **options)
 
 
 def pairs_of(tensors):
@@ -86,6 +88,7 @@ def test_a_stream_has_the_same_weights(tmp_path):
     stream = StreamingDataset(
         [file_part(file)],
         make_encoder("tokens", data, tokenizer=None),
+        objective=NextToken(),
         sampler=sampler,
         data=data,
         seed=0,
@@ -215,7 +218,7 @@ def test_loss_is_the_weighted_mean(tmp_path, monkeypatch, packing, width):
     micro_batches = [found.collate([found[index]]) for index in range(len(found))]
     total = sum(part["loss_weight"] for part in micro_batches)
     assert len(micro_batches) > 1
-    loss = sum(found.loss(model, part["tensors"]) for part in micro_batches) / total
+    loss = sum(found.objective.loss(model, part["tensors"]) for part in micro_batches) / total
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(gradients(model, loss), expected_gradients, rtol=1e-5, atol=1e-7)
 
@@ -246,7 +249,7 @@ def test_the_loss_of_a_mixture_by_source(tmp_path, chunked, weighted):
     assert mixture.sources == ("a", "b")
     order = [*reversed(range(len(mixture))), NO_SAMPLE]
     collated = mixture.collate([mixture[index] for index in order])
-    found = mixture.loss(model, collated["tensors"])
+    found = mixture.objective.loss(model, collated["tensors"])
     whole = summed_loss(model, {k: v for k, v in collated["tensors"].items() if k != "sources"})
     assert found[0].item() == pytest.approx(whole.item(), rel=1e-6)
     torch.testing.assert_close(gradients(model, found[0]), gradients(model, whole))

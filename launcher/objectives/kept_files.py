@@ -1,11 +1,5 @@
-"""Log-probabilities of all answers by the initial weights, for losses on pairs of answers; and the
-files that a loss reads.
-
-The log-probabilities are computed once, before the first step: each rank computes its share of the
-sequences. Rank 0 writes them to the run folder, and a resume reads them, and computes those that an
-interrupted start has not written. They are those of a pair of the store, whatever the packing, so a
-resume may use another strategy, batch or number of ranks.
-"""
+"""What is computed once before the first step, in files of the run folder: the log-probabilities of
+answers by the initial weights, and a teacher's predictions. A resume reads them."""
 
 from __future__ import annotations
 
@@ -14,37 +8,30 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from launcher.console import seconds_as_text
-from launcher.data.collation import Collated
-from launcher.data.dataset import MixtureDataset, PreferenceDataset
-from launcher.data.objectives import top_k_dtype
-from launcher.data.run_data import RunData
-from launcher.distributed.process_group import from_rank_0
-from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
-from launcher.models.preference import Reference, answer_log_probabilities, needs_reference
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
 from launcher.reliability.json_files import Json, replace_text
-from launcher.strategies.base import WrappedModel, compute_dtype
-from launcher.training.evaluation import rows_in_order
+from launcher.strategies.base import compute_dtype
 
 logger = logging.getLogger(__name__)
 
+Reference = npt.NDArray[np.float32]
+"""Log-probabilities of the answers of each document of a store: (documents, answers)."""
+_TOP_K = (("id", "<i4"), ("log_probability", "<f4"))
+"""Fields of a teacher's prediction, each with an array (top_k,)."""
 SAVED_SECONDS = 10.0
 """Seconds after which the finished part of a pass is written."""
 _NOT_COMPUTED = {
@@ -52,6 +39,11 @@ _NOT_COMPUTED = {
     *("use_cache", "_attn_implementation"),
 }
 """Keys of config.json without influence on predictions. The dtype is that of the run."""
+
+
+def top_k_dtype(top_k: int) -> np.dtype[Any]:
+    """Of a row of the file with a teacher's predictions."""
+    return np.dtype([(name, kind, (top_k,)) for name, kind in _TOP_K])
 
 
 @dataclass(frozen=True)
@@ -179,35 +171,6 @@ class TeacherFile:
         return self.path.with_suffix(".json")
 
 
-def reference_file(
-    run: Path,
-    preference: schema.Preference | None,
-    model: schema.Model,
-    lora: schema.Lora | None,
-    strategy: schema.Strategy,
-    seed: int,
-    distillation: schema.Distillation | None = None,
-) -> ReferenceFile | TeacherFile | None:
-    """The file of a run; None if its loss needs none. `seed` is that of random weights."""
-    if distillation is not None:
-        teacher = schema.Model(path=distillation.teacher)
-        try:
-            name, config = weights_name(teacher, strategy, seed), config_digest(teacher)
-        except RecipeError as error:
-            what = str(error).removeprefix("model.path: ")
-            raise RecipeError(f"distillation.teacher: {what}") from None
-        return TeacherFile(run / "teacher_top_k.npy", name, config)
-    if preference is None or not needs_reference(preference):
-        return None
-    name = weights_name(model, strategy, seed)
-    if lora is not None and lora.quantize is not None:
-        name += f", quantized to {lora.quantize}"
-    if lora is not None and lora.path is not None:
-        settings = [lora.rank, lora.alpha, lora.rank_stabilized, lora.dora]
-        name += f", with the adapter {open_adapter(Path(lora.path)).digest()} {settings}"
-    return ReferenceFile(run / "reference.safetensors", name, config_digest(model))
-
-
 def weights_name(model: schema.Model, strategy: schema.Strategy, seed: int) -> str:
     """Names a model's initial weights and the precision in which it computes with them."""
     if is_pretrained(model) and (folder := checkpoint_folder(model)) is not None:
@@ -265,134 +228,3 @@ def _header(about: Mapping[str, Any]) -> bytes:
 def _end(about: Mapping[str, Any], written: int) -> int:
     """Bytes of a teacher's file up to the end of the rows that are written."""
     return len(_header(about)) + written * top_k_dtype(about["top_k"]).itemsize
-
-
-def with_references(
-    data: RunData,
-    settings: schema.Preference,
-    wrapped: WrappedModel,
-    *,
-    micro_batch_size: int,
-    ranks: RankLayout,
-    file: ReferenceFile | None,
-) -> RunData:
-    """The data with the settings of the loss and, if it compares with a reference, with that: from
-    the file, or computed now by the model, which must have its initial weights. Every rank must
-    call this; rank 0 reads and writes."""
-    read: dict[str, Reference] = {}
-    used: dict[str, Reference] = {}
-    computed: list[str] = []
-    if file is not None:
-        read = from_rank_0(file.read() if ranks.rank == 0 else read, ranks.group)
-
-    def one(dataset: object) -> PreferenceDataset:
-        assert isinstance(dataset, PreferenceDataset)
-        if not needs_reference(settings):
-            return replace(dataset, settings=settings)
-        if (key := _key(dataset)) not in used:
-            found = read.get(key, _nothing(dataset))
-
-            def save() -> bool:
-                return file is None or file.write({**read, **used, key: found})
-
-            if (first := _first_missing(dataset, found)) is not None:
-                found = _compute(
-                    dataset,
-                    data.data,
-                    wrapped,
-                    found,
-                    first=first,
-                    save=save,
-                    micro_batch_size=micro_batch_size,
-                    ranks=ranks,
-                )
-                computed.append(key)
-            used[key] = found
-        return replace(dataset, settings=settings, reference=used[key])
-
-    def complete(dataset: object) -> PreferenceDataset | MixtureDataset:
-        if isinstance(dataset, MixtureDataset):
-            return MixtureDataset(
-                {name: one(part) for name, part in dataset.parts.items()}, dataset.weights
-            )
-        return one(dataset)
-
-    training = complete(data.training)
-    validation = {name: complete(each) for name, each in data.validation.items()}
-    if file is not None and ranks.rank == 0 and (computed or used.keys() != read.keys()):
-        file.write(used)
-    return replace(data, training=training, validation=validation)
-
-
-def _key(dataset: PreferenceDataset) -> str:
-    """Names the pairs of a set. Which of them are dropped depends on the sequence length, and which
-    are held out on their number."""
-    held_out = dataset.store.documents - dataset.sequences.documents
-    without = f" without {held_out}" if held_out else ""
-    return f"{dataset.fingerprint['content']}-{dataset.length}{without}"
-
-
-def _documents(dataset: PreferenceDataset) -> npt.NDArray[np.int64]:
-    """The pair of each piece of the sequences."""
-    return np.searchsorted(dataset.store.offsets, dataset.sequences.starts, side="right") - 1
-
-
-def _nothing(dataset: PreferenceDataset) -> Reference:
-    """The array of a set of which no pair is computed yet. Pairs that are not used are 0."""
-    found = np.zeros((dataset.store.documents, 2), dtype=np.float32)
-    found[_documents(dataset)] = np.nan
-    return found
-
-
-def _first_missing(dataset: PreferenceDataset, found: Reference) -> int | None:
-    """The first sequence with a pair that is not computed yet; None: there is none."""
-    missing = np.flatnonzero(np.isnan(found[_documents(dataset)]).any(1))
-    if not len(missing):
-        return None
-    return int(np.searchsorted(dataset.sequences.bounds, missing[0], side="right")) - 1
-
-
-def _compute(
-    dataset: PreferenceDataset,
-    data: schema.Data,
-    wrapped: WrappedModel,
-    found: Reference,
-    *,
-    first: int,
-    save: Callable[[], bool],
-    micro_batch_size: int,
-    ranks: RankLayout,
-) -> Reference:
-    """The log-probabilities of a set, on all ranks: (pairs of the store, 2). Sets those in `found`
-    from the sequence `first` on. Rank 0 calls `save` now and then."""
-    started = saved = time.monotonic()
-    pairs, saves = 0, ranks.rank == 0
-
-    def compute(tensors: Mapping[str, Any], collated: Collated) -> torch.Tensor:
-        sums = answer_log_probabilities(wrapped.model, tensors)[0].double()
-        documents = torch.from_numpy(collated["documents"]).to(sums)
-        return torch.cat([documents[:, None], sums], 1)
-
-    for rows in rows_in_order(
-        dataset,
-        data,
-        wrapped,
-        compute,
-        first=first,
-        micro_batch_size=micro_batch_size,
-        ranks=ranks,
-        what="reference",
-    ):
-        documents, values = np.split(rows.cpu().numpy(), [1], axis=1)
-        if not np.isfinite(values).all():
-            what = "log-probabilities of the initial weights are not finite"
-            what += ": check the weights, or use bfloat16 instead of float16"
-            raise TrainingError(f"reference: {what}", reason="not_finite")
-        found[documents[:, 0].astype(np.int64)] = values
-        pairs += len(rows)
-        if saves and time.monotonic() - saved > SAVED_SECONDS:
-            saves, saved = save(), time.monotonic()  # a warning is enough
-    seconds = seconds_as_text(time.monotonic() - started)
-    if ranks.rank == 0:
-        logger.info(f"reference: log-probabilities of {pairs:,} pairs ({seconds})")
-    return from_rank_0(found, ranks.group)

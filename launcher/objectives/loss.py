@@ -14,7 +14,7 @@ from launcher.models.inputs import IGNORED
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
-    from launcher.models.target_loss import TargetLoss
+    from launcher.objectives.target_loss import TargetLoss
 
 _NOT_INPUTS = (
     "targets",
@@ -22,6 +22,7 @@ _NOT_INPUTS = (
     "weights",
     "text_mask",
     "sources",
+    "source_count",
     "answers",
     "answer_tokens",
     "reference",
@@ -63,36 +64,51 @@ def summed_loss(
 
 
 def summed_loss_by_source(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    *,
-    sources: int,
-    target_loss: TargetLoss | None = None,
+    model: nn.Module, micro_batch: MicroBatch, target_loss: TargetLoss | None = None
 ) -> torch.Tensor:
-    """`summed_loss`, and without gradients for each source of a mixture its part of this sum, and
-    then for each source the weights of its targets (without weights their number): float32,
-    (1 + 2 x sources,).
-
-    A micro-batch also has `sources` (batch,), the number of the source of each row; without it, this
-    is `summed_loss`.
-    """
-    if "sources" not in micro_batch:
-        return summed_loss(model, micro_batch, target_loss)
+    """`summed_loss`, followed by `by_source` of the losses, for a micro-batch of a mixture."""
     losses, outputs = target_losses(model, micro_batch, target_loss)
     targets, weights = micro_batch["targets"], micro_batch.get("weights")
     counted = (targets != IGNORED).float()
     counted = (counted if weights is None else counted * weights).flatten()
-    of = micro_batch["sources"][:, None].expand(targets.shape).flatten()
     if (positions := micro_batch.get("target_positions")) is not None:
-        counted, of = counted[positions], of[positions]
+        counted = counted[positions]
     losses = losses if weights is None else losses * counted
-    summed = losses.sum()
-    parts = losses.new_zeros(2, sources)
-    parts[0].index_add_(0, of, losses.detach())
-    parts[1].index_add_(0, of, counted)
     count = None if weights is None else counted.sum()
-    summed = add_router_loss(summed, model, outputs, micro_batch, count)
-    return torch.cat([summed.view(1), parts.flatten()])
+    summed = add_router_loss(losses.sum(), model, outputs, micro_batch, count)
+    of = sources_of_targets(micro_batch)
+    return torch.cat([summed.view(1), by_source(losses, micro_batch, weights=counted, of=of)])
+
+
+def sources_of_targets(micro_batch: MicroBatch) -> torch.Tensor:
+    """The number of the source of each target, from those of the rows in `sources`: those at
+    `target_positions`, or of each token."""
+    of: torch.Tensor = micro_batch["sources"][:, None].expand(micro_batch["targets"].shape)
+    positions = micro_batch.get("target_positions")
+    return of.flatten() if positions is None else of.flatten()[positions]
+
+
+def by_source(
+    losses: torch.Tensor,
+    micro_batch: MicroBatch,
+    *,
+    weights: torch.Tensor | None = None,
+    of: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """For each source of a mixture the sum of its losses, and then for each source the sum of their
+    weights: (2 x source_count,), float32, without gradients. Empty if the micro-batch has no
+    `sources`.
+
+    losses: (losses,), times their weights. of: the number of the source of each loss; None: the
+    micro-batch has it in `sources`. weights: None: each loss counts 1.
+    """
+    if "sources" not in micro_batch:
+        return losses.new_zeros(0)
+    of = micro_batch["sources"] if of is None else of
+    parts = losses.new_zeros(2, micro_batch["source_count"])
+    parts[0].index_add_(0, of, losses.detach())
+    parts[1].index_add_(0, of, torch.ones_like(losses) if weights is None else weights)
+    return parts.flatten().detach()
 
 
 def target_losses(
@@ -199,21 +215,3 @@ def _router_loss(
     weight = trained.sum() if count is None else count
     result: torch.Tensor = coefficient * weight * auxiliary
     return result
-
-
-def classification_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """The logits of a micro-batch, (batch, classes), float32."""
-    inputs = {name: value for name, value in micro_batch.items() if name != "targets"}
-    logits: torch.Tensor = model(**inputs).logits
-    return logits.float()
-
-
-def summed_classification_loss(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """Sum of the cross-entropies of a micro-batch's classes, a float32 scalar. A micro-batch has
-    `input_ids` and `attention_mask` (batch, tokens), and `targets` (batch,), or IGNORED."""
-    return class_losses(classification_logits(model, micro_batch), micro_batch["targets"])
-
-
-def class_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of classes."""
-    return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -1,24 +1,156 @@
-"""The loss of distillation, and a teacher's predictions, without full logits."""
+"""Training on a teacher's predictions: the loss, and the predictions, without full logits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+from launcher.data.batching import NO_SAMPLE
+from launcher.data.collation import Collated, Sample, TextInputs, with_positions
+from launcher.data.dataset import SequenceDataset
+from launcher.errors import RecipeError
 from launcher.models.chunked_loss import Chunking, HeadFunction
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
-from launcher.models.loss import MicroBatch, add_router_loss, model_inputs
-from launcher.recipe.schema import Distillation
+from launcher.objectives.base import BeforeTraining, Example, Objective
+from launcher.objectives.kept_files import TeacherFile, config_digest, top_k_dtype, weights_name
+from launcher.objectives.loss import (
+    MicroBatch,
+    add_router_loss,
+    by_source,
+    model_inputs,
+    sources_of_targets,
+)
+from launcher.objectives.next_token import NextToken
+from launcher.objectives.teacher import check_student, with_teacher
+from launcher.recipe import schema
 
-METRICS = ("cross_entropy", "kl")
-"""Means over the tokens with loss."""
+if TYPE_CHECKING:
+    from launcher.data.run_data import RunData
+    from launcher.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Distillation(Objective):
+    """The next token, and what a teacher predicts at each target (the section distillation)."""
+
+    settings: schema.Distillation = field(
+        default_factory=lambda: schema.Distillation(teacher="none")
+    )
+    teacher: npt.NDArray[Any] | None = None
+    """Rows of `top_k_dtype`: of each target of each sequence, in order. None: not known yet."""
+    first: npt.NDArray[np.int64] | None = None
+    """The first row of each sequence, and the end."""
+    metrics: ClassVar[tuple[str, ...]] = ("cross_entropy", "kl")
+    """Means over the tokens with loss."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, *, trained: bool) -> Objective:
+        """Training on the predictions of the recipe's teacher."""
+        assert recipe.distillation is not None
+        return cls(settings=recipe.distillation) if trained else NextToken()
+
+    def for_validation(self) -> NextToken:
+        """Evaluations compute the cross-entropy."""
+        return NextToken()
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises RecipeError if the model cannot learn from a teacher."""
+        check_student(model, self.settings)
+
+    def sample(self, dataset: SequenceDataset, index: int) -> Sample:
+        """See `next_tokens`; and `teacher`, the rows of the targets, if they are known."""
+        sample = dataset.next_tokens(index)
+        if self.teacher is None:
+            return sample
+        assert self.first is not None
+        begin, end = (0, 0) if index == NO_SAMPLE else self.first[index : index + 2].tolist()
+        return sample | {"teacher": np.array(self.teacher[begin:end])}
+
+    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+        """See `collate_distilled`; without it where the teacher's predictions are not known."""
+        made = inputs.collate(rows)
+        if any("teacher" not in row for row in rows):
+            return made
+        return collate_distilled(made, [row["teacher"] for row in rows])
+
+    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+        """The sum of the losses of a micro-batch's targets, and the sums of `metrics` without
+        gradients: a float32 vector. Each is times the target's weight, if the data has weights. See
+        `token_losses`."""
+        settings = self.settings
+        ids, teacher = micro_batch["teacher_ids"], micro_batch["teacher_log_probabilities"]
+        function = partial(_head_statistics, ids=ids, temperature=settings.temperature)
+        outputs = _call(model, micro_batch, function)
+        losses, count = token_losses(outputs.loss, teacher, settings.temperature), None
+        if (weights := micro_batch.get("weights")) is not None:
+            weights = weights.flatten()[micro_batch["target_positions"]]
+            losses, count = losses * weights[:, None], weights.sum()
+        cross_entropy, divergence = sums = losses.sum(0)
+        share, scale = settings.weight, settings.temperature**2
+        loss = (1 - share) * cross_entropy + share * scale * divergence
+        loss = add_router_loss(loss, model, outputs, micro_batch, count)
+        parts = [loss.view(1), sums.detach()]
+        if "sources" in micro_batch:
+            both = (1 - share) * losses[:, 0] + share * scale * losses[:, 1]
+            of = sources_of_targets(micro_batch)
+            parts.append(by_source(both, micro_batch, weights=weights, of=of))
+        return torch.cat(parts)
+
+    def kept_file(self, run: Path, recipe: Recipe) -> TeacherFile:
+        """The file with the teacher's predictions."""
+        teacher = schema.Model(path=self.settings.teacher)
+        try:
+            name = weights_name(teacher, recipe.strategy, recipe.run.seed)
+            config = config_digest(teacher)
+        except RecipeError as error:
+            what = str(error).removeprefix("model.path: ")
+            raise RecipeError(f"distillation.teacher: {what}") from None
+        return TeacherFile(run / "teacher_top_k.npy", name, config)
+
+    def before_model(self, data: RunData, about: BeforeTraining) -> RunData:
+        """The data with the predictions of the teacher."""
+        return with_teacher(
+            data,
+            self.settings,
+            about.file,
+            about.load_teacher,
+            partial(teacher_top_k, settings=self.settings, vocabulary=about.vocabulary),
+            micro_batch_size=about.micro_batch_size,
+            vocabulary=about.vocabulary,
+            ranks=about.ranks,
+        )
+
+    def example_rows(self, about: Example) -> list[Sample]:
+        """As of the next token, with the same predictions everywhere."""
+        teacher = np.zeros(about.inputs.length, dtype=top_k_dtype(self.settings.top_k))
+        teacher["id"] = np.arange(self.settings.top_k) % about.vocabulary
+        return [row | {"teacher": teacher} for row in super().example_rows(about)]
+
+
+def collate_distilled(made: Collated, teacher: list[npt.NDArray[Any]]) -> Collated:
+    """Adds a teacher's predictions of the rows to a micro-batch: `teacher_ids` (positions, top_k)
+    and `teacher_log_probabilities`, float32, of the `target_positions`, here all targets."""
+    tensors, rows = dict(with_positions(made)["tensors"]), np.concatenate(teacher)
+    tensors["teacher_ids"] = torch.from_numpy(rows["id"].astype(np.int64))
+    values = np.ascontiguousarray(rows["log_probability"])
+    tensors["teacher_log_probabilities"] = torch.from_numpy(values)
+    return made | {"tensors": tensors}
 
 
 def teacher_top_k(
-    model: nn.Module, micro_batch: MicroBatch, settings: Distillation, vocabulary: int
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    *,
+    settings: schema.Distillation,
+    vocabulary: int,
 ) -> torch.Tensor:
     """The `top_k` most probable tokens at each target position, the most probable first: their
     log-probabilities at the temperature, and then their ids, (positions, 2 * top_k), float32.
@@ -29,28 +161,6 @@ def teacher_top_k(
     function = partial(_top_k, k=k, temperature=temperature, vocabulary=vocabulary)
     found: torch.Tensor = _call(model, micro_batch, function).loss
     return found
-
-
-def summed_distillation_loss(
-    model: nn.Module, micro_batch: MicroBatch, settings: Distillation
-) -> torch.Tensor:
-    """The sum of the losses of a micro-batch's targets, and the sums of METRICS without gradients:
-    a float32 vector. Each is times the target's weight, if the data has weights.
-
-    A micro-batch is that of `DistilledDataset.collate`. See `token_losses`.
-    """
-    ids, teacher = micro_batch["teacher_ids"], micro_batch["teacher_log_probabilities"]
-    function = partial(_head_statistics, ids=ids, temperature=settings.temperature)
-    outputs = _call(model, micro_batch, function)
-    losses, count = token_losses(outputs.loss, teacher, settings.temperature), None
-    if (weights := micro_batch.get("weights")) is not None:
-        weights = weights.flatten()[micro_batch["target_positions"]]
-        losses, count = losses * weights[:, None], weights.sum()
-    cross_entropy, divergence = sums = losses.sum(0)
-    share = settings.weight
-    loss = (1 - share) * cross_entropy + share * settings.temperature**2 * divergence
-    loss = add_router_loss(loss, model, outputs, micro_batch, count)
-    return torch.cat([loss.view(1), sums.detach()])
 
 
 def token_losses(

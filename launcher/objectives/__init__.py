@@ -1,0 +1,1 @@
+"""What a run learns from its rows: samples, micro-batches, loss, metrics, evaluation."""

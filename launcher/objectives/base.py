@@ -1,0 +1,280 @@
+"""An objective: what a run learns from its rows.
+
+An objective makes samples of packed sequences and micro-batches of samples, computes the loss and
+the metrics, changes the model where the loss needs it, and computes what the loss compares with
+before the first step. `recipe/objectives.py` says which keys it needs. The rest of the launcher asks
+the objective, and names none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from launcher.data.collation import Collated, Sample, TextInputs, make_sample
+from launcher.data.dataset import SequenceDataset
+from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
+from launcher.data.token_store import ModelInputs, TokenStore
+from launcher.errors import RecipeError
+from launcher.models.inputs import IGNORED
+from launcher.recipe import schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from launcher.data.run_data import RunData
+    from launcher.distributed.rank_layout import RankLayout
+    from launcher.objectives.kept_files import ReferenceFile, TeacherFile
+    from launcher.recipe.schema import Recipe
+    from launcher.strategies.base import WrappedModel
+
+Scores = tuple[Mapping[str, float], int]
+"""Scores of an evaluation by name, and the number of samples that they are means over."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a micro-batch without data is made for."""
+
+    data: schema.Data
+    rows: int
+    inputs: TextInputs
+    documents: int
+    """Documents of equal length in a packed row."""
+    vocabulary: int
+    classes: int
+    generator: np.random.Generator
+
+    def ids(self) -> list[Integers]:
+        """Random tokens of full rows."""
+        length, draw = self.inputs.length, self.generator.integers
+        return [draw(0, self.vocabulary, length, dtype=np.int64) for _ in range(self.rows)]
+
+
+@dataclass(frozen=True)
+class BeforeTraining:
+    """What a pass over the data before the first step has at hand."""
+
+    ranks: RankLayout
+    micro_batch_size: int
+    file: Any
+    """The objective's `kept_file`; None: the results are not kept."""
+    vocabulary: int
+    """Entries of the model's vocabulary."""
+    load_teacher: Callable[[], WrappedModel]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What objectives have in common. The defaults are those of losses on the tokens of text."""
+
+    unit: ClassVar[str] = "documents"
+    """What the rows are: documents, or pairs."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of the sums that `loss` returns beside the loss. Their means are logged."""
+    draws: ClassVar[bool] = False
+    """Whether a sample has random numbers, others in each epoch."""
+    divides_loss: ClassVar[bool] = True
+    """Whether the loss has a part for each source of a mixture."""
+    trains_sequences: ClassVar[bool] = True
+    """Whether a sample is a sequence of tokens, for which documents are kept apart, and whose logits
+    are those of a vocabulary."""
+    trains_classes: ClassVar[bool] = False
+    """Whether a document of the store has a class, which the model must know."""
+    causal: ClassVar[bool] = True
+    """Whether the model is one whose tokens do not see the ones after them."""
+    counts_losses: ClassVar[str] = "tokens"
+    """What the loss is a mean over."""
+    shows_loss: ClassVar[bool] = True
+    """Whether the tokens with loss are those of the store, the same in each epoch."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, *, trained: bool) -> Objective:
+        """The objective of a recipe. Raises RecipeError if a function of the user cannot be used.
+        trained: False: only samples are asked for; code of the user is not run."""
+        return cls()
+
+    # The model
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the loss needs the logits of a target over the whole vocabulary at once."""
+        return False
+
+    def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
+        """Changes a model on the meta device as the loss needs it. Raises RecipeError if the model
+        cannot be trained so."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises RecipeError if the loss is not available for the changed model."""
+
+    def packs(self, data: schema.Data) -> bool:
+        """Whether a row of the model has several documents."""
+        return data.packing and self.trains_sequences
+
+    @property
+    def target_share(self) -> float:
+        """The share of the tokens whose logits are computed, over all data."""
+        return 1.0
+
+    # The data
+
+    def open(
+        self,
+        store: TokenStore,
+        data: schema.Data,
+        model: ModelInputs,
+        *,
+        documents: Integers | None = None,
+    ) -> SequenceDataset:
+        """Packs all documents of a store, or those with the numbers `documents`. Raises RecipeError
+        if no token has loss."""
+        sequences = self.pack(store, data, documents)
+        if self.trains_sequences and not sequences.targets:
+            names = store.fingerprint.get("files", ())
+            raise RecipeError(no_targets(first_names(names), data))
+        inputs = TextInputs(
+            data.sequence_length,
+            packed=data.packing and self.trains_sequences,
+            masking=model.masking,
+            part=model.part,
+            padding=model.padding,
+            width_multiple=model.width_multiple,
+        )
+        return SequenceDataset(store, sequences, self.for_model(data, model), inputs, documents)
+
+    def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
+        """The sequences of a store."""
+        return pack(
+            store.offsets,
+            data.kind,
+            labels=store.labels,
+            packing=data.packing,
+            sequence_length=data.sequence_length,
+            documents=documents,
+            drops_overlong=data.drops_overlong,
+        )
+
+    def for_model(self, data: schema.Data, model: ModelInputs) -> Objective:
+        """The objective with what its samples take from the model and its tokenizer."""
+        return self
+
+    def for_validation(self) -> Objective:
+        """The objective that evaluations compute the loss of."""
+        return self
+
+    def with_seed(self, seed: int) -> Objective:
+        """The objective whose samples draw other random numbers."""
+        return self
+
+    def sample(self, dataset: SequenceDataset, index: int) -> Sample:
+        """A sample: `input_ids` and `targets`, and what `collate` takes beside them."""
+        return dataset.next_tokens(index)
+
+    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+        """A micro-batch of samples."""
+        return inputs.collate(rows)
+
+    def sources(self, rows: list[Sample], of: list[int]) -> torch.Tensor:
+        """The numbers of the sources of a micro-batch's losses, from those of its rows: for losses
+        of tokens one for each row."""
+        return torch.tensor(of)
+
+    def describe(self, dataset: SequenceDataset) -> str:
+        """The size of a data set, for the log."""
+        tokens, count, sequences = dataset.tokens, len(dataset), dataset.sequences
+        documents = sequences.documents - sequences.dropped_documents - sequences.long_documents
+        text = f"{documents:,} {self.unit}, {tokens:,} tokens in {count:,} sequences "
+        text += f"of up to {dataset.length}"
+        if dataset.packed:
+            how = {"mask": "a mask", "varlen": "variable-length attention"}[dataset.inputs.masking]
+            padding = 1 - tokens / (count * dataset.length)
+            text += f", packed ({padding:.1%} padding; kept apart by {how})"
+        if dataset.store.labels is not None and self.shows_loss:
+            text += f"; {sequences.targets / tokens:.1%} of these tokens carry loss"
+        return text
+
+    def marks(self, dataset: SequenceDataset, sample: Sample, start: int, end: int) -> list[bool]:
+        """For `launcher inspect`: whether each token of a piece of a sample, which is at these
+        positions of the store, has loss. A token has loss if it is a target of the one before it,
+        perhaps in another sequence."""
+        store = dataset.store
+        marks: list[bool] = (store.targets[start:end] != IGNORED).tolist()
+        marks[0] = marks[0] and start not in store.offsets
+        return marks
+
+    def no_targets(self, where: str, key: str) -> str:
+        """The message for a part of the data without a token with loss, which `where` names."""
+        return f"{key}: no token with loss in {where} (for data.builder: CustomData.targets)"
+
+    # The loss
+
+    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+        """The sum of the losses of a micro-batch, and without gradients the sums of `metrics`; for a
+        mixture then those of `loss.by_source`. float32."""
+        raise NotImplementedError
+
+    # Evaluation
+
+    def evaluate(
+        self, model: nn.Module, micro_batch: Mapping[str, Any], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The summed loss of a micro-batch with this number of losses, and what `scores` takes, to
+        be summed over micro-batches and ranks, float64; None: there are no scores."""
+        summed = self.loss(model, micro_batch)
+        if not self.metrics:
+            return summed if summed.ndim == 0 else summed[0], None
+        sums = summed[1 : 1 + len(self.metrics)]
+        return summed[0], torch.cat([sums, sums.new_full((1,), count)]).double()
+
+    def scores(self, sums: torch.Tensor) -> Scores:
+        """The scores of an evaluation."""
+        *parts, count = sums.tolist()
+        names = zip(self.metrics, parts, strict=True)
+        return {name: value / max(count, 1.0) for name, value in names}, int(count)
+
+    # Before the first step
+
+    def kept_file(self, run: Path, recipe: Recipe) -> ReferenceFile | TeacherFile | None:
+        """The file in the run folder with what is computed before the first step; None: nothing is.
+        Raises RecipeError if a file that it depends on cannot be read."""
+        return None
+
+    def before_model(self, data: RunData, about: BeforeTraining) -> RunData:
+        """The data with what is computed before the model takes memory. Every rank must call this."""
+        return data
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with log-probabilities by the initial weights."""
+        return False
+
+    def with_initial_weights(
+        self, data: RunData, wrapped: WrappedModel, about: BeforeTraining
+    ) -> RunData:
+        """The data with what is computed by the initial weights. Every rank must call this."""
+        return data
+
+    # The plan
+
+    def example_rows(self, about: Example) -> list[Sample]:
+        """Samples as large as full ones can be, without data."""
+        parts = about.documents if about.inputs.packed else 1
+        return [
+            make_sample((part, part) for part in np.array_split(ids, parts)) for ids in about.ids()
+        ]
+
+    def example(self, about: Example) -> Collated:
+        """A micro-batch as large as a full one can be, without data."""
+        return self.collate(self.example_rows(about), about.inputs)
+
+    def with_example(self, about: Example) -> tuple[Objective, Collated]:
+        """An objective that computes the loss of the micro-batch, and `example`."""
+        return self, self.example(about)

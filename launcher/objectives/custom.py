@@ -1,0 +1,54 @@
+"""The user's own data and loss (data.builder)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from launcher.data.collation import Collated
+from launcher.data.custom import CustomData, CustomDataset, build_custom_data
+from launcher.errors import RecipeError
+from launcher.objectives.base import Example, Objective
+from launcher.recipe import schema
+
+
+@dataclass(frozen=True)
+class Custom(Objective):
+    """The loss of the data that the user's function builds."""
+
+    data: CustomData | None = None
+    """What the function returned; None: it was not called yet."""
+    trains_sequences: ClassVar[bool] = False
+    causal: ClassVar[bool] = False
+    divides_loss: ClassVar[bool] = False
+    shows_loss: ClassVar[bool] = False
+
+    def packs(self, data: schema.Data) -> bool:
+        """The user's collate decides."""
+        return False
+
+    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+        """The user's loss, as a float32 scalar. Raises RecipeError if it is no scalar tensor."""
+        assert self.data is not None
+        loss: object = self.data.loss(model, micro_batch["batch"])
+        got = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            if not loss.ndim:
+                weighted: torch.Tensor = loss.float() * micro_batch["weight"]
+                return weighted
+            got = f"the shape {tuple(loss.shape)}"
+        what = "its loss must be a scalar tensor, the sum over the micro-batch"
+        raise RecipeError(f"data.builder: {what}; got {got}")
+
+    def with_example(self, about: Example) -> tuple[Objective, Collated]:
+        """A micro-batch of the first samples of the user's data."""
+        assert about.data.builder is not None
+        objective = replace(self, data=build_custom_data(about.data.builder, about.data.arguments))
+        assert objective.data is not None
+        samples = CustomDataset(objective.data.train, objective.data, about.data.builder)
+        rows = [samples[index % len(samples)] for index in range(about.rows)]
+        return objective, samples.collate(rows)

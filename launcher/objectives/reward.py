@@ -1,0 +1,141 @@
+"""Reward models: classifiers of transformers with one label, whose logit is the score of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.functional import logsigmoid
+
+from launcher.data.collation import NOTHING, Collated, Piece, Sample, TextInputs, make_sample
+from launcher.data.dataset import SequenceDataset
+from launcher.data.token_store import ModelInputs
+from launcher.errors import RecipeError
+from launcher.models.inputs import IGNORED
+from launcher.objectives.answers import Pairs
+from launcher.objectives.base import Example
+from launcher.objectives.loss import by_source
+from launcher.recipe import schema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NOT_INPUTS = ("ends", "margins", "text_mask", "sources", "source_count")
+
+
+@dataclass(frozen=True)
+class Reward(Pairs):
+    """Pairs of answers for a reward model. Each answer has a score: that of its last token."""
+
+    padding: int = 0
+    """The model's id for padding. transformers takes the score of the last other token."""
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "mean_reward")
+    """Means over pairs. The names are TRL's."""
+    causal: ClassVar[bool] = False
+    shows_loss: ClassVar[bool] = False
+
+    def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
+        """See `TokenScores`."""
+        TokenScores(model)
+
+    def for_model(self, data: schema.Data, model: ModelInputs) -> Reward:
+        """With the model's id for padding."""
+        return Reward(padding=model.padding)
+
+    def sample(self, dataset: SequenceDataset, index: int) -> Sample:
+        """`input_ids`, `position_ids`, and `targets` of 0 at the tokens whose score counts and
+        IGNORED elsewhere, each (tokens,); and `margins` (pairs,), float32."""
+        pieces: list[Piece] = [(NOTHING, NOTHING)]
+        margins = []
+        store = dataset.store
+        for _, bounds in self.bounds(dataset, index):
+            for first, last in bounds:
+                ids = store.ids[first:last]
+                pieces.append((ids, last_target(ids, self.padding)))
+            margins.append(0.0 if store.weights is None else float(store.weights[bounds[0][0]]))
+        return make_sample(pieces) | {"margins": np.array(margins, dtype=np.float32)}
+
+    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+        """See `collate_scored`."""
+        return collate_scored(rows, inputs)
+
+    def sources(self, rows: list[Sample], of: list[int]) -> torch.Tensor:
+        """The numbers of the sources of a micro-batch's pairs."""
+        pairs = torch.tensor([len(row["margins"]) for row in rows])
+        return torch.tensor(of).repeat_interleave(pairs)
+
+    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+        """The sum over pairs of -log sigmoid(chosen - rejected - margin) of their scores, and the
+        sums of `metrics` without gradients: a float32 vector."""
+        inputs = {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
+        scores = model(**inputs, use_cache=False).logits.float().flatten()[micro_batch["ends"]]
+        margins = scores[:, 0] - scores[:, 1]
+        losses = -logsigmoid(margins - micro_batch["margins"])
+        columns = [(margins > 0).float(), margins, scores.mean(1)]
+        further = torch.stack(columns).sum(1).detach()
+        return torch.cat([losses.sum().view(1), further, by_source(losses, micro_batch)])
+
+    def example_rows(self, about: Example) -> list[Sample]:
+        """A pair in each row."""
+        answers = ((half, last_target(half)) for half in np.array_split(about.ids()[0], 2))
+        return [make_sample(answers) | {"margins": np.zeros(1, dtype=np.float32)}] * about.rows
+
+
+class TokenScores:
+    """Replaces the forward methods of a classifier and of its head: the model returns the logits of
+    every token, (rows, tokens, 1), not only those of the last token of a row. So a row may hold
+    several texts. The head must be the module `score`, which transformers applies to every token.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        head = getattr(model, "score", None)
+        if not isinstance(head, nn.Module):
+            raise RecipeError(
+                f"model.task: reward: {type(model).__name__} does not score each token (it has no "
+                "module `score`); give a causal language model, such as llama or qwen3"
+            )
+        self._model_forward, self._head_forward = model.forward, head.forward
+        self._logits: torch.Tensor | None = None
+        model.forward, head.forward = self._forward, self._forward_head
+
+    def _forward(self, *args: object, **kwargs: object) -> Any:
+        try:
+            outputs = self._model_forward(*args, **kwargs)
+            outputs.logits = self._logits
+        finally:
+            self._logits = None
+        return outputs
+
+    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._head_forward(hidden)
+        self._logits = logits
+        return logits
+
+
+def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArray[np.int64]:
+    """(tokens,): 0 at the last token that is not `padding`, or without such a token at the first
+    one, as transformers has it; IGNORED elsewhere."""
+    targets = np.full(len(ids), IGNORED, dtype=np.int64)
+    targets[np.append(0, np.flatnonzero(ids != padding))[-1]] = 0
+    return targets
+
+
+def collate_scored(rows: list[Sample], inputs: TextInputs) -> Collated:
+    """A micro-batch of `collate_sequences` from samples of `Reward`, padded as those of
+    `collate_answers`, without targets. `ends` (pairs, 2) are the positions in the flattened rows
+    whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).
+    `loss_tokens` is the number of pairs."""
+    made = inputs.collate(rows, several_documents=True)
+    tensors = made["tensors"]
+    tensors.pop("target_positions", None)
+    ends = (tensors.pop("targets").flatten() != IGNORED).nonzero().view(-1, 2)
+    margins = torch.from_numpy(np.concatenate([row["margins"] for row in rows]))
+    return made | {
+        "tensors": tensors | {"ends": ends, "margins": margins},
+        "loss_tokens": len(ends),
+    }

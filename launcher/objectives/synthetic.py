@@ -1,0 +1,66 @@
+"""Micro-batches of random tokens, as large as the recipe's, for planning without the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from launcher.data.batching import rows_of
+from launcher.data.collation import TextInputs
+from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
+from launcher.data.token_store import ModelInputs
+from launcher.distributed.rank_layout import RankLayout
+from launcher.objectives.base import Example, Objective
+from launcher.objectives.loss import Loss
+from launcher.recipe import schema
+
+
+@dataclass(frozen=True)
+class SyntheticData:
+    """A micro-batch in host memory."""
+
+    tensors: Tensors
+    loss: Loss
+    tokens: int
+    loss_tokens: int
+
+    def batches(
+        self, ranks: RankLayout, *, micro_batches: int, steps: int
+    ) -> Iterator[GlobalBatch]:
+        """The same micro-batches in each step, on the device."""
+        totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)
+        for step in range(1, steps + 1):
+            moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
+            yield GlobalBatch(step, moved, StepStatistics(totals, ranks), step, 0.0)
+
+
+def synthetic_data(
+    objective: Objective,
+    data: schema.Data,
+    batch: schema.Batch,
+    *,
+    model: ModelInputs,
+    packed: bool,
+    documents: int = 2,
+) -> SyntheticData:
+    """A micro-batch of full sequences; with data.builder, of its first samples. packed: each row has
+    this number of documents of equal length."""
+    about = Example(
+        data,
+        rows_of(batch, sequence_length=data.sequence_length),
+        TextInputs(
+            data.sequence_length,
+            packed=packed,
+            masking=model.masking,
+            part=model.part,
+            padding=model.padding,
+        ),
+        documents=documents,
+        vocabulary=model.vocabulary or 2,
+        classes=model.classes or 2,
+        generator=np.random.default_rng(0),
+    )
+    objective, made = objective.with_example(about)
+    return SyntheticData(made["tensors"], objective.loss, made["tokens"], made["loss_tokens"])

@@ -1,0 +1,126 @@
+"""What a run may learn from its rows, as the recipe sees it: one entry for each objective.
+
+An entry names the keys that an objective needs, and the class that computes it
+(`launcher/objectives`), which is imported only for training. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.recipe.schema import DataKind, Recipe
+
+Rule = tuple[str, str, bool | str]
+"""Keys, another key, and what is needed of it: see `combinations.py`."""
+
+
+@dataclass(frozen=True)
+class ObjectiveRules:
+    """An objective, as the recipe sees it."""
+
+    name: str
+    implementation: str
+    """`module:class`, below `launcher.objectives`."""
+    task: str = "causal_lm"
+    """model.task"""
+    kinds: tuple[DataKind, ...] = ("text", "tokens", "chat", "instruct")
+    """The values of data.kind that it learns from."""
+    section: str | None = None
+    """The section of the recipe with its settings."""
+    scores: tuple[str, ...] = ()
+    """Metrics of an evaluation beside its loss, for checkpoint.keep_best."""
+    rules: tuple[Rule, ...] = ()
+    """What its keys need."""
+    no_row_losses: str | None = None
+    """Why `launcher rows --loss` cannot show the loss of a row; None: it can."""
+
+
+OBJECTIVES = (
+    ObjectiveRules(
+        "next_token",
+        "next_token:NextToken",
+        rules=(
+            ("objective", "model.task", "causal_lm masked_lm"),
+            ("objective", "data.kind", "text tokens chat instruct"),
+            ("objective", "data.builder model.builder distillation", False),
+        ),
+    ),
+    ObjectiveRules(
+        "masked_lm",
+        "masked:Masked",
+        task="masked_lm",
+        kinds=("text", "tokens"),
+        rules=(
+            ("data.mask_probability", "model.task", "masked_lm"),
+            (
+                "lora data.streaming data.weights_column",
+                "model.task",
+                "causal_lm sequence_classification reward",
+            ),
+        ),
+        no_row_losses="model.task masked_lm: which tokens are predicted differs from epoch to epoch",
+    ),
+    ObjectiveRules(
+        "classification",
+        "classification:Classification",
+        task="sequence_classification",
+        kinds=("classification",),
+        scores=("accuracy", "f1"),
+        rules=(("model.num_labels", "model.task", "sequence_classification"),),
+    ),
+    ObjectiveRules(
+        "preference",
+        "preference:Preference",
+        kinds=("preference",),
+        section="preference",
+        scores=("rewards/accuracies", "rewards/margins"),
+        rules=(
+            ("preference", "data.kind", "preference"),
+            ("preference", "model.task", "causal_lm"),
+            ("preference", "data.builder", False),
+            ("preference.label_smoothing", "preference.loss", "robust"),
+            ("preference.margin", "preference.loss", "simpo"),
+            ("lora.dropout", "preference", False),
+        ),
+        no_row_losses=(
+            "kind preference: the loss of a pair is not that of its tokens; see rewards/* in "
+            "metrics.jsonl"
+        ),
+    ),
+    ObjectiveRules(
+        "reward",
+        "reward:Reward",
+        task="reward",
+        kinds=("preference",),
+        scores=("accuracy", "margin"),
+        rules=(("data.margin_column", "model.task", "reward"),),
+        no_row_losses=(
+            "kind preference: the loss of a pair is not that of its tokens; see rewards/* in "
+            "metrics.jsonl"
+        ),
+    ),
+    ObjectiveRules(
+        "distillation",
+        "distillation:Distillation",
+        section="distillation",
+        rules=(
+            ("distillation", "model.task", "causal_lm"),
+            ("distillation", "data.kind", "text tokens chat instruct"),
+            ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
+            ("distillation", "model.chunked_loss", True),
+        ),
+    ),
+)
+CUSTOM = ObjectiveRules("custom", "custom:Custom")
+"""data.builder: the loss of the user's data."""
+
+
+def objective_of(recipe: Recipe) -> ObjectiveRules:
+    """The objective of a recipe, which may have mistakes: that of data.builder, of a section that is
+    given, or of model.task and data.kind."""
+    if recipe.data.builder is not None:
+        return CUSTOM
+    of_task = [rules for rules in OBJECTIVES if rules.task == recipe.model.task]
+    given = [rules for rules in of_task if rules.section and getattr(recipe, rules.section)]
+    fitting = [rules for rules in of_task if recipe.data.kind in rules.kinds]
+    return [*given, *fitting, *of_task][0]
