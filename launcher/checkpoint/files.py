@@ -12,7 +12,6 @@ A checkpoint is written into a scratch folder, `step_00000500.writing-...`, and 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import logging
@@ -26,20 +25,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import Annotated, Literal
 
-import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
 from launcher.console import bytes_as_text, task
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import StoredFile, checksum_of_file, commit_folder, write_file
 
 logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
 FORMAT: Literal[2] = 2
-ALIGNMENT = 4096
-"""Bytes; of buffers, and of positions in a file, for direct I/O."""
 _NAME = re.compile(r"step_\d{8,}")
 _OTHER_VERSION = "another version of launcher wrote it"
 _RETRY_SECONDS = (2.0, 10.0)
@@ -77,14 +74,6 @@ class NoneLeftError(TrainingError):
         text = "\n  ".join([first, *problems])
         text += "\nrepair one, or remove that folder to start from scratch"
         super().__init__(text, reason="no_valid_checkpoint")
-
-
-class StoredFile(BaseModel):
-    """Size and checksum of a file."""
-
-    bytes: int
-    checksum: str
-    """xxh3_128, in hexadecimal digits."""
 
 
 class Marker(BaseModel):
@@ -127,64 +116,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 # Writing
 
 
-def write_file(path: Path, data: bytes) -> StoredFile:
-    """Writes a small file and flushes it to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(bytes=len(data), checksum=xxhash.xxh3_128(data).hexdigest())
-
-
-def write_chunks(
-    path: Path, chunks: Iterable[memoryview], *, size: int, advance: Callable[[float], None]
-) -> StoredFile:
-    """Writes a new file and flushes it to the disk. Calls `advance` with the bytes of each chunk.
-    Raises OSError.
-
-    Bypasses the page cache if the file system can and the chunks' addresses and sizes are multiples
-    of ALIGNMENT: copying into it would cost CPU time that training needs.
-    """
-    checksum, at = xxhash.xxh3_128(), 0
-    with path.open("xb", buffering=0) as file:
-        direct = DirectFile(file)
-        for chunk in chunks:
-            checksum.update(chunk[: size - at])
-            direct.move(os.pwrite, chunk, at)
-            at += len(chunk)
-            advance(len(chunk))
-        file.truncate(size)
-        os.fsync(file.fileno())
-    return StoredFile(bytes=size, checksum=checksum.hexdigest())
-
-
-class DirectFile:
-    """Reads and writes an open file, bypassing the page cache where the file system can."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._flags = file, fcntl.fcntl(file, fcntl.F_GETFL)
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(file, fcntl.F_SETFL, self._flags | os.O_DIRECT)
-
-    def move(self, call: Callable[..., int], memory: memoryview, at: int) -> None:
-        """Reads or writes all of `memory` from byte `at` of the file on, with a function such as
-        os.pwrite. Raises OSError."""
-        while len(memory):
-            try:
-                moved = call(self._file.fileno(), memory, at)
-            except OSError as problem:
-                # EINVAL: the file system requires another alignment, or a short write broke it.
-                # EFAULT: the disk cannot access this memory, such as some pinned memory
-                unsuitable = problem.errno in (errno.EINVAL, errno.EFAULT)
-                if not unsuitable or fcntl.fcntl(self._file, fcntl.F_GETFL) == self._flags:
-                    raise
-                fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags)
-                continue
-            if not moved:
-                raise OSError(errno.EIO, "the file ends early")
-            memory, at = memory[moved:], at + moved
-
-
 def scratch_folder(folder: Path, step: int) -> Path:
     """Makes a folder in which a checkpoint is written."""
     scratch = _renamed(folder / checkpoint_name(step), "writing")
@@ -201,18 +132,9 @@ def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFi
     the folder. The files are flushed to the disk already. Raises OSError."""
     marker = Marker(step=step, ranks=ranks, time=time.time(), files=dict(files))
     write_file(scratch / MARKER, marker.model_dump_json(indent=1).encode())
-    _sync_folder(scratch)
-    path = scratch.rename(scratch.with_name(checkpoint_name(step)))
-    _sync_folder(path.parent)
+    path = scratch.with_name(checkpoint_name(step))
+    commit_folder(scratch, path)
     return path
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Validity
@@ -297,15 +219,10 @@ def worst(problems: Iterable[str | None]) -> str | None:
 
 
 def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> str | None:
-    actual = xxhash.xxh3_128()
     try:
-        with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(4 << 20):
-                actual.update(chunk)
-                advance(len(chunk))
+        same = checksum_of_file(file, advance=advance).hexdigest() == checksum
     except OSError as error:
         return _not_read(file.name, error)
-    same = actual.hexdigest() == checksum
     return None if same else f"{file.name} has changed since it was written"
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.files import ALIGNMENT
 from launcher.console import bytes_as_text
+from launcher.files import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
-from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
 from launcher.checkpoint.staging import StagingBuffer
 from launcher.console import bytes_as_text, task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, gather
 from launcher.distributed.rank_layout import RankLayout
+from launcher.files import ALIGNMENT, StoredFile, write_chunks, write_file
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
 
@@ -320,8 +320,8 @@ class Checkpointer:
             stored = write_chunks(scratch / name, chunks, size=layout.size, advance=advance)
         written = {name: stored}
         if layout.index is not None:  # on rank 0
-            written[files.INDEX] = files.write_file(scratch / files.INDEX, layout.index)
-            written[files.STATE] = files.write_file(scratch / files.STATE, state)
+            written[files.INDEX] = write_file(scratch / files.INDEX, layout.index)
+            written[files.STATE] = write_file(scratch / files.STATE, state)
         return written
 
     def _prune(self) -> None:

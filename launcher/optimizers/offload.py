@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from launcher.checkpoint.files import ALIGNMENT, DirectFile
 from launcher.checkpoint.staging import aligned_buffer, page_lock, page_unlock
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import ALIGNMENT, DirectFile
 from launcher.libraries.private import dtensor_of, spec_of
 from launcher.models.shards import local_rows
 from launcher.optimizers.low_precision import State

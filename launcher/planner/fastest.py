@@ -16,6 +16,7 @@ from pathlib import Path
 from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
+from launcher.files import replace_text
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine
@@ -27,7 +28,7 @@ from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import ran_out_of_memory
-from launcher.reliability.json_files import Json, replace_text
+from launcher.reliability.json_files import Json
 
 MOST = 6
 """Maximum number of configurations that are measured."""

@@ -18,12 +18,12 @@ from typing import Any, Literal, TextIO
 
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError
+from launcher.files import replace_text
 from launcher.reliability.json_files import (
     Json,
     Lines,
     last_line,
     read_jsonl,
-    replace_text,
     well_formed,
 )
 from launcher.reliability.lock import Ownership

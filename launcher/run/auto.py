@@ -21,6 +21,7 @@ from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import replace_text
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, speed_text, strategy_text
@@ -34,7 +35,7 @@ from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.json_files import Json, replace_text
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile
 from launcher.strategies.base import compute_dtype, dtype_name

@@ -19,8 +19,8 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, TrainingError
+from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
-from launcher.models.hugging_face_files import remove_leftovers
 from launcher.recipe.load import LoadedRecipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.failures import FailureWatch

@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 
 from launcher.checkpoint.files import list_checkpoints, step_of
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.reliability.json_files import Json, append_line, read_jsonl, replace_text
+from launcher.files import replace_text
+from launcher.reliability.json_files import Json, append_line, read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm.scheduler import JobInfo, log, sbatch, slurm_command
 

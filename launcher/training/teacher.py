@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.data.collation import Collated, with_positions
@@ -30,6 +29,7 @@ from launcher.data.store_files import MappedArray
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import TrainingError
+from launcher.files import checksum_of
 from launcher.models.distillation import teacher_top_k
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
@@ -101,11 +101,10 @@ def with_teacher(
 def _digest(dataset: SequenceDataset) -> str:
     """Names the tokens, and how they are divided into sequences: a prediction depends on what its
     sequence has before it."""
-    digest, sequences = xxhash.xxh3_128(), dataset.sequences
-    digest.update(str(dataset.fingerprint["content"]).encode())
-    for array in (sequences.starts, sequences.lengths, sequences.bounds):
-        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
-    return digest.hexdigest()
+    sequences = dataset.sequences
+    arrays = sequences.starts, sequences.lengths, sequences.bounds
+    content = str(dataset.fingerprint["content"]).encode()
+    return checksum_of([content, *(np.ascontiguousarray(a, dtype=np.int64).data for a in arrays)])
 
 
 def _announce(file: TeacherFile, settings: schema.Distillation, rows: int, done: int) -> None:

@@ -14,6 +14,7 @@ PACKAGE = REPOSITORY / "launcher"
 LEVELS = (
     "errors console libraries __version__",
     "distributed",
+    "files",
     "recipe",
     "reliability strategies models",
     "data",
@@ -130,6 +131,17 @@ def test_schema_imports_only_pydantic():
     text = "\n".join(file.read_text() for file in files)
     roots = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
     assert roots - set(sys.stdlib_module_names) == {"launcher", "pydantic"}
+
+
+def test_only_one_module_flushes_and_computes_checksums_of_files():
+    """An atomic write that is made elsewhere would be tested against kills once more."""
+    pattern = r"\bfsync\(|^import xxhash|\bos\.(replace|rename)\(|\bscratch\.replace\("
+    users = [
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if re.search(pattern, file.read_text(), re.MULTILINE)
+    ]
+    assert users == ["files.py"]
 
 
 def test_only_one_module_reads_rank_variables():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from launcher.checkpoint.files import commit, scratch_folder, write_file
+from launcher.checkpoint.files import commit, scratch_folder
 from launcher.checkpoint.resume import (
     check_content,
     choose_resume,
@@ -25,6 +25,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.files import write_file
 from launcher.metrics.sinks import JsonLines
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe, to_yaml
