@@ -314,7 +314,7 @@ def evaluate(marks: list[Mark], sizes: Json, *, device: str) -> Measurement:
     assert len(starts) == STEPS + 1
     steps = []
     for first, last in pairwise(starts):
-        step = dict.fromkeys(PHASES, 0)
+        step: dict[str, int] = dict.fromkeys(PHASES, 0)
         for mark in marks[first:last]:
             phase = mark.name.replace("data", "forward")
             step[phase] = max(step[phase], mark.peak)
