@@ -229,8 +229,8 @@ def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> 
 def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
-    """The newest valid checkpoint of those, which are the oldest first; None if there are none.
-    Logs each damaged one. Raises NoneLeftError if all are damaged, and UnreadableError for one that
+    """The newest valid checkpoint of a list, oldest first; None if the list is empty. Logs each
+    damaged one. Raises NoneLeftError if all are damaged, and UnreadableError for one that
     cannot be read: an older one would repeat steps whose result may be there."""
     problems = []
     for path in reversed(checkpoints):
@@ -300,8 +300,8 @@ def _remove(path: Path) -> None:
 
 def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
     """Removes the checkpoints after a step, newest first. Deletes only valid ones; others are
-    renamed, and stay until a user deletes them. Those up to the step `refused` did not pass a full
-    verification; of the others, marker and file sizes are checked."""
+    renamed, and stay until a user deletes them. Checkpoints up to the step `refused` did not pass a
+    full verification; marker and file sizes are checked of later checkpoints."""
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) <= step:
             continue
@@ -348,7 +348,7 @@ def prune(
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
-    """Makes the folder. Raises RecipeError if it is not writable or lacks the space."""
+    """Makes the folder. Raises RecipeError if it is not writable or has too little space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -47,7 +47,7 @@ def page_unlock(*addresses: int) -> None:
 class StagingBuffer:
     """Memory of one rank, of exactly the size that is asked for.
 
-    `start_page_lock` page-locks it in pieces, by a thread, so that training goes on. What cannot be
+    `start_page_lock` page-locks it in pieces, by a thread, so that training continues. What cannot be
     page-locked stays pageable: copies into it are slower.
     """
 

@@ -104,7 +104,7 @@ class DataFiles(NamedTuple):
     """A set in data.train or data.validation."""
 
     key: str
-    """Such as `data.train.web`."""
+    """The key of the set, such as `data.train.web`."""
     data: Data
     """The settings of this set."""
     patterns: tuple[str, ...]

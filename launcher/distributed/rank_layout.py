@@ -225,7 +225,7 @@ class RankLayout(LayoutSizes):
     """A context that is entered while compute waits for the other ranks; a run passes a timer."""
 
     def with_sizes(self, strategy: Strategy) -> RankLayout:
-        """The same ranks in groups of the sizes that a recipe names."""
+        """A layout of these ranks with the parallel sizes of a recipe's strategy."""
         sizes: Any = sizes_of(strategy)
         return replace(self, **sizes)
 

@@ -91,7 +91,7 @@ class StepMemory:
     held: Components
     """Memory between steps, without cuBLAS workspaces, which moments count as temporary."""
     after_forward: Components
-    """The same after the forward pass of the first micro-batch."""
+    """Memory after the forward pass of the first micro-batch, without cuBLAS workspaces."""
     host: int
     """Host memory that offload takes: shards, gradients, optimizer state, activations."""
     disk: int = 0

@@ -183,8 +183,8 @@ class ModelProfile:
     """What a block saves for one sequence, by compute dtype and class. Empty if the model does not
     run on fake tensors: then the shapes of the weights are used."""
     autocast: dict[int, Saved] = dataclasses.field(default_factory=dict)
-    """The same by class for DDP, which computes in 16 bits by autocast: norms and sums stay in
-    float32, and adapters read casts of their inputs. Empty where `saved` is."""
+    """What a block saves for one sequence with DDP, by class. DDP computes in 16 bits by autocast:
+    norms and sums stay in float32, and adapters read casts of their inputs. Empty if `saved` is."""
     undivided: ModelProfile | None = None
     """The whole model, where this is the part of a tensor parallel rank."""
 

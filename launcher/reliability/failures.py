@@ -267,8 +267,8 @@ class FailureWatch:
         self._set_reported(status)
 
     def _last_step(self) -> int:
-        """The last finished step. Before this start has loaded its checkpoint, it is the last step of
-        the start before."""
+        """The last finished step. Until this start has loaded its checkpoint, it is the last step of
+        the previous start."""
         return self.progress.step or self.run.last_step()
 
     def _print(self, text: str) -> None:

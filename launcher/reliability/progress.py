@@ -45,7 +45,7 @@ class Progress:
         self.started, self._step_began = True, now
 
     def slow_until_step(self, phase: str) -> None:
-        """Until the next step is done, the limit is that of a slow phase."""
+        """A slow phase begins: its longer time limit applies until the next step is done."""
         self.slow_phase = phase
         self.heartbeat(phase)
 

@@ -53,7 +53,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.export = path / "hf"
         self.ownership: Ownership | None = None
-        """None: not taken, so any process may write."""
+        """The lock of the folder; None if it was not taken: then any process may write."""
         self._status = path / "status.json"
         self._written = 0.0
         self._unwritten: str | None = None

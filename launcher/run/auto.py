@@ -44,11 +44,12 @@ from launcher.training.prepare import PreparedModel
 logger = logging.getLogger(__name__)
 
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
-"""Keys of `strategy` whose `auto` means: false if that leaves `ROOM`."""
+"""Keys of `strategy`. Their `auto` becomes false if `ROOM` then stays free, else true."""
 ROOM = 0.15
 """Share of the memory that must stay free by estimate, which is good to some 10 %."""
 CPU_ROOM = 0.5
-"""The same on CPUs, whose memory other processes share: also of what `auto` chooses."""
+"""Share of the host memory that must stay free on CPUs, where other processes need memory too. It
+also holds for the configuration that `auto` chooses."""
 CPU_SECONDS = 20.0
 """Most seconds of a micro-batch that `auto` chooses on CPUs: progress is logged after each."""
 SLOW_STEP = 60.0
@@ -180,7 +181,7 @@ def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
-    """Those of `COLLECTIVES` that are `auto` and matter, unless the plan decides them, too."""
+    """The keys in `COLLECTIVES` that are `auto` and have an effect; none if the plan decides them."""
     if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
         return []
     keys = COLLECTIVES if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVES[1:]
@@ -233,7 +234,7 @@ def resolve_collectives(
 def _profiles(
     recipe: Recipe, prepared: PreparedModel, machine: Machine
 ) -> tuple[ModelProfile, Callable[[], ModelProfile]]:
-    """Those of `choose_collectives`."""
+    """The profiles that `choose_collectives` takes: from shapes, and a function that traces one."""
     shapes = profile_of_shapes(prepared, recipe, device=machine.device)
 
     @cache
@@ -503,7 +504,7 @@ def _failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe
 
 
 def _failed_with_logits(events: list[Json], *, machine: Machine, recipe: Recipe) -> bool:
-    """The same of kept logits."""
+    """Whether a similar start ran out of memory while it kept logits."""
     return any(
         event.get("keep_logits") is True
         for event in _similar_failures(events, machine=machine, recipe=recipe)
