@@ -106,7 +106,7 @@ class StoredModel:
     dtype: torch.dtype
     """Dtype of the weights that the run started from; float32 if it started from none."""
     source: ModelCheckpoint | None
-    """The checkpoint with these weights; None: there is none."""
+    """The checkpoint that the weights came from; None if they were random."""
 
     @torch.no_grad()
     def load(

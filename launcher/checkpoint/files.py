@@ -212,7 +212,7 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
 
 
 def worst(problems: Iterable[str | None]) -> str | None:
-    """The first problem that shows damage, else the first; None: there is none."""
+    """The first problem that shows damage, else the first problem; None without problems."""
     known = [problem for problem in problems if problem is not None]
     damage = (problem for problem in known if not isinstance(problem, Unreadable))
     return next(damage, known[0] if known else None)
@@ -322,9 +322,10 @@ def prune(
     """Deletes scratch folders and old checkpoints. No save may be in progress. Returns what could
     not be deleted, and why. Raises OSError if the folder cannot be read.
 
-    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), those of `best_step`
-    and of multiples of `keep_every`, all that are not valid, and until the next call those that
-    another process reads (`reading`). A link is deleted, and not what it points to.
+    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), the checkpoints of
+    `best_step` and of multiples of `keep_every`, and all checkpoints that are not valid. Keeps a
+    checkpoint that another process reads (`reading`) until the next call. Deletes a link, and not
+    what it points to.
     """
     leftovers = [Path(entry.path) for entry in os.scandir(folder) if _SCRATCH.fullmatch(entry.name)]
     checkpoints = list_checkpoints(folder)

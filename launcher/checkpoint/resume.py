@@ -352,7 +352,7 @@ def _finished(
 def _has_more_to_do(
     recipe: Recipe, recorded: _Recorded, run: RunFolder, arguments: Sequence[str]
 ) -> bool:
-    """Whether the recipe is longer than that of the finished run.
+    """Whether the recipe has more steps than the recipe of the finished run.
 
     The same recipe without the override that gave its length is no request to train on.
     """

@@ -107,7 +107,7 @@ class Save:
 
 
 class _SaveError(Exception):
-    """A save failed on one rank or more; the message is that of the first."""
+    """A save failed on one rank or more. The message comes from the first of these ranks."""
 
 
 class Checkpointer:
@@ -172,7 +172,7 @@ class Checkpointer:
         local: Tensors,
         best: bool = False,
     ) -> None:
-        """Waits for the previous save, then starts this one. All ranks must call it.
+        """Waits for the previous save, then starts a new one. All ranks must call it.
 
         tensors: those of `model_and_optimizer`. state: the content of state.json, on rank 0. local:
         this rank's own small tensors. best: keeps it until a better one is saved.

@@ -212,7 +212,7 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
 
 
 def _choose_logits(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
-    """The recipe with a value in place of `model.keep_logits: auto`, the override that does the same,
+    """The recipe with a value for `model.keep_logits: auto`, an override that does the same,
     and a note. None if the key is not `auto`, or if the memory is not known."""
     from launcher.planner import candidates, profile
     from launcher.run import auto as detect

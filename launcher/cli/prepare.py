@@ -114,7 +114,7 @@ class DataFiles(NamedTuple):
 
 
 def data_sets(data: Data) -> Iterator[DataFiles]:
-    """The sets of a recipe, those for training first."""
+    """The sets of a recipe, training sets first."""
     for name, source in data.sources().items():
         if isinstance(source.train, tuple):
             yield DataFiles(f"data.train.{name}".removesuffix("."), source, source.train, False)

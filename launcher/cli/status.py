@@ -114,7 +114,7 @@ def status(
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folder if it is that of a run, then those of the runs in it. Raises RecipeError."""
+    """The folder, if it is a run folder, then the run folders in it. Raises RecipeError."""
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
     files = ("status.json", "owner", "metrics.jsonl")

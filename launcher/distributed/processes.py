@@ -17,7 +17,7 @@ def process_start(pid: int) -> int | None:
 
 
 def _start(pid: int) -> int | None:
-    """`process_start` of a process. None if the process has ended and its parent has not noticed yet.
+    """`process_start` of a process. None if it has ended and its parent has not noticed yet.
     Raises OSError if there is no such process, or if /proc hides it."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()
     return None if not fields or fields[0] in "ZX" else int(fields[19])

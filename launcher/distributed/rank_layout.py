@@ -282,7 +282,7 @@ class RankLayout(LayoutSizes):
 
     @cached_property
     def same_experts_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same experts as this one, as in `shard_mesh`."""
+        """The ranks with the same experts as this rank, as in `shard_mesh`."""
         return _without_last(self.expert_parallel_mesh)
 
     @cached_property

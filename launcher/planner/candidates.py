@@ -165,7 +165,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
-    """Divisions of the recipe's global batch into micro-batches; the recipe's own division first."""
+    """Divisions of the global batch into micro-batches; the recipe's own division first."""
     batch, length = written.batch, written.data.sequence_length
     ranks = layout_sizes(written.strategy, ranks=machine.ranks).data_parallel_size
     yield batch

@@ -136,7 +136,7 @@ class CpuMeter:
         totals.sort(key=lambda event: event[0])
         starts.sort()
         times = [when for when, _ in totals]
-        # The event after that of the mark frees the byte of the mark
+        # The mark allocates a byte, and the event after the mark's own event frees it
         first = [bisect_left(times, when) + 1 for when, _ in starts]
         base = totals[first[0]][1]
         ends = [*(index - 1 for index in first[1:]), len(totals)]

@@ -54,7 +54,7 @@ class SearchResult:
     """The fastest first, each with clearly less memory than the one before, and the recipe as
     written. Where nothing fits: the smallest."""
     best: Configuration | None
-    """The fastest that fits, traced; None: nothing fits, or no memory is known."""
+    """The fastest configuration that fits, traced; None if nothing fits or no memory is known."""
     evaluated: int
     suggestions: tuple[str, ...]
     """If nothing fits: changes that would help, as text with overrides."""

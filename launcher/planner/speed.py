@@ -45,7 +45,7 @@ pass to the bytes that they move in the forward pass: 11.8 to 4.8 GB for a block
 8,192 tokens."""
 FUSED_MOVED, FUSED_LAUNCHES = 0.25, 0.7
 """Compiled blocks move this share of the bytes of BACKWARD_MOVED, and take this share of the launch
-time: 4.1 of 16.6 GB in the forward and backward pass of that block, as Inductor counts the bytes."""
+time: 4.1 of 16.6 GB in the forward and backward pass of that block, as Inductor counts them."""
 SHARED = 0.19
 """Share of its rate that compute loses while a collective runs: an average of 18.9 % on A100, H100,
 MI210 and MI250 (Lee et al., 2025, arXiv 2507.03114)."""

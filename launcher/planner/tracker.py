@@ -226,8 +226,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Its storage, of a DTensor that of the local shard. The same object while the storage
-    lives."""
+    """The storage of a tensor, or of a DTensor's local shard. The same object while the storage
+    exists."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()

@@ -70,7 +70,7 @@ _Loader.add_constructor(_TAG + "int", _Loader.construct_int)
 
 
 class NotYamlError(ValueError):
-    """Text that is not YAML. line: of the error; None: not known."""
+    """Text that is not YAML. line: the line of the error; None if it is not known."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)

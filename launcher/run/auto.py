@@ -181,7 +181,7 @@ def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
-    """The keys in `COLLECTIVES` that are `auto` and have an effect; none if the plan decides them."""
+    """The keys in `COLLECTIVES` that are `auto` and have an effect; empty if the plan decides."""
     if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
         return []
     keys = COLLECTIVES if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVES[1:]

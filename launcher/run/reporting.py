@@ -114,7 +114,7 @@ class Reporter:
             logger.info(f"step {number}: {done:,} of {count:,} micro-batches{then}")
 
     def step(self, step: Step) -> None:
-        """Logs the previous step if it is due, and starts to gather the numbers of this one. The
+        """Logs the previous step if it is due, and starts to gather the numbers of this step. The
         device works on the next step meanwhile: logging leaves no gap.
 
         Raises DivergedError after too many skipped steps in a row, or if the loss jumps.

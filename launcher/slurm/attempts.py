@@ -71,7 +71,7 @@ class Attempts:
 
     @classmethod
     def read(cls, run_dir: Path, job: str, *, max_failures: int) -> Attempts:
-        """Reads the attempts of a job; those of another job in the same folder do not count."""
+        """Reads the attempts of a job. Attempts of another job in the same folder do not count."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             values = json.loads((run_dir / "slurm" / "attempts.json").read_text())
             recorded = TypeAdapter(cls).validate_python(
@@ -168,7 +168,7 @@ class Attempts:
     def submit_successor(self, this: str, script: str, excluded: str) -> None:
         """Queues a successor of the job `this`, unless it is queued already.
 
-        script: that of the job. excluded: nodes that the successor must not get.
+        script: the script of the job. excluded: nodes that the successor must not get.
         """
         if self.successor is not None and JobInfo.read(self.successor).state == "PENDING":
             return
@@ -194,7 +194,7 @@ class Attempts:
             self.successor = None
 
     def nothing_left(self, before: str) -> str | None:
-        """Why the successor of the job `before` has nothing to do; None: it resumes the run."""
+        """Why the successor of the job `before` has nothing to do; None if it resumes the run."""
         if JobInfo.read(before).state == "CANCELLED":
             return f"job {before} was cancelled"
         return None if self.open else f"job {before} has ended"

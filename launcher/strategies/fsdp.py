@@ -59,7 +59,7 @@ class HostSums:
         """The group whose gradients are being copied."""
 
     def after_reduction(self, group: Any) -> None:
-        """Adds the gradients of the group before this one."""
+        """Adds the gradients of the previous group."""
         self._add()
         self._copied = group
 
