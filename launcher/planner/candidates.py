@@ -17,7 +17,7 @@ import torch
 from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
-from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
+from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.speed import RANGE, StepTime, tokens_per_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,

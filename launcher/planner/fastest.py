@@ -23,7 +23,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
 from launcher.planner.plan_as_json import configuration_as_json
-from launcher.planner.recipes import has_reductions_to_choose
+from launcher.planner.recipe_values import has_reductions_to_choose
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe

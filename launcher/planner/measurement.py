@@ -37,7 +37,7 @@ from launcher.libraries.private import (
     wait_for_pending_works,
 )
 from launcher.optimizers.optimizer import LossScale
-from launcher.planner.recipes import micro_batches_of, with_random_weights
+from launcher.planner.recipe_values import micro_batches_of, with_random_weights
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json

@@ -28,7 +28,7 @@ from launcher.models.tensor_parallel import (
 from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
-from launcher.planner.recipes import with_random_weights
+from launcher.planner.recipe_values import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import Replacements

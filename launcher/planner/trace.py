@@ -47,7 +47,7 @@ from launcher.planner.memory import (
     StepMemory,
 )
 from launcher.planner.profile import original_model, prepared_model
-from launcher.planner.recipes import with_random_weights
+from launcher.planner.recipe_values import with_random_weights
 from launcher.planner.tracker import HOST, Held, Label, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters

@@ -14,7 +14,7 @@ from launcher.models.chunked_loss import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipe_values import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import Saved, share_of_budget

@@ -29,7 +29,7 @@ from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
-from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
+from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml

@@ -157,7 +157,7 @@ WHOLE_RECIPE = {
     "checkpoint": "export resume",
     "diagnostics": "selftest",
     "models": "config_keys",
-    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipes search speed"
+    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search speed"
     " trace work",
     "training": "prepare setup",
 }
