@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from launcher.checkpoint.resume import earlier_strategy
+from launcher.checkpoint.resume import Start, earlier_strategy
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
@@ -131,16 +131,16 @@ def _least(sizes: Sequence[int | None]) -> int | None:
 
 
 def resolve_auto(
-    recipe: Recipe, machine: Machine, *, resume: str, ranks: RankLayout, run: RunFolder
+    recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `resume` is
-    `Decision.source`.
+    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `start` is
+    `Decision.start`.
 
     Writes the recipe to RUN_DIR/recipe.yaml. Micro-batch sizes that ran out of memory in an earlier
     start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
-    written, recipe = recipe, resolve_compile(recipe, resume=resume, ranks=ranks, run=run)
+    written, recipe = recipe, resolve_compile(recipe, start=start, ranks=ranks, run=run)
     if open_keys(recipe):
         recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
     if recipe is not written and ranks.rank == 0:
@@ -193,12 +193,12 @@ def resolve_collectives(
     prepared: PreparedModel,
     machine: Machine,
     *,
-    resume: str,
+    start: Start,
     ranks: RankLayout,
     run: RunFolder,
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES` and `model.keep_logits`;
-    every rank must call this. `resume` is `Decision.source`. Writes the recipe to
+    every rank must call this. `start` is `Decision.start`. Writes the recipe to
     RUN_DIR/recipe.yaml."""
     collectives = open_collectives(recipe, ranks=machine.ranks)
     if not collectives and recipe.model.keep_logits != "auto":
@@ -213,7 +213,7 @@ def resolve_collectives(
                 recipe,
                 machine,
                 profiles,
-                earlier=earlier_strategy(recipe, run, resume, ranks=machine.ranks, except_for=same),
+                earlier=earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same),
                 failed=_failed_with_fewer(events, machine=machine, recipe=recipe),
             )
             reasons.append(why)
