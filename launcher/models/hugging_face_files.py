@@ -184,7 +184,9 @@ def exported_tensors(
         names = [name for name in names if name not in own] + list(aliases)
         base = read
         read = merged_reader(
-            *(model, config.to_dict(), stored),
+            model,
+            config.to_dict(),
+            stored,
             read_base=lambda name: base(aliases.get(name, name)),
             read_adapter=lambda key: base(stored[key]),
         )

@@ -83,11 +83,22 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
     the settings that `auto` decides."""
     run, data, optimizer = recipe.run, recipe.data, recipe.optimizer
     depends = (
-        *(machine.name, machine.device, machine.nodes, machine.gpus_per_node),
-        *(recipe.model, recipe.lora, recipe.strategy.mixed_precision),
-        *(dataclasses.replace(optimizer, learning_rate=0.0), recipe.batch.global_batch_size),
-        *(data.kind, data.packing, data.sequence_length, data.builder, data.arguments),
-        *(run.deterministic, run.float32_matmul),
+        machine.name,
+        machine.device,
+        machine.nodes,
+        machine.gpus_per_node,
+        recipe.model,
+        recipe.lora,
+        recipe.strategy.mixed_precision,
+        dataclasses.replace(optimizer, learning_rate=0.0),
+        recipe.batch.global_batch_size,
+        data.kind,
+        data.packing,
+        data.sequence_length,
+        data.builder,
+        data.arguments,
+        run.deterministic,
+        run.float32_matmul,
     )
     name = hashlib.sha256(repr(depends).encode()).hexdigest()[:32]
     return cache_folder(data.cache) / "measured" / f"{name}.json"

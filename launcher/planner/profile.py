@@ -402,7 +402,9 @@ def _with_saved(
 
     def of_classes(dtype: torch.dtype, *, autocast: bool = False) -> dict[int, Saved]:
         of_blocks = saved_of_blocks(
-            *(prepared.model, kind_of, data),
+            prepared.model,
+            kind_of,
+            data,
             device=profile.device,
             dtype=dtype,
             autocast=autocast,
