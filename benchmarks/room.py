@@ -59,7 +59,7 @@ def train(recipe: Any, ranks: Any, gib: float) -> list[tuple[int, int, int]] | N
     import torch
 
     from launcher.optimizers.optimizer import LossScale
-    from launcher.planner.recipes import micro_batches_of, with_random_weights
+    from launcher.planner.recipe_values import micro_batches_of, with_random_weights
     from launcher.training.loop import Update, train_steps
     from launcher.training.prepare import prepare_model
 

@@ -22,7 +22,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     # Started as a file: its folder would come before the standard library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launcher.checkpoint.resume import choose_resume, finished_run
+from launcher.checkpoint.resume import Fresh, Start, choose_resume, finished_run
 from launcher.console import prepare_streams
 from launcher.distributed.environment import (
     Environment,
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: Sequence[str], stop: StopRequest) -> int:
-    environment = run = resume = None
+    environment = run = start = None
     try:
         environment = read_environment()
         provide_caches()
@@ -72,16 +72,16 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             decide = partial(_decide, loaded.recipe, run, environment, arguments)
             run.take(environment, refuse=decide)
             guard.run = run
-            resume = decide()  # again: the last owner may have saved after it
-            if resume == "never" and (lost := run.last_step()):
+            start = decide()  # again: the last owner may have saved after it
+            if start == Fresh() and (lost := run.last_step()):
                 what = "ended before its first checkpoint, so this one starts from scratch"
                 print(f"note: the last start, at step {lost}, {what}", flush=True)
-            if resume != "never" and (dropped := run.dropped_overrides(arguments)):
+            if start != Fresh() and (dropped := run.dropped_overrides(arguments)):
                 listed = " ".join(map(shown, dropped))
                 print(f"note: the last start had {listed}, this one has not", flush=True)
-            run.note_start(environment, arguments, from_scratch=resume == "never")
+            run.note_start(environment, arguments, from_scratch=start == Fresh())
             stop.on_kill = partial(_killed, run, environment)
-            run.create(to_yaml(loaded.recipe), from_scratch=resume == "never")
+            run.create(to_yaml(loaded.recipe), from_scratch=start == Fresh())
     except RecipeError as error:
         if run is not None:
             run.release()
@@ -98,7 +98,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     gc.enable()
 
     try:
-        return train(loaded, environment, run, stop, resume=resume)
+        return train(loaded, environment, run, stop, start=start)
     except RecipeError as error:  # transformers knows no such key of model.config
         _note_failure(error, "recipe", environment, run)
         return _refuse(error, environment, stop)
@@ -120,7 +120,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
 
 def _decide(
     recipe: Recipe, run: RunFolder, environment: Environment, arguments: Sequence[str]
-) -> str:
+) -> Start:
     """`choose_resume` of this start. Raises RecipeError."""
     restarted = run.was_begun_by(environment)
     return choose_resume(recipe, run, arguments=arguments, restarted=restarted)

@@ -18,9 +18,10 @@ from launcher.checkpoint.state import AVERAGE
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
+from launcher.files import replace_folder
 from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
 from launcher.models.config_files import set_dtype
-from launcher.models.hugging_face_files import LABELS, appearing, named_weights, write_weights
+from launcher.models.hugging_face_files import LABELS, WRITTEN, named_weights, write_weights
 from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
@@ -77,7 +78,7 @@ def export_checkpoint(
     teach_ends(stored.model, recipe.data, recipe.model)
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else stored.dtype)
-    with appearing(out) as scratch:
+    with replace_folder(out, written=WRITTEN) as scratch:
         write_weights(
             stored.model,
             scratch,
@@ -105,7 +106,7 @@ class StoredModel:
     dtype: torch.dtype
     """Dtype of the weights that the run started from; float32 if it started from none."""
     source: ModelCheckpoint | None
-    """The checkpoint with these weights; None: there is none."""
+    """The checkpoint that the weights came from; None if they were random."""
 
     @torch.no_grad()
     def load(
@@ -202,7 +203,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
     wanted, adapter = _dtype(dtype), (source / ADAPTER_CONFIG).is_file()
     refuse_links(source, key="export")
     _read_object(source / (ADAPTER_CONFIG if adapter else "config.json"))
-    with appearing(out) as scratch:
+    with replace_folder(out, written=WRITTEN) as scratch:
         if adapter and merged:
             stored = open_exported_weights(source)
             if (source / "generation_config.json").is_file():  # with the ends of training

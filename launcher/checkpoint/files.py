@@ -12,7 +12,6 @@ A checkpoint is written into a scratch folder, `step_00000500.writing-...`, and 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import logging
@@ -26,20 +25,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import Annotated, Literal
 
-import xxhash
 from pydantic import BaseModel, Field, ValidationError
 
 from launcher.console import bytes_as_text, task
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import StoredFile, checksum_of_file, commit_folder, write_file
 
 logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
 FORMAT: Literal[2] = 2
-ALIGNMENT = 4096
-"""Bytes; of buffers, and of positions in a file, for direct I/O."""
 _NAME = re.compile(r"step_\d{8,}")
 _OTHER_VERSION = "another version of launcher wrote it"
 _RETRY_SECONDS = (2.0, 10.0)
@@ -77,14 +74,6 @@ class NoneLeftError(TrainingError):
         text = "\n  ".join([first, *problems])
         text += "\nrepair one, or remove that folder to start from scratch"
         super().__init__(text, reason="no_valid_checkpoint")
-
-
-class StoredFile(BaseModel):
-    """Size and checksum of a file."""
-
-    bytes: int
-    checksum: str
-    """xxh3_128, in hexadecimal digits."""
 
 
 class Marker(BaseModel):
@@ -127,64 +116,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 # Writing
 
 
-def write_file(path: Path, data: bytes) -> StoredFile:
-    """Writes a small file and flushes it to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(bytes=len(data), checksum=xxhash.xxh3_128(data).hexdigest())
-
-
-def write_chunks(
-    path: Path, chunks: Iterable[memoryview], *, size: int, advance: Callable[[float], None]
-) -> StoredFile:
-    """Writes a new file and flushes it to the disk. Calls `advance` with the bytes of each chunk.
-    Raises OSError.
-
-    Bypasses the page cache if the file system can and the chunks' addresses and sizes are multiples
-    of ALIGNMENT: copying into it would cost CPU time that training needs.
-    """
-    checksum, at = xxhash.xxh3_128(), 0
-    with path.open("xb", buffering=0) as file:
-        direct = DirectFile(file)
-        for chunk in chunks:
-            checksum.update(chunk[: size - at])
-            direct.move(os.pwrite, chunk, at)
-            at += len(chunk)
-            advance(len(chunk))
-        file.truncate(size)
-        os.fsync(file.fileno())
-    return StoredFile(bytes=size, checksum=checksum.hexdigest())
-
-
-class DirectFile:
-    """Reads and writes an open file, bypassing the page cache where the file system can."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._flags = file, fcntl.fcntl(file, fcntl.F_GETFL)
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(file, fcntl.F_SETFL, self._flags | os.O_DIRECT)
-
-    def move(self, call: Callable[..., int], memory: memoryview, at: int) -> None:
-        """Reads or writes all of `memory` from byte `at` of the file on, with a function such as
-        os.pwrite. Raises OSError."""
-        while len(memory):
-            try:
-                moved = call(self._file.fileno(), memory, at)
-            except OSError as problem:
-                # EINVAL: the file system requires another alignment, or a short write broke it.
-                # EFAULT: the disk cannot access this memory, such as some pinned memory
-                unsuitable = problem.errno in (errno.EINVAL, errno.EFAULT)
-                if not unsuitable or fcntl.fcntl(self._file, fcntl.F_GETFL) == self._flags:
-                    raise
-                fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags)
-                continue
-            if not moved:
-                raise OSError(errno.EIO, "the file ends early")
-            memory, at = memory[moved:], at + moved
-
-
 def scratch_folder(folder: Path, step: int) -> Path:
     """Makes a folder in which a checkpoint is written."""
     scratch = _renamed(folder / checkpoint_name(step), "writing")
@@ -201,18 +132,9 @@ def commit(scratch: Path, *, step: int, ranks: int, files: Mapping[str, StoredFi
     the folder. The files are flushed to the disk already. Raises OSError."""
     marker = Marker(step=step, ranks=ranks, time=time.time(), files=dict(files))
     write_file(scratch / MARKER, marker.model_dump_json(indent=1).encode())
-    _sync_folder(scratch)
-    path = scratch.rename(scratch.with_name(checkpoint_name(step)))
-    _sync_folder(path.parent)
+    path = scratch.with_name(checkpoint_name(step))
+    commit_folder(scratch, path)
     return path
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Validity
@@ -290,30 +212,25 @@ def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> s
 
 
 def worst(problems: Iterable[str | None]) -> str | None:
-    """The first problem that shows damage, else the first; None: there is none."""
+    """The first problem that shows damage, else the first problem; None without problems."""
     known = [problem for problem in problems if problem is not None]
     damage = (problem for problem in known if not isinstance(problem, Unreadable))
     return next(damage, known[0] if known else None)
 
 
 def _check_file(advance: Callable[[float], None], file: Path, checksum: str) -> str | None:
-    actual = xxhash.xxh3_128()
     try:
-        with file.open("rb", buffering=0) as stream:
-            while chunk := stream.read(4 << 20):
-                actual.update(chunk)
-                advance(len(chunk))
+        same = checksum_of_file(file, advance=advance).hexdigest() == checksum
     except OSError as error:
         return _not_read(file.name, error)
-    same = actual.hexdigest() == checksum
     return None if same else f"{file.name} has changed since it was written"
 
 
 def newest_valid(
     checkpoints: Sequence[Path], check: Callable[[Path], str | None] = verify
 ) -> Path | None:
-    """The newest valid checkpoint of those, which are the oldest first; None if there are none.
-    Logs each damaged one. Raises NoneLeftError if all are damaged, and UnreadableError for one that
+    """The newest valid checkpoint of a list, oldest first; None if the list is empty. Logs each
+    damaged one. Raises NoneLeftError if all are damaged, and UnreadableError for one that
     cannot be read: an older one would repeat steps whose result may be there."""
     problems = []
     for path in reversed(checkpoints):
@@ -383,8 +300,8 @@ def _remove(path: Path) -> None:
 
 def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
     """Removes the checkpoints after a step, newest first. Deletes only valid ones; others are
-    renamed, and stay until a user deletes them. Those up to the step `refused` did not pass a full
-    verification; of the others, marker and file sizes are checked."""
+    renamed, and stay until a user deletes them. Checkpoints up to the step `refused` did not pass a
+    full verification; marker and file sizes are checked of later checkpoints."""
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) <= step:
             continue
@@ -405,9 +322,10 @@ def prune(
     """Deletes scratch folders and old checkpoints. No save may be in progress. Returns what could
     not be deleted, and why. Raises OSError if the folder cannot be read.
 
-    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), those of `best_step`
-    and of multiples of `keep_every`, all that are not valid, and until the next call those that
-    another process reads (`reading`). A link is deleted, and not what it points to.
+    Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), the checkpoints of
+    `best_step` and of multiples of `keep_every`, and all checkpoints that are not valid. Keeps a
+    checkpoint that another process reads (`reading`) until the next call. Deletes a link, and not
+    what it points to.
     """
     leftovers = [Path(entry.path) for entry in os.scandir(folder) if _SCRATCH.fullmatch(entry.name)]
     checkpoints = list_checkpoints(folder)
@@ -431,7 +349,7 @@ def prune(
 
 
 def check_space(folder: Path, bytes_needed: int) -> None:
-    """Makes the folder. Raises RecipeError if it is not writable or lacks the space."""
+    """Makes the folder. Raises RecipeError if it is not writable or has too little space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

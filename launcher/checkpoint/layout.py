@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from launcher.checkpoint.files import ALIGNMENT, rank_file
+from launcher.checkpoint.files import rank_file
+from launcher.files import ALIGNMENT
 from launcher.models.safetensors_files import DTYPES, Tensors
 from launcher.models.shards import local_columns, local_rows
 

@@ -62,7 +62,7 @@ def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
         with pool, task(f"loading {path.name}", len(tensors)) as advance:
             for _ in pool.map(lambda item: stored.copy_rows(*item), tensors.items()):
                 advance(1)
-    except Exception as error:  # the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for this rank
         problem = str(error) if isinstance(error, OSError) else repr(error)
     stored.close()
     if problem := files.worst(gather(problem, group)):

@@ -233,12 +233,30 @@ def saved_position(state: Json, recipe: Json) -> Position:
 
 
 @dataclass(frozen=True)
+class Fresh:
+    """A start from scratch."""
+
+
+@dataclass(frozen=True)
+class Latest:
+    """A start that resumes from the newest valid checkpoint of the run folder."""
+
+
+@dataclass(frozen=True)
+class From:
+    """A start that resumes from the checkpoint in a path: checkpoint.resume."""
+
+    path: Path
+
+
+Start = Fresh | Latest | From
+
+
+@dataclass(frozen=True)
 class Decision:
     """What a start of a run does with the checkpoints that there are."""
 
-    source: str
-    """`never`: it starts from scratch. `auto`: it resumes from the newest valid checkpoint of the
-    folder. Otherwise the path in checkpoint.resume."""
+    start: Start
     not_continued: str | None = None
     """Why the run in the folder is not continued: then the folder must not hold one."""
     finished: str | None = None
@@ -260,34 +278,35 @@ def decide(
     except OSError as error:
         raise RecipeError(f"run.dir: {own} cannot be read: {error.strerror}") from None
     if wanted == "never" and not restarted:
-        return Decision("never", not_continued="checkpoint.resume is never")
-    not_continued = None
+        return Decision(Fresh(), not_continued="checkpoint.resume is never")
+    not_continued: str | None = None
+    start: Start
     if wanted in ("auto", "never"):
         if not checkpoints:
             why = None if restarted else "there is no checkpoint to resume from"
-            return Decision("never", not_continued=why)
-        source = "auto"
+            return Decision(Fresh(), not_continued=why)
+        start = Latest()
     elif run.was_started_from(wanted):
-        source = "auto" if checkpoints else wanted
+        start = Latest() if checkpoints else From(Path(wanted))
     else:
-        source = wanted
+        start = From(Path(wanted))
         if Path(wanted).resolve().parent != own.resolve():
             not_continued = f"it was not started from checkpoint.resume={wanted} "
             not_continued += "(checkpoint.resume=auto continues it)"
-    recorded = _newest(source, checkpoints)
+    recorded = _newest(start, checkpoints)
     if recorded is None:
-        return Decision(source, not_continued)
+        return Decision(start, not_continued)
     now, allow = recipe_to_compare(recipe, recorded.environment), recipe.checkpoint.allow_changes
     check_recipe(recorded.path, recorded.recipe, now, allow=allow)
-    if source == "auto" and wanted != "never":
+    if start == Latest() and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
-            return Decision(source, finished=finished)
+            return Decision(start, finished=finished)
     if recipe.run.max_steps is not None and recorded.step > recipe.run.max_steps:
         raise RecipeError(
             f"run.max_steps: the run has {recipe.run.max_steps} steps, but {recorded.path} is of "
             f"step {recorded.step} already; give at least as many, or another run.dir"
         )
-    return Decision(source, not_continued)
+    return Decision(start, not_continued)
 
 
 def finished_run(arguments: Sequence[str]) -> str | None:
@@ -308,13 +327,13 @@ def finished_run(arguments: Sequence[str]) -> str | None:
 
 def choose_resume(
     recipe: Recipe, run: RunFolder, *, arguments: Sequence[str] = (), restarted: bool = False
-) -> str:
-    """The source of `decide`, for the process that writes to the folder. Raises RecipeError like
+) -> Start:
+    """The start of `decide`, for the process that writes to the folder. Raises RecipeError like
     `decide`, or if another run's record would be lost."""
     decision = decide(recipe, run, arguments=arguments, restarted=restarted)
     if decision.not_continued is not None and not _saved_nothing(recipe, run):
         run.refuse_if_used(decision.not_continued)
-    return decision.source
+    return decision.start
 
 
 def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
@@ -352,7 +371,7 @@ def _finished(
 def _has_more_to_do(
     recipe: Recipe, recorded: _Recorded, run: RunFolder, arguments: Sequence[str]
 ) -> bool:
-    """Whether the recipe is longer than that of the finished run.
+    """Whether the recipe has more steps than the recipe of the finished run.
 
     The same recipe without the override that gave its length is no request to train on.
     """
@@ -370,9 +389,9 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
-def recorded_recipe(run: RunFolder, source: str) -> Json:
-    """The recipe, without `auto`, of the checkpoint of `Decision.source`; {} without one."""
-    recorded = _recorded(run, source)
+def recorded_recipe(run: RunFolder, start: Start) -> Json:
+    """The recipe, without `auto`, of the checkpoint that a start resumes from; {} without one."""
+    recorded = _recorded(run, start)
     return {} if recorded is None else recorded.recipe
 
 
@@ -387,27 +406,32 @@ class _Recorded(NamedTuple):
     environment: Json | None
 
 
-def _newest(source: str, checkpoints: Sequence[Path]) -> _Recorded | None:
-    """The newest checkpoint of `Decision.source` that can be read."""
-    others = [] if source == "never" else [Path(source)]
-    candidates = reversed(checkpoints) if source == "auto" else others
-    return next(filter(None, map(_read_recorded, candidates)), None)
+def _newest(start: Start, checkpoints: Sequence[Path]) -> _Recorded | None:
+    """The newest checkpoint that can be read, of those that a start may resume from. checkpoints:
+    all checkpoints of the run folder, oldest first."""
+    match start:
+        case Fresh():
+            return None
+        case From(path):
+            return _read_recorded(path)
+        case Latest():
+            return next(filter(None, map(_read_recorded, reversed(checkpoints))), None)
 
 
-def _recorded(run: RunFolder, source: str) -> _Recorded | None:
+def _recorded(run: RunFolder, start: Start) -> _Recorded | None:
     own = run.path / "checkpoints"
-    return _newest(source, list_checkpoints(own) if source == "auto" else [])
+    return _newest(start, list_checkpoints(own) if start == Latest() else [])
 
 
 def earlier_strategy(
-    recipe: Recipe, run: RunFolder, source: str, *, ranks: int, except_for: Collection[str]
+    recipe: Recipe, run: RunFolder, start: Start, *, ranks: int, except_for: Collection[str]
 ) -> Json | None:
-    """The section `strategy` that the checkpoint of `Decision.source` was written with.
+    """The section `strategy` that the checkpoint was written with which a start resumes from.
 
     None if it was written on another number of ranks, or if its batch, strategy or activation
     checkpointing differ in more than the keys `except_for`; then a resume is not exact.
     """
-    recorded = _recorded(run, source)
+    recorded = _recorded(run, start)
     if recorded is None or recorded.ranks != ranks:
         return None
     now = yaml.safe_load(to_yaml(recipe))

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.files import ALIGNMENT
 from launcher.console import bytes_as_text
+from launcher.files import ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def page_unlock(*addresses: int) -> None:
 class StagingBuffer:
     """Memory of one rank, of exactly the size that is asked for.
 
-    `start_page_lock` page-locks it in pieces, by a thread, so that training goes on. What cannot be
-    page-locked stays pageable: copies into it are slower.
+    `start_page_lock` page-locks it in pieces, by a thread, so that training continues. What cannot
+    be page-locked stays pageable: copies into it are slower.
     """
 
     def __init__(self, size: int) -> None:

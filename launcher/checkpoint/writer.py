@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
-from launcher.checkpoint.files import ALIGNMENT, StoredFile, write_chunks
 from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
 from launcher.checkpoint.staging import StagingBuffer
 from launcher.console import bytes_as_text, task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, gather
 from launcher.distributed.rank_layout import RankLayout
+from launcher.files import ALIGNMENT, StoredFile, write_chunks, write_file
 from launcher.models.safetensors_files import Tensors
 from launcher.recipe import schema
 
@@ -107,7 +107,7 @@ class Save:
 
 
 class _SaveError(Exception):
-    """A save failed on one rank or more; the message is that of the first."""
+    """A save failed on one rank or more. The message comes from the first of these ranks."""
 
 
 class Checkpointer:
@@ -172,7 +172,7 @@ class Checkpointer:
         local: Tensors,
         best: bool = False,
     ) -> None:
-        """Waits for the previous save, then starts this one. All ranks must call it.
+        """Waits for the previous save, then starts a new one. All ranks must call it.
 
         tensors: those of `model_and_optimizer`. state: the content of state.json, on rank 0. local:
         this rank's own small tensors. best: keeps it until a better one is saved.
@@ -320,8 +320,8 @@ class Checkpointer:
             stored = write_chunks(scratch / name, chunks, size=layout.size, advance=advance)
         written = {name: stored}
         if layout.index is not None:  # on rank 0
-            written[files.INDEX] = files.write_file(scratch / files.INDEX, layout.index)
-            written[files.STATE] = files.write_file(scratch / files.STATE, state)
+            written[files.INDEX] = write_file(scratch / files.INDEX, layout.index)
+            written[files.STATE] = write_file(scratch / files.STATE, state)
         return written
 
     def _prune(self) -> None:

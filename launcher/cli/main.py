@@ -70,8 +70,22 @@ def launcher(
 
 
 _COMMANDS = (
-    *(new, train, plan, show, inspect, prepare, status, report, rows, submit, export, chat),
-    *(selftest, doctor, schema, completion),
+    new,
+    train,
+    plan,
+    show,
+    inspect,
+    prepare,
+    status,
+    report,
+    rows,
+    submit,
+    export,
+    chat,
+    selftest,
+    doctor,
+    schema,
+    completion,
 )
 for function in _COMMANDS:
     about = (function.__doc__ or "").partition("\n")[0]

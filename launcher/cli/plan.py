@@ -145,7 +145,7 @@ def _report(
 
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import fastest, known_models, measurement, plan, recipes, search
+    from launcher.planner import fastest, known_models, measurement, plan, recipe_values, search
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
@@ -159,7 +159,7 @@ def _report(
         notes = [*notes, known] if known else notes
     if recipe.model.compile == "auto":
         here = verify or measure_fastest
-        recipe, note = recipes.with_compile(recipe, machine.device, here=here)
+        recipe, note = recipe_values.with_compile(recipe, machine.device, here=here)
         word = f"model.compile={str(recipe.model.compile).lower()}"
         overrides, notes = [*overrides, word], [*notes, note]
     with progress("choosing what is auto"):
@@ -212,7 +212,8 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
 
 
 def _choose_logits(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
-    """The same for `model.keep_logits`."""
+    """The recipe with a value for `model.keep_logits: auto`, an override that does the same,
+    and a note. None if the key is not `auto`, or if the memory is not known."""
     from launcher.planner import candidates, profile
     from launcher.run import auto as detect
 

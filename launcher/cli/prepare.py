@@ -103,7 +103,7 @@ class DataFiles(NamedTuple):
     """A set in data.train or data.validation."""
 
     key: str
-    """Such as `data.train.web`."""
+    """The key of the set, such as `data.train.web`."""
     data: Data
     """The settings of this set."""
     patterns: tuple[str, ...]
@@ -113,7 +113,7 @@ class DataFiles(NamedTuple):
 
 
 def data_sets(data: Data) -> Iterator[DataFiles]:
-    """The sets of a recipe, those for training first."""
+    """The sets of a recipe, training sets first."""
     for name, source in data.sources().items():
         if isinstance(source.train, tuple):
             yield DataFiles(f"data.train.{name}".removesuffix("."), source, source.train, False)

@@ -48,9 +48,9 @@ from launcher.reliability.run_directory import RunFolder
 _SAMPLES = 8
 """Answers that the page shows."""
 _SAMPLE_BYTES = 16 << 20
-"""Of the end of samples.jsonl that are read."""
+"""The page shows answers from this many bytes at the end of samples.jsonl."""
 _LOG_LINES, _LOG_BYTES = 40, 16 << 10
-"""Of the end of a log that the page shows."""
+"""The page shows at most this many lines and bytes from the end of a log."""
 _MOST_RECORDS = 20_000
 """Lines of metrics.jsonl that are read, evenly spaced, beside evaluations and skipped steps."""
 _MOST_KEYS = 6

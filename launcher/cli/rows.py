@@ -186,7 +186,7 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def _nearest(run: Path, step: int, held: contextlib.ExitStack) -> Path | None:
-    """The newest valid checkpoint before a step, else the first one after it; None: there is none.
+    """The newest valid checkpoint before a step, else the first one after it; None without one.
     Until `held` is closed, a run that trains does not delete it."""
     checkpoints = _checkpoints(run)
     before = [path for path in checkpoints if files.step_of(path) < step]

@@ -30,7 +30,7 @@ from launcher.reliability.run_directory import RunFolder
 _STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
 _SHOWN_ATTEMPTS = 12
 _OPTIONAL = ("restarts", "checkpoint", "tokens/s", "reason")
-"""Columns of the table of runs that are left out on a narrow terminal, in this order."""
+"""Columns that the table of runs does not show on a narrow terminal, the first one to go first."""
 _JOB = ("job", "run_id", "agent")
 """Keys of the event `started` that the starts of a job share."""
 _OF_STEP = ("step", "loss", "time", "tokens_per_second", "step_seconds")
@@ -62,7 +62,8 @@ class Summary:
 
     path: Path
     state: str
-    """As in status.json, or `starting` before it exists, or `died`: running without an owner."""
+    """The state in status.json; `starting` before that file exists; `died` if the run should be
+    running but no process owns its folder."""
     reason: str
     step: int
     status: Json
@@ -113,7 +114,7 @@ def status(
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folder if it is that of a run, then those of the runs in it. Raises RecipeError."""
+    """The folder, if it is a run folder, then the run folders in it. Raises RecipeError."""
     if not folder.is_dir():
         raise RecipeError(f"{folder}: there is no such folder")
     files = ("status.json", "owner", "metrics.jsonl")

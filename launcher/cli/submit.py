@@ -45,7 +45,7 @@ class SubmittedRun:
         self.recipe, self.label, self.yaml = recipe, label, to_yaml(recipe)
         self.folder = Path(recipe.run.dir).absolute()  # the job may have another working folder
         self.parent = self.folder.parent if label else self.folder
-        """The folder that holds the runs of a sweep, or that of a single run."""
+        """The folder that has the runs of a sweep, or the folder of a single run."""
         name = time.strftime("%Y%m%d_%H%M%S") + f"_{os.getpid()}"
         self.recipe_file = self.folder / "slurm" / f"recipe_{name}.yaml"
         """What the job trains, even if the submitted recipe changes."""

@@ -115,7 +115,7 @@ def _requests_to(handle: Callable[[int], object]) -> Iterator[None]:
 
 
 def _outcome(status: int) -> str:
-    """How a process with this exit status ended, in words."""
+    """A text that says how a process with this exit status ended."""
     if status == EXIT_STOPPED or status in _ASKED:
         return "stopped"
     if status < 0:
@@ -145,7 +145,7 @@ class LocalSweep:
             command = [sys.executable, "-m", "launcher", "train", *options]
             self.runs[folder] = [*command, *overrides, *values, *own]
         self.waiting = list(self.runs)
-        """Those that were not started."""
+        """Folders of the runs that were not started yet."""
         self.ended: dict[Path, str] = {}
         """How each run ended: `finished`, `stopped`, or `failed with` its status."""
 

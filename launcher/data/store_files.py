@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from launcher.errors import RecipeError, first_line
-from launcher.reliability.json_files import replace_text
+from launcher.files import checksum_of, commit_folder, flush, flush_path, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +145,7 @@ class StoreWriter:
     def save(self) -> None:
         """Notes how far the store is, once its files are on the disk."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         files = [self._folder / name for name in _NOTED]
         sizes = {file.name: file.stat().st_size for file in files if file.exists()}
         noted: dict[str, Any] = {"tasks": self._tasks, "done": self.done, "sums": self.sums}
@@ -167,14 +165,14 @@ class StoreWriter:
         for name in ("lengths.bin", "classes.bin", _SKIPPED, _PROGRESS):
             (self._folder / name).unlink(missing_ok=True)
         (self._folder / "ids.bin").touch()
-        checksum, sizes = xxhash.xxh3_128(), {}
+        sizes: dict[str, int] = {}
+        content: list[bytes | memoryview] = []
         for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin"):
             file = self._folder / name
             if file.exists():
                 sizes[name] = file.stat().st_size
             if sizes.get(name):
-                checksum.update(name.encode())
-                checksum.update(np.memmap(file, mode="r").data)
+                content += [name.encode(), np.memmap(file, mode="r").data]
         return {
             "documents": len(offsets) - 1,
             "tokens": int(offsets[-1]),
@@ -182,7 +180,7 @@ class StoreWriter:
             **dict.fromkeys(COUNTS, 0),
             **self.sums,
             "unused": self.unused,
-            "content": checksum.hexdigest(),
+            "content": checksum_of(content),
             "sizes": sizes,
         }
 
@@ -239,15 +237,6 @@ def remove_spilled(store: Any) -> None:
 def commit(scratch: Path, folder: Path) -> None:
     """Renames a scratch folder to `folder`, when its files are on the disk: otherwise a crash of
     the machine may leave a store with empty files."""
-    for path in (*scratch.iterdir(), scratch):
-        _sync(path)
-    scratch.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for file in scratch.iterdir():
+        flush_path(file)
+    commit_folder(scratch, folder)

@@ -44,7 +44,7 @@ class RankResult:
     gpu: int
     """Rank within the node."""
     findings: list[Finding]
-    """Of the node, from its first rank."""
+    """Findings of the node; only its first rank has them."""
     versions: Versions
     sum_is_right: bool
     rates: dict[str, float]

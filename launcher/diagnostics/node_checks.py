@@ -18,6 +18,7 @@ from launcher.diagnostics import gpus
 from launcher.diagnostics.findings import Finding, Versions
 from launcher.diagnostics.gpus import GIB
 from launcher.distributed import host_memory
+from launcher.files import write_file
 
 _SHARED_SECONDS = 10
 """A file in the shared folder must be written and read again within this time."""
@@ -50,10 +51,7 @@ def _write_and_read(folder: Path) -> Finding:
     started = time.monotonic()
     file = folder / f".launcher-doctor-{uuid.uuid4().hex}"
     try:
-        with file.open("w") as out:
-            out.write(file.name)
-            out.flush()
-            os.fsync(out.fileno())
+        write_file(file, file.name.encode())
         same = file.read_text() == file.name
     except OSError as error:
         return Finding("shared folder", "bad", f"{folder}: {error.strerror or error}")

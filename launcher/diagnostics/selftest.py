@@ -67,9 +67,9 @@ class Values:
 
     losses: list[float]
     norms: list[float]
-    """Of the gradients."""
+    """Norms of the gradients."""
     differing: list[str]
-    """From `differing_copies`."""
+    """The result of `differing_copies`."""
 
 
 @dataclass(frozen=True)

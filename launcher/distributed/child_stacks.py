@@ -27,7 +27,8 @@ def offer_stack() -> None:
 
 
 def stacks_of_children() -> dict[int, str]:
-    """The stacks of the processes that this one has forked, by process id, innermost call first."""
+    """The stacks of the processes that this process has forked, by process id, innermost call
+    first."""
     found = {}
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):

@@ -267,7 +267,7 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
 def set_timeout(seconds: int, *, hang_timeout: int) -> None:
     """Sets the timeout of all groups except that of checkpoints.
 
-    Must be called when all groups exist, because those of a device mesh start with a default
+    Must be called when all groups exist, because the groups of a device mesh start with a default
     timeout, and again after the first collectives, which are slow. NCCL's timeout ends the process
     without a report, so it comes after the one of the watchdog (`reliability/watchdog.py`).
     """

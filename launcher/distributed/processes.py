@@ -17,8 +17,8 @@ def process_start(pid: int) -> int | None:
 
 
 def _start(pid: int) -> int | None:
-    """None: it has ended, and its parent has not noticed yet. Raises OSError if there is no such
-    process, or if it cannot be read."""
+    """`process_start` of a process. None if it has ended and its parent has not noticed yet.
+    Raises OSError if there is no such process, or if /proc hides it."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()
     return None if not fields or fields[0] in "ZX" else int(fields[19])
 

@@ -225,7 +225,7 @@ class RankLayout(LayoutSizes):
     """A context that is entered while compute waits for the other ranks; a run passes a timer."""
 
     def with_sizes(self, strategy: Strategy) -> RankLayout:
-        """The same ranks in groups of the sizes that a recipe names."""
+        """A layout of these ranks with the parallel sizes of a recipe's strategy."""
         sizes: Any = sizes_of(strategy)
         return replace(self, **sizes)
 
@@ -282,7 +282,7 @@ class RankLayout(LayoutSizes):
 
     @cached_property
     def same_experts_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same experts as this one, as in `shard_mesh`."""
+        """The ranks with the same experts as this rank, as in `shard_mesh`."""
         return _without_last(self.expert_parallel_mesh)
 
     @cached_property

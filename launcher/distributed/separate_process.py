@@ -25,7 +25,7 @@ def run_in_process(
 ) -> Answer:
     """Runs a module-level function in a new process and returns its result.
 
-    The process is killed when this one ends. Raises RecipeError if the function does, TrainingError
+    The process is killed when its parent ends. Raises RecipeError if the function does, TrainingError
     if the process fails or takes too long.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -45,7 +45,7 @@ class RanksEnded:
     """How the ranks of `run_ranks` ended."""
 
     result: Any
-    """What rank 0 returned; None: it failed, or was not done in time."""
+    """What rank 0 returned; None if it failed or was not done in time."""
     error: str | None
     """The first exception of a rank, with its traceback."""
     status: int | None

@@ -12,8 +12,8 @@ import torch
 
 
 def missing_for_triton(device: torch.device) -> str | None:
-    """What Triton lacks on this machine, where it compiles a small C module for Python; None if it
-    can compile kernels for this GPU."""
+    """Why Triton cannot compile kernels for this GPU; None if it can. Triton first compiles a small
+    C module for Python."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):

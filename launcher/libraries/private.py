@@ -196,7 +196,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def set_nccl_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """The same for NCCL alone, if the group has it: its watchdog ends the process."""
+    """Sets the timeout of NCCL alone, if the group has it: NCCL's watchdog ends the process."""
     gpu = torch.device("cuda")  # also a device of gloo, with the same backend as the CPU
     if gpu in group._device_types and (backend := group._get_backend(gpu)).name() == "nccl":
         backend._set_default_timeout(timeout)

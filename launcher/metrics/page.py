@@ -100,7 +100,7 @@ class Charts:
     starts: Sequence[float] = ()
     """When each run started; of charts over steps, for the axes of time and date."""
     time_unit: tuple[str, int] = ("s", 1)
-    """Of the time axis, and its seconds."""
+    """The unit of the time axis, and the seconds in one unit."""
     note: str = ""
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launcher.errors import first_line
+from launcher.files import replace_text
 from launcher.recipe import schema
-from launcher.reliability.json_files import Lines, last_line, replace_text
+from launcher.reliability.json_files import Lines, last_line
 from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Wandb:
         """The last step that is not logged again, of training and of evaluations."""
         known = folder / "wandb_id"  # a resumed run continues in the same one
         if not known.exists():
-            known.write_text(uuid.uuid4().hex[:8])
+            replace_text(known, uuid.uuid4().hex[:8])
         settings: dict[str, Any] = {
             "id": known.read_text(),
             "resume": "allow",

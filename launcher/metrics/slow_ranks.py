@@ -30,7 +30,7 @@ class SlowRanks:
         self._since: dict[int, tuple[int, float]] = {}
         """For each slow rank, the step and time since which it is slow."""
         self._named: set[int] = set()
-        """Those that a message named."""
+        """The slow ranks that a message has named."""
         self.note: str | None = None
         """The slowest rank now, for a line of a step."""
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import copy
-import glob
-import hashlib
 import json
 import logging
-import os
-import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launcher.console import task
-from launcher.distributed.processes import is_running, process_start, this_machine
+from launcher.files import replace_folder
 from launcher.libraries.private import names_in_float32, names_not_saved
 from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.initialization import clean_name
@@ -45,7 +39,7 @@ PROCESSOR = ("*processor_config.json", "chat_template.json")
 """Files of the processor of a model of images and text."""
 COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of a checkpoint that an export copies: the processor's, and the license."""
-_WRITTEN = (
+WRITTEN = (
     "*.safetensors",
     "*.safetensors.index.json",
     "*config.json",
@@ -59,10 +53,6 @@ _WRITTEN = (
     *("chat_template*", NAMED_TEMPLATES, LABELS, "*.tiktoken", "tekken.json"),
 )
 """Files that exports write. One that the next export does not write would change the model."""
-_LEFTOVER = re.compile(
-    r"\.(?P<purpose>writing|old)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{4}"
-)
-"""The end of the name of a folder that an export writes or replaces, with its process."""
 
 
 class Tokenizer(Protocol):
@@ -116,7 +106,7 @@ def export_hugging_face(
         for _ in exported_tensors(module, read, merged=merged, convert=False):
             pass  # its part in the all-gathers
         return
-    with appearing(folder) as scratch:
+    with replace_folder(folder, written=WRITTEN) as scratch:
         write_weights(module, scratch, read, dtype=dtype, merged=merged, source=source)
         if tokenizer is not None:
             tokenizer.save(scratch)
@@ -194,7 +184,9 @@ def exported_tensors(
         names = [name for name in names if name not in own] + list(aliases)
         base = read
         read = merged_reader(
-            *(model, config.to_dict(), stored),
+            model,
+            config.to_dict(),
+            stored,
             read_base=lambda name: base(aliases.get(name, name)),
             read_adapter=lambda key: base(stored[key]),
         )
@@ -207,71 +199,6 @@ def exported_tensors(
                 yield from conversion.convert(tensors).items()
             del tensors  # before the next ones are read
             advance(1)
-
-
-@contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """Yields a scratch folder that replaces `folder` at the end, with those files of it that no
-    export writes, such as a model card. A process that is killed meanwhile leaves the new folder,
-    or the old one, perhaps as FOLDER.old-PROCESS. The next one removes what is left."""
-    folder = folder.resolve()  # of a link: what it points to
-    remove_leftovers(folder)
-    process = f"{_machine()}-{os.getpid()}-{process_start(os.getpid())}-{os.urandom(2).hex()}"
-    old = folder.with_name(f"{folder.name}.old-{process}")
-    scratch = folder.with_name(f"{folder.name}.writing-{process}")
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        if folder.exists():
-            _keep_other_files(folder, scratch)
-            folder.rename(old)
-        scratch.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def remove_leftovers(folder: Path, *, owned: bool = False) -> None:
-    """Removes what exports to `folder` have left whose processes were killed. Those of another
-    machine may still run: they are named in a warning, or removed with `owned`, where the caller
-    has the lock of the run folder."""
-    folder = folder.resolve()
-    for path in sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*")):
-        found = _LEFTOVER.fullmatch(path.name.removeprefix(folder.name))
-        if found is None:
-            continue
-        if found["machine"] != _machine() and not owned:
-            what = "was left by an export on another machine, or before this one was restarted"
-            logger.warning(f"{path} {what}; if that export does not run any more, delete it")
-        elif found["machine"] == _machine() and is_running(int(found["pid"]), int(found["start"])):
-            continue  # it is being written
-        elif found["purpose"] == "old" and not folder.exists():
-            path.rename(folder)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _machine() -> str:
-    return hashlib.sha256(this_machine().encode()).hexdigest()[:8]
-
-
-def _keep_other_files(folder: Path, scratch: Path) -> None:
-    for path in folder.iterdir():
-        kept = scratch / path.name
-        if kept.exists() or any(path.match(pattern) for pattern in _WRITTEN):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, kept, symlinks=True, copy_function=_link)
-        else:
-            _link(path, kept)
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    """A second name of a file, or a copy where the file system has no such links."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def end_ids(model: nn.Module) -> list[int]:

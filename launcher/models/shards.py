@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +26,11 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     if not isinstance(tensor, DTensor):
         return tensor, 0
     return tensor.to_local(), _local_range(tensor, 0).start
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of this rank's parts of these tensors. Tensors with one storage count several times."""
+    return sum(local_part(tensor.detach()).nbytes for tensor in tensors)
 
 
 def local_columns(tensor: torch.Tensor) -> range | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import checksum_of, checksum_of_file, flush, replace_file, replace_text
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
-from launcher.reliability.json_files import Json, replace_text
+from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype
 
 logger = logging.getLogger(__name__)
@@ -84,13 +83,12 @@ class ReferenceFile:
     def write(self, arrays: Mapping[str, Reference]) -> bool:
         """Replaces the file; returns whether that succeeded. A full disk is a warning: a resume then
         computes the arrays again."""
-        scratch = self.path.with_name(f".{self.path.name}")
         about = {"checksum": _checksum(arrays), "weights": self.weights}
         if self.config is not None:
             about["config"] = self.config
         try:
-            save_file(dict(arrays), scratch, metadata=about)
-            scratch.replace(self.path)
+            with replace_file(self.path, only_writer=True) as scratch:
+                save_file(dict(arrays), scratch, metadata=about)
         except (OSError, SafetensorError) as error:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")
             return False
@@ -118,7 +116,8 @@ class TeacherFile:
             problem = "is of another teacher, other settings or other data"
             if {name: found.get(name) for name in about} == about:
                 written: int = found["written"]
-                if self._digest(about, written).hexdigest() == found["checksum"]:
+                digest = checksum_of_file(self.path, size=_end(about, written))
+                if digest.hexdigest() == found["checksum"]:
                     if older:
                         logger.warning(_without_config(self.path, "distillation.teacher"))
                     return written
@@ -141,30 +140,20 @@ class TeacherFile:
                 self._description.unlink(missing_ok=True)
                 self.path.write_bytes(_header(about))
             with self.path.open("r+b") as file:
-                digest = self._digest(about, done)
+                digest = checksum_of_file(self.path, size=_end(about, done))
                 file.truncate(file.seek(_end(about, done)))
                 for part in parts:
                     digest.update(data := part.tobytes())
                     file.write(data)
                     written += len(part)
                     if time.monotonic() - saved > SAVED_SECONDS or written == rows:
-                        file.flush()
-                        os.fsync(file.fileno())
+                        flush(file)
                         state = {"written": written, "checksum": digest.hexdigest()}
                         replace_text(self._description, json.dumps({**about, **state}))
                         saved = time.monotonic()
         except OSError as error:
             raise TrainingError(f"{self.path} cannot be written: {error}") from None
         assert written == rows
-
-    def _digest(self, about: Mapping[str, Any], written: int) -> xxhash.xxh3_128:
-        """Of the file up to the end of the rows that are written."""
-        digest, left = xxhash.xxh3_128(), _end(about, written)
-        with self.path.open("rb") as file:
-            while block := file.read(min(left, 1 << 24)):
-                digest.update(block)
-                left -= len(block)
-        return digest
 
     @property
     def _description(self) -> Path:
@@ -193,7 +182,7 @@ def config_digest(model: schema.Model) -> str | None:
     except (OSError, ValueError) as error:
         what = f"{file} cannot be read: {error}; save or download the checkpoint again"
         raise RecipeError(f"model.path: {what}") from None
-    return xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return checksum_of([json.dumps(config, sort_keys=True).encode()])
 
 
 def _computed(part: Json) -> Json:
@@ -210,11 +199,10 @@ def _without_config(path: Path, key: str) -> str:
 
 
 def _checksum(arrays: Mapping[str, Reference]) -> str:
-    digest = xxhash.xxh3_128()
+    parts: list[bytes | memoryview] = []
     for name, array in sorted(arrays.items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+        parts += [name.encode(), np.ascontiguousarray(array).data]
+    return checksum_of(parts)
 
 
 def _header(about: Mapping[str, Any]) -> bytes:

@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch import nn
 
 from launcher.console import bytes_as_text, seconds_as_text
@@ -32,6 +31,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import checksum_of
 from launcher.models.build import vocabulary_size
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.inputs import IGNORED, Masking
@@ -119,11 +119,10 @@ def first_targets(dataset: SequenceDataset) -> npt.NDArray[np.int64]:
 def _digest(dataset: SequenceDataset) -> str:
     """Names the tokens, and how they are divided into sequences: a prediction depends on what its
     sequence has before it."""
-    digest, sequences = xxhash.xxh3_128(), dataset.sequences
-    digest.update(str(dataset.fingerprint["content"]).encode())
-    for array in (sequences.starts, sequences.lengths, sequences.bounds):
-        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
-    return digest.hexdigest()
+    sequences = dataset.sequences
+    arrays = sequences.starts, sequences.lengths, sequences.bounds
+    content = str(dataset.fingerprint["content"]).encode()
+    return checksum_of([content, *(np.ascontiguousarray(a, dtype=np.int64).data for a in arrays)])
 
 
 def _announce(file: TeacherFile, settings: schema.Distillation, rows: int, done: int) -> None:

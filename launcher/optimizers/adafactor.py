@@ -89,7 +89,7 @@ class Adafactor(torch.optim.Optimizer):
         if parameter.ndim < 2:
             return moments["variance"].clamp(min=EPS1 * EPS1).rsqrt_()
         row_var, col_var = moments["row_var"], moments["col_var"]
-        # The mean of the columns is that of the rows, which are sharded
+        # The mean of col_var equals the mean of row_var, whose rows are sharded
         mean = col_var.mean(dim=-1, keepdim=True).clamp_(min=EPS1)
         return (row_var @ col_var).div_(mean).clamp_(min=EPS1 * EPS1).rsqrt_()
 

@@ -166,9 +166,17 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
         moments = [_matrix(state[key]) if key in state else None for key in names]
         kernel.update[(programs,)](
-            *(weights, gradient.contiguous(), *moments, state["step"], corrections),
-            *(self.found_inf.to(weights.device), self.grad_scale),
-            *(rows, width, first_row * width, *self._seeds(name).values()),
+            weights,
+            gradient.contiguous(),
+            *moments,
+            state["step"],
+            corrections,
+            self.found_inf.to(weights.device),
+            self.grad_scale,
+            rows,
+            width,
+            first_row * width,
+            *self._seeds(name).values(),
             decay=1 - group["lr"] * group["weight_decay"],
             share_m=1 - beta1,
             beta2=beta2,

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from launcher.checkpoint.files import ALIGNMENT, DirectFile
 from launcher.checkpoint.staging import aligned_buffer, page_lock, page_unlock
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import ALIGNMENT, DirectFile
 from launcher.libraries.private import dtensor_of, spec_of
-from launcher.models.shards import local_rows
+from launcher.models.shards import local_bytes, local_rows
 from launcher.optimizers.low_precision import State
 from launcher.recipe import schema
 
@@ -85,7 +85,7 @@ class _Bucket:
 
 
 def _padded(value: torch.Tensor) -> int:
-    return -(-local_rows(value)[0].nbytes // 256) * 256
+    return -(-local_bytes([value]) // 256) * 256
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

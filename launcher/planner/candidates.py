@@ -17,7 +17,7 @@ import torch
 from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
-from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
+from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.speed import RANGE, StepTime, tokens_per_step
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -165,7 +165,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
-    """The same global batch in micro-batches of other sizes."""
+    """Divisions of the global batch into micro-batches; the recipe's own division first."""
     batch, length = written.batch, written.data.sequence_length
     ranks = layout_sizes(written.strategy, ranks=machine.ranks).data_parallel_size
     yield batch

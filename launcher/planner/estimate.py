@@ -218,7 +218,7 @@ class _Step:
         work, block = self.work, self.blocks[-1]
         unsharded, communication = self.kept_weights, 0
         gradient = (4 if work.ddp else work.size) * block.largest_trained
-        if work.one_rank and not before:  # those of the root, and that of this weight in float32
+        if work.one_rank and not before:  # gradients of the root, and of this weight in float32
             gradient += 4 * (self.root.trained + block.largest_trained)
         elif not (work.ddp or work.one_rank):
             gradient += work.size * self.root.largest_trained if self.last is self.root else 0

@@ -16,18 +16,19 @@ from pathlib import Path
 from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
+from launcher.files import replace_text
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
 from launcher.planner.plan_as_json import configuration_as_json
-from launcher.planner.recipes import has_reductions_to_choose
+from launcher.planner.recipe_values import has_reductions_to_choose
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import ran_out_of_memory
-from launcher.reliability.json_files import Json, replace_text
+from launcher.reliability.json_files import Json
 
 MOST = 6
 """Maximum number of configurations that are measured."""
@@ -82,11 +83,22 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
     the settings that `auto` decides."""
     run, data, optimizer = recipe.run, recipe.data, recipe.optimizer
     depends = (
-        *(machine.name, machine.device, machine.nodes, machine.gpus_per_node),
-        *(recipe.model, recipe.lora, recipe.strategy.mixed_precision),
-        *(dataclasses.replace(optimizer, learning_rate=0.0), recipe.batch.global_batch_size),
-        *(data.kind, data.packing, data.sequence_length, data.builder, data.arguments),
-        *(run.deterministic, run.float32_matmul),
+        machine.name,
+        machine.device,
+        machine.nodes,
+        machine.gpus_per_node,
+        recipe.model,
+        recipe.lora,
+        recipe.strategy.mixed_precision,
+        dataclasses.replace(optimizer, learning_rate=0.0),
+        recipe.batch.global_batch_size,
+        data.kind,
+        data.packing,
+        data.sequence_length,
+        data.builder,
+        data.arguments,
+        run.deterministic,
+        run.float32_matmul,
     )
     name = hashlib.sha256(repr(depends).encode()).hexdigest()[:32]
     return cache_folder(data.cache) / "measured" / f"{name}.json"

@@ -128,7 +128,7 @@ def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
     """The lines of a plan as `as_json` returns it; `measured` is from `measure_fastest`.
 
     columns: of the terminal. Longer lines are folded, but not those to copy, and the names of
-    configurations are in lines of their own. None: there is no limit.
+    configurations are in lines of their own. None: no limit.
     """
     machine = plan["machine"]
     on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"

@@ -58,13 +58,13 @@ class Rates:
     half_flops: float
     """Operations of matrix products in bfloat16 or float16."""
     float32_flops: float
-    """The same in float32 (TF32 where run.float32_matmul allows it)."""
+    """Operations of matrix products in float32 (TF32 where run.float32_matmul allows it)."""
     memory_bandwidth: float
     """Bytes read and written in the device's memory."""
     intra_node_bandwidth: float
     """Bytes that a rank sends and receives in a collective within a node."""
     inter_node_bandwidth: float
-    """The same in a collective across nodes."""
+    """Bytes that a rank sends and receives in a collective across nodes."""
     host_bandwidth: float
     """Bytes copied between host and device in one direction, while all ranks of a node copy."""
     host_adamw: float

@@ -37,7 +37,7 @@ from launcher.libraries.private import (
     wait_for_pending_works,
 )
 from launcher.optimizers.optimizer import LossScale
-from launcher.planner.recipes import micro_batches_of, with_random_weights
+from launcher.planner.recipe_values import micro_batches_of, with_random_weights
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
@@ -136,7 +136,7 @@ class CpuMeter:
         totals.sort(key=lambda event: event[0])
         starts.sort()
         times = [when for when, _ in totals]
-        # The event after that of the mark frees the byte of the mark
+        # The mark allocates a byte, and the event after the mark's own event frees it
         first = [bisect_left(times, when) + 1 for when, _ in starts]
         base = totals[first[0]][1]
         ends = [*(index - 1 for index in first[1:]), len(totals)]
@@ -314,7 +314,7 @@ def evaluate(marks: list[Mark], sizes: Json, *, device: str) -> Measurement:
     assert len(starts) == STEPS + 1
     steps = []
     for first, last in pairwise(starts):
-        step = dict.fromkeys(PHASES, 0)
+        step: dict[str, int] = dict.fromkeys(PHASES, 0)
         for mark in marks[first:last]:
             phase = mark.name.replace("data", "forward")
             step[phase] = max(step[phase], mark.peak)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
@@ -14,6 +13,18 @@ if TYPE_CHECKING:
 
 Phase = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+Component = Literal[
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "logits",
+    "communication",
+    "temporary",
+]
+"""A part of the memory of a step: a field of `Components`, which documents it."""
+COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
 """Bytes that PyTorch allocates for cuBLAS in the threads of the forward and the backward pass.
@@ -54,9 +65,6 @@ class Components:
         return sum(vars(self).values())
 
 
-COMPONENTS = tuple(field.name for field in dataclasses.fields(Components))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Moment:
     """A point in a step, with the memory that a rank holds there."""
@@ -83,7 +91,7 @@ class StepMemory:
     held: Components
     """Memory between steps, without cuBLAS workspaces, which moments count as temporary."""
     after_forward: Components
-    """The same after the forward pass of the first micro-batch."""
+    """Memory after the forward pass of the first micro-batch, without cuBLAS workspaces."""
     host: int
     """Host memory that offload takes: shards, gradients, optimizer state, activations."""
     disk: int = 0

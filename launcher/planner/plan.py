@@ -23,7 +23,7 @@ from launcher.planner.estimate import estimate_memory, forward_peak
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory
 from launcher.planner.profile import ModelProfile, original_model, profile_model
-from launcher.planner.recipes import micro_batches_of, with_random_weights
+from launcher.planner.recipe_values import micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step, with_compiled_blocks
 from launcher.planner.work import Work, state_bytes

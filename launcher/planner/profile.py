@@ -28,7 +28,7 @@ from launcher.models.tensor_parallel import (
 from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
-from launcher.planner.recipes import with_random_weights
+from launcher.planner.recipe_values import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import Replacements
@@ -183,8 +183,8 @@ class ModelProfile:
     """What a block saves for one sequence, by compute dtype and class. Empty if the model does not
     run on fake tensors: then the shapes of the weights are used."""
     autocast: dict[int, Saved] = dataclasses.field(default_factory=dict)
-    """The same by class for DDP, which computes in 16 bits by autocast: norms and sums stay in
-    float32, and adapters read casts of their inputs. Empty where `saved` is."""
+    """What a block saves for one sequence with DDP, by class. DDP computes in 16 bits by autocast:
+    norms and sums stay in float32, and adapters read casts of their inputs. Empty if `saved` is."""
     undivided: ModelProfile | None = None
     """The whole model, where this is the part of a tensor parallel rank."""
 
@@ -401,7 +401,9 @@ def _with_saved(
 
     def of_classes(dtype: torch.dtype, *, autocast: bool = False) -> dict[int, Saved]:
         of_blocks = saved_of_blocks(
-            *(prepared.model, kind_of, data),
+            prepared.model,
+            kind_of,
+            data,
             device=profile.device,
             dtype=dtype,
             autocast=autocast,

@@ -25,7 +25,7 @@ from launcher.planner.candidates import (
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan, make_plan, trace_ahead
 from launcher.planner.profile import profile_model
-from launcher.planner.recipes import has_reductions_to_choose
+from launcher.planner.recipe_values import has_reductions_to_choose
 from launcher.planner.speed import estimate_time
 from launcher.recipe.schema import Lora, Recipe
 from launcher.recipe.validate import check
@@ -54,7 +54,7 @@ class SearchResult:
     """The fastest first, each with clearly less memory than the one before, and the recipe as
     written. Where nothing fits: the smallest."""
     best: Configuration | None
-    """The fastest that fits, traced; None: nothing fits, or no memory is known."""
+    """The fastest configuration that fits, traced; None if nothing fits or no memory is known."""
     evaluated: int
     suggestions: tuple[str, ...]
     """If nothing fits: changes that would help, as text with overrides."""

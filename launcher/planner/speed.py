@@ -34,16 +34,18 @@ LAUNCH, LAUNCH_BACKWARD = 15e-6, 8e-6
 """Seconds in which eager PyTorch launches a kernel. Estimates: 31 and 16 us were measured for a
 Llama block on null GPUs, on a core of an AMD EPYC that other programs shared."""
 LAUNCH_SELECTIVE = 85e-6
-"""The same in the forward pass and in recomputation with selective checkpointing, where Python code
-decides about each operator: the host of an H100 took 574 ms for a step whose kernels took 475."""
+"""Seconds in which eager PyTorch launches a kernel in the forward pass and in recomputation with
+selective checkpointing, where Python code decides about each operator: the host of an H100 took 574
+ms for a step whose kernels took 475."""
 BACKWARD_LAUNCHES = 2.2
 """Ratio of kernels in the backward pass of a Llama block to those in its forward pass: 82 to 38."""
 BACKWARD_MOVED = 2.4
-"""The same ratio of the bytes that operators other than products and attention move: 11.8 to 4.8 GB
-for a block of Llama 3 8B with 8,192 tokens."""
+"""Ratio of the bytes that operators other than matrix products and attention move in the backward
+pass to the bytes that they move in the forward pass: 11.8 to 4.8 GB for a block of Llama 3 8B with
+8,192 tokens."""
 FUSED_MOVED, FUSED_LAUNCHES = 0.25, 0.7
-"""Share of these bytes, and of the time of launches, that compiled blocks take: 4.1 of 16.6 GB in
-forward and backward pass of that block, as Inductor counts them."""
+"""Compiled blocks move this share of the bytes of BACKWARD_MOVED, and take this share of the launch
+time: 4.1 of 16.6 GB in the forward and backward pass of that block, as Inductor counts them."""
 SHARED = 0.19
 """Share of its rate that compute loses while a collective runs: an average of 18.9 % on A100, H100,
 MI210 and MI250 (Lee et al., 2025, arXiv 2507.03114)."""

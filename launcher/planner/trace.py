@@ -47,8 +47,8 @@ from launcher.planner.memory import (
     StepMemory,
 )
 from launcher.planner.profile import original_model, prepared_model
-from launcher.planner.recipes import with_random_weights
-from launcher.planner.tracker import HOST, Held, Place, Tracker
+from launcher.planner.recipe_values import with_random_weights
+from launcher.planner.tracker import HOST, Held, Label, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.strategies.fsdp import Fsdp
@@ -191,7 +191,7 @@ def _run(
 
 def _logits_label(
     prepared: PreparedModel, data: SyntheticData, *, tensor_parallel_size: int
-) -> Callable[[torch.Tensor], str | None]:
+) -> Callable[[torch.Tensor], Label | None]:
     """A function that labels logits, by their shape, of which each rank has a part."""
     widths, positions = set(), data.tensors.get("target_positions")
     tokens = data.tokens if positions is None else len(positions)
@@ -200,7 +200,7 @@ def _logits_label(
         width = chunk_width(tokens, vocabulary) if prepared.chunked_loss else vocabulary
         widths = {width, vocabulary % width or width}
 
-    def label_of(tensor: torch.Tensor) -> str | None:
+    def label_of(tensor: torch.Tensor) -> Label | None:
         last = tensor.shape[-1] if tensor.ndim > 1 else 0
         return "logits" if last in widths and tensor.numel() == tokens * last else None
 
@@ -238,8 +238,8 @@ class _Observer:
         self._pinned = offload.pin_memory if offload and offloads_parameters(offload) else None
         self._tracker, self._optimizer = tracker, optimizer
         self.trained = [p for p in wrapped.module.parameters() if p.requires_grad]
-        self._gradients = HOST if offloads_parameters(offload) else "gradients"
-        self._states = HOST if offload is not None else "optimizer"
+        self._gradients: Label = HOST if offloads_parameters(offload) else "gradients"
+        self._states: Label = HOST if offload is not None else "optimizer"
         self._file: StateFile | None = getattr(optimizer, "file", None)
         self._unsharded: set[int] = set()
         self._micro_batch = -1
@@ -354,7 +354,7 @@ class _Observer:
 
 
 def _components(held: Held, workspaces: int = 0) -> Components:
-    sizes = {name: held[name] for name in COMPONENTS}
+    sizes: dict[str, int] = {name: held[name] for name in COMPONENTS}
     return Components(**sizes | {"temporary": sizes["temporary"] + workspaces})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,19 +21,25 @@ from launcher.libraries.private import (
     TorchDispatchMode,
     tree_leaves,
 )
-from launcher.planner.memory import COMPONENTS, Phase
+from launcher.planner.memory import COMPONENTS, Component, Phase
 from launcher.planner.memory import pinned as pinned_bytes
 
-HOST = "host"
+Label = Component | Literal["host"]
+"""What a storage is for."""
+HOST: Literal["host"] = "host"
 """The label of storages in host memory while the device is a GPU."""
 
 _COPIED = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
 """Collectives of which gloo copies an argument, with its index."""
 _COMMUNICATES = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", *_COPIED)
 """Operators whose arguments are buffers of FSDP, except for those that have another label."""
-_COPIES = {"parameters": "gathered", "gradients": "gradients", "communication": "communication"}
+_COPIES: Mapping[Label, Component] = {
+    "parameters": "gathered",
+    "gradients": "gradients",
+    "communication": "communication",
+}
 """Labels of copies, by the label of what is copied: FSDP and autocast copy to change the dtype."""
-Held = dict[str, int]
+Held = dict[Label, int]
 """Bytes by component, and those labelled HOST."""
 
 
@@ -42,7 +48,7 @@ class Record:
     """One storage."""
 
     size: int
-    label: str | None
+    label: Label | None
     born: int
     weak: weakref.ref[torch.UntypedStorage] | None = None
 
@@ -59,7 +65,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode, entered inside of a fake-tensor mode."""
 
     def __init__(
-        self, label_of: Callable[[torch.Tensor], str | None], *, gloo: bool = False
+        self, label_of: Callable[[torch.Tensor], Label | None], *, gloo: bool = False
     ) -> None:
         """`label_of` returns a label for a tensor by its shape. `gloo` says whether collectives run
         on gloo, which copies arguments of all-gathers and reduce-scatters."""
@@ -104,7 +110,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_transient(out.nbytes, "activations")
         return out
 
-    def _record_transient(self, size: int, label: str) -> None:
+    def _record_transient(self, size: int, label: Label) -> None:
         """Memory that an operation takes beside its result, and frees before it returns."""
         record = Record(size, label, len(self._events))
         self._record(record, size)
@@ -115,7 +121,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.place = self.place._replace(**changes)
 
     def see(
-        self, tensor: torch.Tensor, *, label: str | None = None, source: object = None
+        self, tensor: torch.Tensor, *, label: Label | None = None, source: object = None
     ) -> Record:
         """Records a tensor's storage, if it is new. `source` is the tensor it was copied from."""
         storage = _storage_of(tensor)
@@ -129,7 +135,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record.label = label or record.label or copied
         return record
 
-    def mark(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+    def mark(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
         """Labels storages, and records those that are new."""
         for tensor in tensors:
             self.see(tensor, label=label)
@@ -146,7 +152,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The number of events so far, as a point in time."""
         return len(self._events)
 
-    def label_live(self, label: str, *, since: int) -> None:
+    def label_live(self, label: Label, *, since: int) -> None:
         """Labels the existing storages without a label that were allocated after this event."""
         for record in self._live.values():
             if record.label is None and record.born >= since and record.size:
@@ -167,18 +173,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if delta:
             self._events.append((self.place, record, delta))
 
-    def _label_of_copy(self, source: object) -> str | None:
+    def _label_of_copy(self, source: object) -> Label | None:
         if not isinstance(source, torch.Tensor) or isinstance(source, DTensor):
             return None
         known = self._live.get(id(source.untyped_storage()))
-        return None if known is None else _COPIES.get(known.label or "")
+        return None if known is None else known.label and _COPIES.get(known.label)
 
     def at(
         self,
         event: int,
         *,
         since: int = 0,
-        held: Mapping[str, int] | None = None,
+        held: Mapping[Label, int] | None = None,
         without: frozenset[str] = frozenset(),
     ) -> Held:
         """Bytes held at an event, from `held` at the event `since`, as if there were no events in
@@ -194,7 +200,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         since: int,
         until: int,
         *,
-        held: Mapping[str, int] | None = None,
+        held: Mapping[Label, int] | None = None,
         without: frozenset[str] = frozenset(),
     ) -> list[tuple[Place, Held]]:
         """The highest moment of each place between two events, in order, with the most host memory of
@@ -220,8 +226,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Its storage, of a DTensor that of the local shard. The same object while the storage
-    lives."""
+    """The storage of a tensor, or of a DTensor's local shard. The same object while the storage
+    exists."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             tensor = tensor.to_local()

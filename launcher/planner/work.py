@@ -14,7 +14,7 @@ from launcher.models.chunked_loss import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipe_values import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.operators import Saved, share_of_budget
@@ -76,7 +76,7 @@ class Pass:
     selective: float = 0
     """Kept by selective checkpointing in addition to the input of the block."""
     spared: float | None = None
-    """Share of the operators' cost that a budget saves in recomputation; None: no budget."""
+    """Share of the operators' cost that a budget saves in recomputation; None without a budget."""
     output: float
     widest: float
     """The largest tensor."""
@@ -126,7 +126,7 @@ class Work:
         every = not self.ddp if sync == "auto" else sync
         self.reductions = self.micro_batches if every or self.one_rank else 1
         # Ranks that shard each parameter, and its optimizer state. With tensor parallelism the
-        # profile is that of a rank's part, which as many fewer ranks shard
+        # profile describes a tensor parallel rank's part, which is sharded over fewer ranks
         self.tensor_ranks = 1 if self.ddp else sizes.tensor_parallel_size
         self.shards = 1 if self.ddp else sizes.shard_size
         self.state_shards = ranks if strategy.shard_optimizer else self.shards

@@ -15,7 +15,7 @@ from launcher.recipe.load import resolve_arguments
 from launcher.recipe.schema import Recipe
 
 TRUST_HELP = "Run the code that the recipe in RUN_DIR names: you have read it and trust it."
-"""Of the option --trust-run, of commands that build what the recipe of a run names."""
+"""The help text of --trust-run, an option of commands that build what the recipe of a run names."""
 
 
 def call_function(name: str, arguments: Mapping[str, object], *, key: str) -> object:

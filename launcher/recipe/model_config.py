@@ -39,7 +39,7 @@ _OF_WEIGHTS = {
 """Keys that decide which weights there are, their shapes, or what they compute."""
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
 _SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3", None)
-"""Values of rope_type with which `factor` stretches positions. None: that of the checkpoint."""
+"""Values of rope_type with which `factor` stretches positions. None: the type of the checkpoint."""
 
 
 Found = Iterator[tuple[tuple[str, ...], str]]

@@ -88,6 +88,6 @@ _ANSWERS = {
 
 
 def answer_to(name: str) -> str | None:
-    """What to answer to a key's name in another tool: `did you mean KEY?`; None: not known."""
+    """The answer to a key's name in another tool, `did you mean KEY?`; None if it is not known."""
     name = name.removeprefix("--").replace("-", "_")
     return f"did you mean {_KEYS[name]}?" if name in _KEYS else _ANSWERS.get(name)

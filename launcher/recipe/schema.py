@@ -160,7 +160,7 @@ class Data(Section):
     """Rows of the training data that are used at most, the first ones, of each source of a mixture;
     null: all."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
-    """The same, for evaluation. Or several sets: {NAME: [...], ...}."""
+    """Like data.train, for evaluation. Or several sets: {NAME: [...], ...}."""
     validation_split: Annotated[PositiveFloat, Field(lt=1)] | None = None
     """Without validation: the share of the training documents that is held out for it, the same on
     any number of ranks and after a resume. Not used if validation is given."""
@@ -258,7 +258,7 @@ class Data(Section):
 
     @property
     def drops_overlong(self) -> bool:
-        """Whether rows that are too long are left out."""
+        """Whether rows that are too long are skipped."""
         if self.overlong is None:
             return self.kind in ("chat", "instruct", "preference")
         return self.overlong == "drop"

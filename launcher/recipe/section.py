@@ -37,7 +37,7 @@ def _has_no_marks(path: str) -> bool:
 
 
 def size_in_bytes(text: str) -> int | None:
-    """`80GiB` is 80 x 1024^3, `80GB` is 80 x 1000^3. None: not a size with a unit."""
+    """`80GiB` is 80 x 1024^3, `80GB` is 80 x 1000^3. None if it is not a size with a unit."""
     match = re.fullmatch(SIZE, text)
     if match is None:
         return None
@@ -64,7 +64,7 @@ Float8 = Annotated[
         _not_tensorwise, json_schema_input_type=Literal["rowwise", "rowwise_with_gw_hp"]
     ),
 ]
-# The only conversion is that of an integer to a float: 3 is not true, and "4" is not 4
+# The only conversion is from an integer to a float: 3 is not true, and "4" is not 4
 StrictFloat = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 # Larger numbers overflow the integers and floats that they are computed with
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e30

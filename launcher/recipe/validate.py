@@ -398,4 +398,4 @@ _RULES = (
 )
 _RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)
-"""Those that look for the data, which a plan does not need."""
+"""Rules that look for the files of the data. A plan does not need these files."""

@@ -20,7 +20,8 @@ _FLOAT = re.compile(
     r"[-+]?(([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+"
     r"|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
 )
-"""Also 1e-4, which is text in YAML 1.1. Not 1:30.0."""
+"""Numbers with a point or an exponent. 1e-4 is one too, although it is text in YAML 1.1; 1:30.0 is
+text."""
 _OTHER_RULES = {_TAG + "int", _TAG + "float", _TAG + "timestamp"}
 _LONGEST_NUMBER = 100
 _DEEPEST, _MOST_VALUES = 50, 100_000
@@ -69,7 +70,7 @@ _Loader.add_constructor(_TAG + "int", _Loader.construct_int)
 
 
 class NotYamlError(ValueError):
-    """Text that is not YAML. line: of the error; None: not known."""
+    """Text that is not YAML. line: the line of the error; None if it is not known."""
 
     def __init__(self, message: str, line: int | None) -> None:
         super().__init__(message)

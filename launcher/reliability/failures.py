@@ -82,7 +82,8 @@ class Neighbours:
         """Whether `find` has succeeded."""
 
     def find(self, store: Store) -> None:
-        """Publishes this rank's process, and reads those of the others once all are published."""
+        """Publishes this rank's process, and reads the processes of the other ranks once all are
+        published."""
         machine, own = this_machine(), os.getpid()
         store.set(_PROCESS(self._rank), f"{machine} {own} {process_start(own)}")
         if store.check([_PROCESS(rank) for rank in self._others]):
@@ -132,7 +133,7 @@ class FailureWatch:
         self._claiming, self._ending = threading.Lock(), threading.Lock()
 
     def _connect(self, shared: Store) -> Store:
-        """A separate connection: that of the process group may wait for a lost rank."""
+        """A separate connection: the process group's own may wait for a lost rank."""
         if self.ranks == 1:
             return HashStore()
         store: Store = shared.clone()  # type: ignore[attr-defined]
@@ -267,8 +268,8 @@ class FailureWatch:
         self._set_reported(status)
 
     def _last_step(self) -> int:
-        """The last finished step. Before this start has loaded its checkpoint, it is the last step of
-        the start before."""
+        """The last finished step. Until this start has loaded its checkpoint, it is the last step
+        of the previous start."""
         return self.progress.step or self.run.last_step()
 
     def _print(self, text: str) -> None:

@@ -6,7 +6,6 @@ A full disk does not end the run that writes them, and damaged lines are skipped
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import itertools
 import json
@@ -21,10 +20,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 """A JSON object."""
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 16 << 10
-_BLOCK = 4096
-"""Bytes of a file that a full disk has room for if the file exists."""
 
 # Types of the keys that are read again, in status.json, events.jsonl and metrics.jsonl
 _TEXTS = (
@@ -41,24 +37,6 @@ _NUMBERS = (
     "seconds", "loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "eval_loss",
 )  # fmt: skip
 _TABLES = ("shares", "held", "versions", "eval_losses", "eval_scores")
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Replaces a file atomically. On a full disk it is overwritten instead, if the text fits into
-    the blocks that the file has. Raises OSError."""
-    scratch, data = file.with_name(f".{file.name}.{os.getpid()}"), text.encode()
-    try:
-        scratch.write_bytes(data)
-        scratch.replace(file)
-    except OSError as problem:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        size = file.stat().st_size if file.exists() else 0
-        if problem.errno not in _NO_SPACE or not size or len(data) > max(size, _BLOCK):
-            raise
-        with file.open("r+b") as stream:
-            stream.write(data)
-            stream.truncate()
 
 
 class Lines:

@@ -30,6 +30,7 @@ from pydantic import BaseModel
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import is_running, process_start, this_machine
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import write_file
 
 TOUCH_SECONDS = 15.0
 """Seconds between the heartbeats of an owner."""
@@ -288,11 +289,7 @@ def _create(record: Path, owner: Owner) -> bool:
     """Creates a record. Returns False if that number exists already."""
     try:
         # For its user only: the ranks' store has no password, and the record has its port
-        descriptor = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(owner.model_dump_json(indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_file(record, (owner.model_dump_json(indent=1) + "\n").encode(), new=True, mode=0o600)
     except FileExistsError:
         return False
     return True

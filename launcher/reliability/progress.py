@@ -12,7 +12,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.step = 0
-        """The last finished step; after a resume, that of the checkpoint."""
+        """The last finished step; after a resume, the step of the checkpoint."""
         self.phase = "start"
         """data, forward, backward, optimizer, evaluation, ..."""
         self.beats = 0
@@ -25,7 +25,8 @@ class Progress:
         self.started = False
         """The first step of this start is done."""
         self.step_seconds: float | None = None
-        """How long the last step took, with what followed the one before; None: not known yet."""
+        """Seconds from the end of the step before last to the end of the last step; None if it is
+        not known yet."""
         self._step_began = time.monotonic()
         self.preparing = True
         """No step has begun, so a requested stop has nothing to save."""
@@ -45,13 +46,13 @@ class Progress:
         self.started, self._step_began = True, now
 
     def slow_until_step(self, phase: str) -> None:
-        """Until the next step is done, the limit is that of a slow phase."""
+        """A slow phase begins: its longer time limit applies until the next step is done."""
         self.slow_phase = phase
         self.heartbeat(phase)
 
     @contextlib.contextmanager
     def slow(self, phase: str) -> Iterator[None]:
-        """For long work without heartbeats: the limit is that of a slow phase."""
+        """A context for long work without heartbeats, with the time limit of a slow phase."""
         before, self.slow_phase = self.slow_phase, phase
         self.heartbeat(phase)
         try:

@@ -18,12 +18,12 @@ from typing import Any, Literal, TextIO
 
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError
+from launcher.files import replace_text
 from launcher.reliability.json_files import (
     Json,
     Lines,
     last_line,
     read_jsonl,
-    replace_text,
     well_formed,
 )
 from launcher.reliability.lock import Ownership
@@ -53,7 +53,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.export = path / "hf"
         self.ownership: Ownership | None = None
-        """None: not taken, so any process may write."""
+        """The lock of the folder; None if it was not taken: then any process may write."""
         self._status = path / "status.json"
         self._written = 0.0
         self._unwritten: str | None = None
@@ -114,7 +114,7 @@ class RunFolder:
         )
 
     def note_found(self) -> None:
-        """Remembers status.json as that of an earlier start, for `outcome`."""
+        """Remembers the content of status.json, which an earlier start wrote, for `outcome`."""
         self._found = self.read_status()
 
     def outcome(self) -> Json:
@@ -123,7 +123,7 @@ class RunFolder:
         return {} if self._found in (None, status) else status
 
     def exported_step(self) -> int | None:
-        """The step of RUN_DIR/hf; None: not known, or the run has gone back since."""
+        """The step of RUN_DIR/hf; None if it is not known or the run has gone back since."""
         step = None
         for event in self.read_events():
             if event["event"] == "finished" and event.get("exported"):
@@ -142,7 +142,7 @@ class RunFolder:
         ]
 
     def dropped_overrides(self, arguments: Sequence[str]) -> list[str]:
-        """Overrides of the last start whose keys are not among the arguments of this one."""
+        """Overrides of the last start whose keys are not among the arguments of this start."""
         given = {argument.partition("=")[0] for argument in arguments}
         last: list[str] = (self._starts() or [{}])[-1].get("overrides") or []
         given |= {"recipe", "checkpoint.resume", "checkpoint.allow_changes"}
@@ -165,8 +165,8 @@ class RunFolder:
         return int(max(step or 0 for step in steps)) if steps[0] else 0
 
     def kept_before_training(self) -> Path | None:
-        """The file with what a pass of this start, that of a reference or a teacher, has computed
-        before the first step; None: there is none."""
+        """The file that a pass before the first step of this start has written, with the results of
+        a reference model or a teacher; None without one."""
         with contextlib.suppress(OSError):
             started = (self.path / "recipe.yaml").stat().st_mtime  # `create` writes it
             for last, kept in _PASSES.items():

@@ -59,7 +59,7 @@ Answer = dict[str, Any]
 
 
 def _behind(answers: dict[int, Answer]) -> list[int]:
-    """The ranks with the fewest steps and heartbeats; of these, those that wait for no other."""
+    """The ranks with the fewest steps and heartbeats that wait for no other rank."""
     first = min(answer["position"] for answer in answers.values())
     slowest = sorted(rank for rank in answers if answers[rank]["position"] == first)
     return [rank for rank in slowest if not answers[rank]["waits"]] or slowest
@@ -318,7 +318,7 @@ class Watch:
         return "\n".join(lines)
 
     def _explain_timeout(self, silent: list[int]) -> list[str]:
-        """What these ranks do, which have made a collective of this one exceed its time limit."""
+        """What the ranks do for which a collective of this rank waited beyond its time limit."""
         self._answer()
         answers = dict[int, Answer]()
         missing = [rank for rank in self._ask_others(answers) if rank != self._rank]

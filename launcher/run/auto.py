@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from launcher.checkpoint.resume import earlier_strategy
+from launcher.checkpoint.resume import Start, earlier_strategy
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
@@ -21,6 +21,7 @@ from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import replace_text
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, speed_text, strategy_text
@@ -28,13 +29,13 @@ from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
-from launcher.planner.recipes import has_reductions_to_choose, micro_batches_of
+from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_keys
-from launcher.reliability.json_files import Json, replace_text
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile
 from launcher.strategies.base import compute_dtype, dtype_name
@@ -43,11 +44,12 @@ from launcher.training.prepare import PreparedModel
 logger = logging.getLogger(__name__)
 
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
-"""Keys of `strategy` whose `auto` means: false if that leaves `ROOM`."""
+"""Keys of `strategy`. Their `auto` becomes false if `ROOM` then stays free, else true."""
 ROOM = 0.15
 """Share of the memory that must stay free by estimate, which is good to some 10 %."""
 CPU_ROOM = 0.5
-"""The same on CPUs, whose memory other processes share: also of what `auto` chooses."""
+"""Share of the host memory that must stay free on CPUs, where other processes need memory too. It
+also holds for the configuration that `auto` chooses."""
 CPU_SECONDS = 20.0
 """Most seconds of a micro-batch that `auto` chooses on CPUs: progress is logged after each."""
 SLOW_STEP = 60.0
@@ -129,16 +131,16 @@ def _least(sizes: Sequence[int | None]) -> int | None:
 
 
 def resolve_auto(
-    recipe: Recipe, machine: Machine, *, resume: str, ranks: RankLayout, run: RunFolder
+    recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `resume` is
-    `Decision.source`.
+    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `start` is
+    `Decision.start`.
 
     Writes the recipe to RUN_DIR/recipe.yaml. Micro-batch sizes that ran out of memory in an earlier
     start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
-    written, recipe = recipe, resolve_compile(recipe, resume=resume, ranks=ranks, run=run)
+    written, recipe = recipe, resolve_compile(recipe, start=start, ranks=ranks, run=run)
     if open_keys(recipe):
         recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
     if recipe is not written and ranks.rank == 0:
@@ -179,7 +181,7 @@ def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
-    """Those of `COLLECTIVES` that are `auto` and matter, unless the plan decides them, too."""
+    """The keys in `COLLECTIVES` that are `auto` and have an effect; empty if the plan decides."""
     if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
         return []
     keys = COLLECTIVES if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVES[1:]
@@ -191,12 +193,12 @@ def resolve_collectives(
     prepared: PreparedModel,
     machine: Machine,
     *,
-    resume: str,
+    start: Start,
     ranks: RankLayout,
     run: RunFolder,
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES` and `model.keep_logits`;
-    every rank must call this. `resume` is `Decision.source`. Writes the recipe to
+    every rank must call this. `start` is `Decision.start`. Writes the recipe to
     RUN_DIR/recipe.yaml."""
     collectives = open_collectives(recipe, ranks=machine.ranks)
     if not collectives and recipe.model.keep_logits != "auto":
@@ -211,7 +213,7 @@ def resolve_collectives(
                 recipe,
                 machine,
                 profiles,
-                earlier=earlier_strategy(recipe, run, resume, ranks=machine.ranks, except_for=same),
+                earlier=earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same),
                 failed=_failed_with_fewer(events, machine=machine, recipe=recipe),
             )
             reasons.append(why)
@@ -232,7 +234,7 @@ def resolve_collectives(
 def _profiles(
     recipe: Recipe, prepared: PreparedModel, machine: Machine
 ) -> tuple[ModelProfile, Callable[[], ModelProfile]]:
-    """Those of `choose_collectives`."""
+    """The profiles that `choose_collectives` takes: from shapes, and a function that traces one."""
     shapes = profile_of_shapes(prepared, recipe, device=machine.device)
 
     @cache
@@ -502,7 +504,7 @@ def _failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe
 
 
 def _failed_with_logits(events: list[Json], *, machine: Machine, recipe: Recipe) -> bool:
-    """The same of kept logits."""
+    """Whether a similar start ran out of memory while it kept logits."""
     return any(
         event.get("keep_logits") is True
         for event in _similar_failures(events, machine=machine, recipe=recipe)

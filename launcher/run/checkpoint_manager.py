@@ -21,7 +21,11 @@ from launcher.checkpoint.reader import (
 )
 from launcher.checkpoint.replicas import Replicas
 from launcher.checkpoint.resume import (
+    Fresh,
+    From,
+    Latest,
     Resumed,
+    Start,
     check_content,
     check_recipe,
     recipe_changes,
@@ -104,18 +108,20 @@ class CheckpointManager:
             digest = open_adapter(Path(lora.path)).digest()
         return from_rank_0(digest, self._group)
 
-    def restore(self, resume: str, *, at_most: int | None = None) -> Resumed | None:
-        """Loads a checkpoint, with `auto` the newest valid one up to step `at_most`, otherwise the
-        one in this path. Returns None if `resume` is `never` or there is none.
+    def restore(self, start: Start, *, at_most: int | None = None) -> Resumed | None:
+        """Loads the checkpoint that a start resumes from. `Latest` is the newest valid one up to step
+        `at_most`. Returns None if the start is `Fresh` or there is no checkpoint.
 
         Raises RecipeError if a change of the recipe, the data or the weights is not allowed,
         NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
-        with files.reading(Path(resume)):  # another run, which trains, must not delete it
-            return self._restore(resume, at_most=at_most)
+        if isinstance(start, From):
+            with files.reading(start.path):  # another run, which trains, must not delete it
+                return self._restore(start, at_most=at_most)
+        return self._restore(start, at_most=at_most)
 
-    def _restore(self, resume: str, *, at_most: int | None) -> Resumed | None:
-        path = self._find(resume, at_most=at_most)
+    def _restore(self, start: Start, *, at_most: int | None) -> Resumed | None:
+        path = self._find(start, at_most=at_most)
         if path is None:
             return None
         state = read_state(path)
@@ -151,7 +157,9 @@ class CheckpointManager:
         self.saved_step = state["step"]
         # Damaged checkpoints, and those of steps that will be repeated
         if self._ranks.rank == 0:
-            refused = -1.0 if resume != "auto" else math.inf if at_most is None else at_most
+            refused = -1.0
+            if start == Latest():
+                refused = math.inf if at_most is None else at_most
             files.discard_newer(self._folder, state["step"], refused=refused)
         dist.barrier(group=self._group)
         return Resumed(
@@ -161,15 +169,15 @@ class CheckpointManager:
             state["observed"],
             changes,
             evaluation_due=state["evaluation_due"],
-            origin=None if resume == "auto" else path.resolve(),
+            origin=None if start == Latest() else path.resolve(),
         )
 
-    def _find(self, resume: str, *, at_most: int | None) -> Path | None:
-        if resume == "never":
+    def _find(self, start: Start, *, at_most: int | None) -> Path | None:
+        if isinstance(start, Fresh):
             return None
-        if resume == "auto":
+        if isinstance(start, Latest):
             return find_checkpoint(self._folder, group=self._group, at_most=at_most)
-        path = Path(resume)
+        path = start.path
         problem = verify_together(path, group=self._group)
         if problem is not None:
             raise RecipeError(f"checkpoint.resume: {path} {files.why_not_resumed(path, problem)}")

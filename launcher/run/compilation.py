@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from launcher.checkpoint.resume import recorded_recipe
+from launcher.checkpoint.resume import Start, recorded_recipe
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import compilation_observed
@@ -24,17 +24,17 @@ COST = "each block then launches some 60 more kernels in a micro-batch"
 """Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
 
 
-def resolve_compile(recipe: Recipe, *, resume: str, ranks: RankLayout, run: RunFolder) -> Recipe:
+def resolve_compile(recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder) -> Recipe:
     """The recipe with true or false in place of `model.compile: auto`; every rank must call this.
 
-    A run that resumes keeps what the checkpoint of `resume` (`Decision.source`) was trained with,
+    A run that resumes keeps what the checkpoint of its start was trained with,
     if that is possible here: compiled blocks round differently.
     """
     if recipe.model.compile != "auto":
         return recipe
     reasons = gather(why_eager(ranks.device, here=True), ranks.group)
     why = next((reason for reason in reasons if reason is not None), None)
-    recorded = recorded_recipe(run, resume) if ranks.rank == 0 else {}
+    recorded = recorded_recipe(run, start) if ranks.rank == 0 else {}
     before = from_rank_0(recorded.get("model", {}).get("compile"), ranks.group)
     on = why is None and before is not False
     text = f"auto: model.compile={str(on).lower()}"

@@ -23,10 +23,11 @@ from launcher.distributed.separate_process import run_in_process
 from launcher.errors import message_of
 from launcher.libraries.private import dump_memory_snapshot
 from launcher.models.initialization import clean_name
+from launcher.models.shards import local_bytes
 from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import storages
-from launcher.planner.memory import Plan
+from launcher.planner.memory import Component, Plan
 from launcher.planner.plan import make_plan
 from launcher.planner.search import search_configurations
 from launcher.recipe.schema import Recipe
@@ -40,8 +41,9 @@ EXCESS = 0.05
 SUGGESTIONS = 3
 CLEARLY_LESS = 0.03
 """A suggestion must need less memory than the failed recipe by this share of its tensors."""
-STATES = ("parameters", "gradients", "optimizer")
-_NAMES = {name: NAMES[name] for name in STATES} | {
+STATES: tuple[Component, ...] = ("parameters", "gradients", "optimizer")
+"""Components of the plan that this rank holds between steps."""
+_NAMES: dict[str, str] = {name: NAMES[name] for name in STATES} | {
     "others": "all other tensors, with the request",
     "unused": "reserved by the allocator, not in use",
     "outside": "driver, communicators, other processes",
@@ -124,13 +126,13 @@ def _states(
     gradients = [p.grad for p in [*trained, *module.parameters()]]
     values = [value for state in optimizer.state.values() for value in state.values()]
     seen: dict[int, torch.UntypedStorage] = {}
-    rows = {}
+    rows: dict[str, int] = {}
     for name, tensors in zip(STATES, ([*trained, *weights], gradients, values), strict=True):
         new = {key: storage for key, storage in storages(tensors).items() if key not in seen}
         seen |= new
         rows[name] = sum(s.nbytes() for s in new.values() if s.device.type == device)
     if buckets:
-        rows["gradients"] = max(rows["gradients"], sum(p.nbytes for p in trained))
+        rows["gradients"] = max(rows["gradients"], local_bytes(trained))
     return rows, sum(storage.nbytes() for storage in seen.values())
 
 

@@ -21,7 +21,7 @@ from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
 PHASES = ("data", "forward", "backward", "optimizer", "logging")
-"""The phases of a step. All other time, such as that of a checkpoint, belongs to no step."""
+"""The phases of a step. All other time, such as the time of a save, belongs to no step."""
 TIMED_EVERY = 10
 """CUDA: waits for communication are measured, by events, in one of this number of steps."""
 SENSOR_SECONDS = 5.0
@@ -100,7 +100,8 @@ class _Interval:
 
     @property
     def own_seconds(self) -> float:
-        """Of a step, without logging (only on rank 0) and waits for other ranks; NaN: unknown."""
+        """Seconds of a step without logging, which only rank 0 does, and without waits for other
+        ranks; NaN if the waits are not known."""
         waits, logging = self.communication_seconds, self.seconds["logging"] / self.steps
         return math.nan if waits is None else self.step_seconds - waits - logging
 
@@ -132,7 +133,7 @@ class PendingRecord:
 
     step: Step
     numbers: torch.Tensor
-    """For each rank, those of GATHERED."""
+    """For each rank, the values that GATHERED names."""
     flags: torch.Tensor
     """Gradient norm, then 1 for each skipped step since the last record."""
     work: dist.Work | None
@@ -165,14 +166,15 @@ class StepRecorder:
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
         self._retries = 0.0
-        """Of this rank before the interval."""
+        """Retries of this rank's allocator before the interval."""
         self.measures_waits = True
         """See `WrappedModel.measures_waits`."""
         self.own_seconds: list[float] = []
-        """Of the last record, of each rank (`_Interval.own_seconds`); empty if not measured."""
+        """`_Interval.own_seconds` of each rank in the last record; empty if not measured."""
         self.totals: defaultdict[str, float] = defaultdict(float)
-        """Of this rank after the first record: seconds by phase and of all (`step`), `tokens`,
-        `squared_lengths`, and `communication` in `timed` seconds; and the number of `records`."""
+        """Sums of this rank after the first record: seconds by phase and of whole steps (`step`),
+        `tokens`, `squared_lengths`, seconds of `communication` within `timed` seconds, and the
+        number of `records`."""
         self.restart(skipped=0, skipped_in_a_row=0)
 
     def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
@@ -188,7 +190,7 @@ class StepRecorder:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For the strategy: compute waits for communication inside."""
+        """A context in which compute waits for communication. The strategy enters it."""
         if not self._timed:
             yield
             return

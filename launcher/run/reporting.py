@@ -22,9 +22,10 @@ from launcher.console import LINE_SECONDS, ProgressLine, bytes_as_text, finite, 
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
+from launcher.files import replace_text
 from launcher.metrics.sinks import Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.reliability.json_files import Json, Lines, replace_text
+from launcher.reliability.json_files import Json, Lines
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
 from launcher.run.verdict import StepProfile, advice, step_shares, verdict
@@ -113,7 +114,7 @@ class Reporter:
             logger.info(f"step {number}: {done:,} of {count:,} micro-batches{then}")
 
     def step(self, step: Step) -> None:
-        """Logs the previous step if it is due, and starts to gather the numbers of this one. The
+        """Logs the previous step if it is due, and starts to gather the numbers of this step. The
         device works on the next step meanwhile: logging leaves no gap.
 
         Raises DivergedError after too many skipped steps in a row, or if the loss jumps.

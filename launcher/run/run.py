@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from launcher.checkpoint.resume import Resumed
+from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
 from launcher.console import configure_logging, task
 from launcher.data.batching import Position
 from launcher.data.dataset import MixtureDataset
@@ -19,8 +19,8 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
+from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
-from launcher.models.hugging_face_files import remove_leftovers
 from launcher.recipe.load import LoadedRecipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.failures import FailureWatch
@@ -79,9 +79,9 @@ def train(
     run: RunFolder,
     stop: StopRequest,
     *,
-    resume: str | None,
+    start: Start | None,
 ) -> int:
-    """Joins the other ranks and trains with them. Returns the exit status. `resume` is, on rank 0,
+    """Joins the other ranks and trains with them. Returns the exit status. `start` is, on rank 0,
     what `choose_resume` returned. A failure of any rank ends this process (`FailureWatch`). Raises
     RecipeError for unknown keys of model.config, and TrainingError if the ranks do not meet."""
     check_config_keys(loaded)
@@ -114,7 +114,7 @@ def train(
     ):
         configure_logging()
         rank = Rank(environment, ranks, run, stop, failures, post_mortem, watch, progress)
-        finished = TrainingRun(loaded, rank, resume=resume).execute()
+        finished = TrainingRun(loaded, rank, start=start).execute()
     # torchrun's agent restarts on any other status than 0; status.json has the outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
@@ -122,7 +122,7 @@ def train(
 class TrainingRun:
     """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
 
-    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, resume: str | None) -> None:
+    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, start: Start | None) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         self._recipe = loaded.recipe
         self._set_timeout(loaded.recipe.run.init_timeout)
@@ -130,9 +130,9 @@ class TrainingRun:
         several = environment.local_world_size < environment.world_size
         compare_recipes(loaded.recipe, rank.ranks, several_machines=several)
         # Rank 0 decides: another node may see the folder a little later
-        start = (resume or "never", directory.first_day()) if environment.main else ("never", None)
-        source, first_day = from_rank_0(start, rank.ranks.group)
-        prepared = self._resolve(loaded, source, first_day)
+        first_day = directory.first_day() if environment.main else None
+        start, first_day = from_rank_0((start or Fresh(), first_day), rank.ranks.group)
+        prepared = self._resolve(loaded, start, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
         recorder = StepRecorder(rank.ranks)
@@ -160,9 +160,9 @@ class TrainingRun:
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints: CheckpointManager | None = None
         self._evaluation_due, position, resumed = recipe.evaluation.at_start, Position(), None
-        if recipe.checkpoint.every_steps is not None or source != "never":
+        if recipe.checkpoint.every_steps is not None or start != Fresh():
             self._checkpoints = CheckpointManager(directory, training)
-            resumed = self._checkpoints.restore(source)
+            resumed = self._checkpoints.restore(start)
         if resumed is not None:
             self._evaluation_due, position = resumed.evaluation_due, resumed.position
         self._move_to(position)
@@ -195,18 +195,18 @@ class TrainingRun:
         local = environment.local_world_size
         check_shared_memory(data.training, data.sampler, data.data, ranks=local)
 
-    def _resolve(self, loaded: LoadedRecipe, resume: str, first_day: str | None) -> PreparedModel:
+    def _resolve(self, loaded: LoadedRecipe, start: Start, first_day: str | None) -> PreparedModel:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)
-        recipe = resolve_auto(loaded.recipe, machine, resume=resume, ranks=ranks, run=run)
+        recipe = resolve_auto(loaded.recipe, machine, start=start, ranks=ranks, run=run)
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
         self._progress.heartbeat("model")
         prepared = prepare_model(recipe, device=ranks.device)
         decided = open_keys(loaded.recipe) or open_collectives(recipe, ranks=machine.ranks)
-        recipe = resolve_collectives(recipe, prepared, machine, resume=resume, ranks=ranks, run=run)
+        recipe = resolve_collectives(recipe, prepared, machine, start=start, ranks=ranks, run=run)
         if decided:
             warn_of_host_memory(
                 recipe, prepared, machine, ranks=ranks, environment=rank.environment
@@ -400,7 +400,7 @@ class TrainingRun:
         if self._recipe.run.on_divergence == "stop" or checkpoints is None or not allowed:
             raise error
         checkpoints.finish()
-        resumed = checkpoints.restore("auto", at_most=error.first_step - 1)
+        resumed = checkpoints.restore(Latest(), at_most=error.first_step - 1)
         if resumed is None:
             raise error
         skipped = self._position.skipped_batches + error.last_step - resumed.position.step

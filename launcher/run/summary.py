@@ -20,7 +20,7 @@ from launcher.models.config_overrides import config_changes
 from launcher.models.float8 import describe_float8
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import has_kernel, is_packed, shape_of
-from launcher.models.shards import compute_device, local_rows
+from launcher.models.shards import compute_device, local_bytes
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.hub import commit_of, is_model_id, model_folder
 from launcher.recipe.schema import Recipe
@@ -47,7 +47,7 @@ def describe_start(training: Training, ranks_per_node: int) -> Json:
     device, nccl = training.ranks.device, cast(Any, torch.cuda.nccl)
     on_gpu = device.type == "cuda"
     held = {
-        name: _bytes(tensor for tensor in tensors if tensor.device.type == device.type)
+        name: local_bytes(tensor for tensor in tensors if tensor.device.type == device.type)
         for name, tensors in _held(training).items()
     }
     return {
@@ -89,11 +89,6 @@ def _held(training: Training) -> dict[str, list[torch.Tensor]]:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
     return {"parameters": parameters, "gradients": trained, "optimizer": state}
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors on this rank."""
-    return sum(local_rows(tensor.detach())[0].nbytes for tensor in tensors)
 
 
 def _model(training: Training) -> Iterator[str]:
@@ -148,7 +143,7 @@ def _model(training: Training) -> Iterator[str]:
                 f"note: {unwrapped} blocks are not checkpointed, recomputation would update their "
                 "BatchNorm twice"
             )
-    sizes = {name: _bytes(tensors) for name, tensors in held.items()}
+    sizes = {name: local_bytes(tensors) for name, tensors in held.items()}
     parts = ", ".join(f"{name} {bytes_as_text(size)}" for name, size in sizes.items())
     whole = bytes_as_text(sum(sizes.values()))
     beside = "unsharded blocks"

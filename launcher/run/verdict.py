@@ -30,7 +30,7 @@ class StepProfile:
     ranks: int = 1
     nodes: int = 1
     micro_batches: int = 1
-    """Of a step, on each rank."""
+    """Micro-batches of a step on each rank."""
     free_memory: float | None = None
     """Share of a GPU's memory that was not allocated at the peak; None on CPUs."""
     slow_rank: str | None = None

@@ -2,7 +2,7 @@
 
     python -m launcher.slurm.agent [--interface NAME] torchrun ...
 
-Slurm signals only the first process of a task, which is this one. torchrun would die of SIGUSR1,
+Slurm signals only the first process of a task, which is this process. torchrun would die of SIGUSR1,
 and after SIGTERM it gives its ranks 30 seconds. So torchrun ignores SIGUSR1, and each of its ranks
 gets it once, as soon as it has a handler. In the command, the words `{address}` and
 `is_host={is_host}` are replaced. Standard library only.
@@ -27,7 +27,7 @@ _SIGNALS = (*_REQUESTS, signal.SIGCHLD)
 
 
 def address(interface: str | None) -> str:
-    """Where other nodes reach this one: its name in Slurm, or the address of an interface."""
+    """Where other nodes reach this node: its name in Slurm, or the address of an interface."""
     if interface is None:
         return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:

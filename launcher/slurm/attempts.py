@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 
 from launcher.checkpoint.files import list_checkpoints, step_of
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, RecipeError
-from launcher.reliability.json_files import Json, append_line, read_jsonl, replace_text
+from launcher.files import replace_text
+from launcher.reliability.json_files import Json, append_line, read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm.scheduler import JobInfo, log, sbatch, slurm_command
 
@@ -70,7 +71,7 @@ class Attempts:
 
     @classmethod
     def read(cls, run_dir: Path, job: str, *, max_failures: int) -> Attempts:
-        """Reads the attempts of a job; those of another job in the same folder do not count."""
+        """Reads the attempts of a job. Attempts of another job in the same folder do not count."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             values = json.loads((run_dir / "slurm" / "attempts.json").read_text())
             recorded = TypeAdapter(cls).validate_python(
@@ -167,7 +168,7 @@ class Attempts:
     def submit_successor(self, this: str, script: str, excluded: str) -> None:
         """Queues a successor of the job `this`, unless it is queued already.
 
-        script: that of the job. excluded: nodes that the successor must not get.
+        script: the script of the job. excluded: nodes that the successor must not get.
         """
         if self.successor is not None and JobInfo.read(self.successor).state == "PENDING":
             return
@@ -193,7 +194,7 @@ class Attempts:
             self.successor = None
 
     def nothing_left(self, before: str) -> str | None:
-        """Why the successor of the job `before` has nothing to do; None: it resumes the run."""
+        """Why the successor of the job `before` has nothing to do; None if it resumes the run."""
         if JobInfo.read(before).state == "CANCELLED":
             return f"job {before} was cancelled"
         return None if self.open else f"job {before} has ended"

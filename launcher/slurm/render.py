@@ -29,7 +29,7 @@ class JobScript:
     python: Path
     """Python with the launcher, on the first node."""
     throttle: int | None = None
-    """Runs at a time; None: all."""
+    """Runs at a time; None: no limit."""
     dependency: str | None = None
 
 

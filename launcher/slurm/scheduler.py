@@ -57,7 +57,7 @@ def active_jobs() -> dict[str, str]:
 
 
 def scontrol(*words: str) -> str | None:
-    """What scontrol prints; None: it failed, and the job's log says why."""
+    """The output of scontrol; None if it failed: then the job's log says why."""
     for pause in (0, 1, 3, 10):  # a controller that restarts is back soon
         time.sleep(pause)
         try:

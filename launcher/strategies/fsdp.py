@@ -59,7 +59,7 @@ class HostSums:
         """The group whose gradients are being copied."""
 
     def after_reduction(self, group: Any) -> None:
-        """Adds the gradients of the group before this one."""
+        """Adds the gradients of the previous group."""
         self._add()
         self._copied = group
 
@@ -219,11 +219,12 @@ class Fsdp(WrappedModel):
         return squared.sqrt()
 
     def _joint_squared_norm(self) -> torch.Tensor:
-        """Of the gradients that the ranks of this tensor parallel group hold: parameters that each
-        of them has whole count once.
+        """The squared norm of the gradients of this tensor parallel group. A parameter that is
+        replicated over the group counts once.
 
-        Before, these ranks sum the gradients of which each has a part, and average the others: a
-        rounding error that differs would let the parameters drift apart.
+        Before that, the ranks of the group sum the gradients of which each rank computes a part,
+        and average the gradients of replicated parameters: with different rounding errors, the
+        copies of a parameter would drift apart.
         """
         group = self._ranks.tensor_parallel_mesh.get_group("tensor")
         divisors = list[float]()

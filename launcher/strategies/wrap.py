@@ -32,7 +32,7 @@ class Parts:
     kept: dict[str, Kept] | None = None
     """What the budget of activation checkpointing keeps of each block; None without a budget."""
     experts: Sequence[nn.Module] = ()
-    """Those that expert parallelism has divided."""
+    """The modules of experts that expert parallelism has divided."""
     partial: Sequence[tuple[nn.Module, str]] = ()
     """What `apply_tensor_parallel` returns."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.memory import compare
-from launcher.planner.recipes import micro_batches_of
+from launcher.planner.recipe_values import micro_batches_of
 from launcher.planner.trace import trace_step
 from launcher.recipe.load import load_recipe
 

@@ -14,6 +14,7 @@ PACKAGE = REPOSITORY / "launcher"
 LEVELS = (
     "errors console libraries __version__",
     "distributed",
+    "files",
     "recipe",
     "reliability strategies models",
     "data",
@@ -132,6 +133,17 @@ def test_schema_imports_only_pydantic():
     assert roots - set(sys.stdlib_module_names) == {"launcher", "pydantic"}
 
 
+def test_only_one_module_flushes_and_computes_checksums_of_files():
+    """An atomic write that is made elsewhere would be tested against kills once more."""
+    pattern = r"\bfsync\(|^import xxhash|\bos\.(replace|rename)\(|\bscratch\.replace\("
+    users = [
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if re.search(pattern, file.read_text(), re.MULTILINE)
+    ]
+    assert users == ["files.py"]
+
+
 def test_only_one_module_reads_rank_variables():
     readers = [
         str(f.relative_to(PACKAGE))
@@ -146,7 +158,7 @@ WHOLE_RECIPE = {
     "diagnostics": "selftest",
     "models": "config_keys",
     "objectives": "answers base distillation make masked next_token preference teacher",
-    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipes search speed"
+    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search speed"
     " trace work",
     "training": "prepare setup",
 }

@@ -9,8 +9,11 @@ import pytest
 import torch
 import yaml
 
-from launcher.checkpoint.files import commit, scratch_folder, write_file
+from launcher.checkpoint.files import commit, scratch_folder
 from launcher.checkpoint.resume import (
+    Fresh,
+    From,
+    Latest,
     check_content,
     choose_resume,
     data_changes,
@@ -25,6 +28,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.distributed.environment import Environment
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.files import write_file
 from launcher.metrics.sinks import JsonLines
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
@@ -73,7 +77,7 @@ def test_averages_cannot_be_added_or_removed(tmp_path, had, has, message, allow)
     words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.max_steps=7", f"optimizer.ema={has}"]
     wanted = load_recipe([*words, f"checkpoint.allow_changes={allow}"], ranks=None).recipe
     if message is None:
-        assert decide(wanted, RunFolder(tmp_path)).source == "auto"
+        assert decide(wanted, RunFolder(tmp_path)).start == Latest()
         return
     with pytest.raises(RecipeError) as raised:
         decide(wanted, RunFolder(tmp_path))
@@ -102,7 +106,7 @@ def test_changes_that_alter_the_training_are_refused(tmp_path, change, line):
     assert middle[0].startswith(f"  {line}"), "the number of steps may change and is not listed"
     assert "checkpoint.allow_changes=true" in last
     allowed = load_recipe([*overrides, "checkpoint.allow_changes=true"], ranks=None).recipe
-    assert decide(allowed, run).source == "auto"
+    assert decide(allowed, run).start == Latest()
     assert any(line in shown for shown in changes(change))
 
 
@@ -121,12 +125,12 @@ def test_an_older_checkpoint_of_another_recipe_is_refused(tmp_path, monkeypatch)
     """`decide` compares the newest checkpoint. If that is damaged, an older one is loaded."""
     path = checkpoint(tmp_path, 5)
     manager = CheckpointManager.__new__(CheckpointManager)
-    monkeypatch.setattr(manager, "_find", lambda resume, at_most: path)
+    monkeypatch.setattr(manager, "_find", lambda start, at_most: path)
     recipe = load_recipe(["recipe=fsdp", "run.seed=7"], ranks=None).recipe
     manager._training = SimpleNamespace(recipe=recipe)
     manager._settings = schema.Checkpoint()
     with pytest.raises(RecipeError, match=rf"^{path} is of another .*\n  run.seed: 1234 -> 7\n"):
-        manager.restore("auto")
+        manager.restore(Latest())
 
 
 # Changed data
@@ -328,12 +332,12 @@ def test_the_day_of_the_first_start_is_that_of_the_last_start_from_scratch(tmp_p
 
 def test_folder_without_checkpoint_is_refused_unless_restarted(tmp_path):
     run = RunFolder(tmp_path)
-    assert choose(tmp_path) == "never", "the folder is empty"
+    assert choose(tmp_path) == Fresh(), "the folder is empty"
     run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.raises(RecipeError, match=r"holds a run already, and there is no checkpoint"):
         choose(tmp_path)
     assert run.metrics.read_text()
-    assert choose(tmp_path, restarted=True) == "never"
+    assert choose(tmp_path, restarted=True) == Fresh()
 
 
 SAVED = {
@@ -363,16 +367,16 @@ def test_a_run_that_has_saved_nothing_starts_again(tmp_path, saved):
     run.write_status("running", step=1)
     (tmp_path / "checkpoints/step_00000004.writing-12ab").mkdir(parents=True)
     if saved is None:
-        assert choose(tmp_path) == "never"
+        assert choose(tmp_path) == Fresh()
         with pytest.raises(RecipeError, match="holds a run already"):
             choose(tmp_path, "never")
         return
     SAVED[saved](run)
     if saved == "a checkpoint":
-        assert choose(tmp_path) == "auto"
+        assert choose(tmp_path) == Latest()
         return
     if saved == "a damaged checkpoint":
-        assert choose(tmp_path) == "auto", "the resume reports it"
+        assert choose(tmp_path) == Latest(), "the resume reports it"
         return
     with pytest.raises(RecipeError, match="holds a run already"):
         choose(tmp_path)
@@ -384,7 +388,7 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path, name):
     with pytest.raises(RecipeError, match=rf"holds {name}, not from a run.*; give another folder"):
         choose(tmp_path)
     RunFolder(tmp_path).note_start(environment())
-    assert choose(tmp_path) == "never", "a start that was killed before its first step wrote it"
+    assert choose(tmp_path) == Fresh(), "a start that was killed before its first step wrote it"
 
 
 def test_status_without_its_keys_gives_no_traceback(tmp_path):
@@ -404,12 +408,12 @@ def checkpoint(folder, step, *overrides):
 def test_changes_are_those_since_the_newest_checkpoint_that_can_be_read(tmp_path):
     damaged = [checkpoint(tmp_path, step) for step in (4, 8)][1]
     (damaged / "state.json").write_text("{")
-    assert choose(tmp_path) == "auto"
+    assert choose(tmp_path) == Latest()
     run, other = RunFolder(tmp_path), RunFolder(tmp_path / "other")
-    assert recorded_recipe(run, "auto") == recipe()
+    assert recorded_recipe(run, Latest()) == recipe()
     # That of checkpoint.resume, not the newest of the folder
-    assert recorded_recipe(other, str(tmp_path / "checkpoints/step_00000004")) == recipe()
-    assert recorded_recipe(other, "auto") == recorded_recipe(run, "never") == {}
+    assert recorded_recipe(other, From(tmp_path / "checkpoints/step_00000004")) == recipe()
+    assert recorded_recipe(other, Latest()) == recorded_recipe(run, Fresh()) == {}
     words = ["recipe=fsdp", f"run.dir={tmp_path}", "run.seed=7"]
     with pytest.raises(RecipeError, match="step_00000004 is of another recipe"):
         choose_resume(load_recipe(words, ranks=None).recipe, RunFolder(tmp_path))
@@ -419,19 +423,21 @@ def test_strategy_of_the_checkpoint_is_known_where_a_resume_can_be_exact(tmp_pat
     run = RunFolder(tmp_path)
     keys = [f"strategy.{name}" for name in ("sync_every_micro_batch", "reshard_after_forward")]
 
-    def earlier(*overrides, source="auto", ranks=2):
+    latest = Latest()
+
+    def earlier(*overrides, start=latest, ranks=2):
         written = load_recipe(["recipe=fsdp", *overrides], ranks=None).recipe
-        return earlier_strategy(written, run, source, ranks=ranks, except_for=keys)
+        return earlier_strategy(written, run, start, ranks=ranks, except_for=keys)
 
     assert earlier() is None, "there is no checkpoint"
     path = checkpoint(tmp_path, 4)
     assert earlier() is None, "of a version that did not record the number of ranks"
     state = {"recipe": yaml.safe_dump(recipe(f"{keys[0]}=false")), "ranks": 2}
     (path / "state.json").write_text(json.dumps(state))
-    for source in ("auto", str(path)):
-        found = earlier("optimizer.learning_rate=1e-5", source=source)
+    for start in (latest, From(path)):
+        found = earlier("optimizer.learning_rate=1e-5", start=start)
         assert (found["sync_every_micro_batch"], found["reshard_after_forward"]) == (False, "auto")
-    assert earlier(source="never") is None
+    assert earlier(start=Fresh()) is None
     assert earlier(ranks=4) is None
     for change in ("batch.micro_batch_size=2", "strategy.kind=ddp", "activation_checkpointing={}"):
         assert earlier(change) is None
@@ -439,17 +445,17 @@ def test_strategy_of_the_checkpoint_is_known_where_a_resume_can_be_exact(tmp_pat
 
 def test_own_checkpoint_is_preferred_to_the_resume_path(tmp_path):
     source, run = checkpoint(tmp_path / "source", 8), RunFolder(tmp_path / "run")
-    assert choose(run.path, source) == str(source), "the folder is empty"
+    assert choose(run.path, source) == From(source), "the folder is empty"
     run.path.mkdir()
     run.note("resumed", step=8, origin=str(source))
     run.metrics.write_text('{"step": 9, "loss": 2.0}\n')
-    assert choose(run.path, source) == str(source), "the run has no checkpoint of its own yet"
+    assert choose(run.path, source) == From(source), "the run has no checkpoint of its own yet"
     checkpoint(run.path, 16)
-    assert choose(run.path, source) == "auto"
-    assert choose(run.path) == "auto"
-    assert choose(run.path, source, restarted=True) == "auto"
+    assert choose(run.path, source) == Latest()
+    assert choose(run.path) == Latest()
+    assert choose(run.path, source, restarted=True) == Latest()
     shutil.rmtree(source)
-    assert choose(run.path, source) == "auto", "the resume path need not exist any more"
+    assert choose(run.path, source) == Latest(), "the resume path need not exist any more"
 
 
 def test_resume_path_in_an_unrelated_run_folder_is_refused(tmp_path):
@@ -461,9 +467,9 @@ def test_resume_path_in_an_unrelated_run_folder_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"holds a run already, and checkpoint.resume is never"):
         choose(run.path, "never")
     run.note("resumed", step=4)
-    assert choose(run.path, own[0]) == str(own[0]), "an explicit rewind to an own checkpoint"
+    assert choose(run.path, own[0]) == From(own[0]), "an explicit rewind to an own checkpoint"
     run.note("resumed", step=4, origin=str(own[0]))
-    assert choose(run.path, own[0]) == "auto", "a restart must not repeat the rewind"
+    assert choose(run.path, own[0]) == Latest(), "a restart must not repeat the rewind"
 
 
 @pytest.fixture

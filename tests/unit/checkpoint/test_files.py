@@ -27,6 +27,7 @@ from launcher.checkpoint.files import (
 )
 from launcher.checkpoint.resume import choose_resume
 from launcher.errors import RecipeError
+from launcher.files import ALIGNMENT, write_chunks, write_file
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
@@ -38,7 +39,7 @@ RANK_0 = files.rank_file(0)
 def write(folder, step):
     scratch, data = files.scratch_folder(folder, step), b"0123456789" * 100
     names = RANK_0, files.INDEX, files.STATE
-    stored = {name: files.write_file(scratch / name, data) for name in names}
+    stored = {name: write_file(scratch / name, data) for name in names}
     return files.commit(scratch, step=step, ranks=1, files=stored)
 
 
@@ -342,7 +343,7 @@ def test_file_is_written_without_direct_io(tmp_path, monkeypatch, number):
     padded = torch.zeros(28672 + 4096, dtype=torch.uint8)
     padded = padded[-padded.data_ptr() % 4096 :][:28672]
     padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    expected = files.write_file(tmp_path / "plain", data)
+    expected = write_file(tmp_path / "plain", data)
     pwrite, control = os.pwrite, fcntl.fcntl
 
     def pwrite_without_direct(descriptor, chunk, at):
@@ -357,7 +358,7 @@ def test_file_is_written_without_direct_io(tmp_path, monkeypatch, number):
 
     def check_write(name):
         chunks, sizes = (chunk.numpy().data for chunk in padded.split(8192)), []
-        stored = files.write_chunks(tmp_path / name, chunks, size=len(data), advance=sizes.append)
+        stored = write_chunks(tmp_path / name, chunks, size=len(data), advance=sizes.append)
         assert stored == expected
         assert sum(sizes) == len(padded)
         assert (tmp_path / name).read_bytes() == data
@@ -430,7 +431,7 @@ def test_copies_into_the_staging_buffer_stay_within_pieces(monkeypatch):
     monkeypatch.setattr(staging, "PIECE", 100)
     buffer = staging.StagingBuffer(350)
     assert buffer.memory.nbytes == 350
-    assert buffer.memory.data_ptr() % files.ALIGNMENT == 0
+    assert buffer.memory.data_ptr() % ALIGNMENT == 0
     source = torch.arange(350).to(torch.uint8)
     for start, end in ((0, 30), (30, 100), (100, 101), (101, 340), (340, 350), (350, 350)):
         for target, part in buffer.copies(start, source[start:end]):

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from launcher.checkpoint.files import commit, scratch_folder, write_file
+from launcher.checkpoint.files import commit, scratch_folder
 from launcher.cli.inspect_page import bins, load_decoder, spans
 from launcher.cli.main import run
 from launcher.cli.rows import positions_of
@@ -15,6 +15,7 @@ from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
+from launcher.files import write_file
 from launcher.models.inputs import IGNORED
 from tests.datasets import dataset_of
 from tests.unit.data.rows import write

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from launcher.checkpoint.files import commit, scratch_folder, write_file
+from launcher.checkpoint.files import commit, scratch_folder
 from launcher.cli import main, status, tables
 from launcher.cli.rows import positions_of
 from launcher.distributed.environment import Environment
+from launcher.files import write_file
 from launcher.reliability import json_files
 from launcher.reliability.json_files import append_line
 from launcher.reliability.lock import Ownership

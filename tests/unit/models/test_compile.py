@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from launcher.checkpoint.resume import Latest
 from launcher.data import collation
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.distributed import triton_support
@@ -236,13 +237,13 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
     monkeypatch.setattr(run_compilation, "gather", lambda value, group: reasons)
     monkeypatch.setattr(run_compilation, "from_rank_0", lambda value, group: value)
     recorded = {} if before is None else {"model": {"compile": before}}
-    monkeypatch.setattr(run_compilation, "recorded_recipe", lambda run, source: recorded)
+    monkeypatch.setattr(run_compilation, "recorded_recipe", lambda run, start: recorded)
     ranks = SimpleNamespace(rank=0, group=None, device=torch.device("cuda"))
     recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
-    resolved = run_compilation.resolve_compile(recipe, resume="auto", ranks=ranks, run=None)
+    resolved = run_compilation.resolve_compile(recipe, start=Latest(), ranks=ranks, run=None)
     assert resolved.model.compile is compiles
     assert said in caplog.text
-    again = run_compilation.resolve_compile(resolved, resume="auto", ranks=None, run=None)
+    again = run_compilation.resolve_compile(resolved, start=Latest(), ranks=None, run=None)
     assert again is resolved
 
 

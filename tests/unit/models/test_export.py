@@ -23,14 +23,14 @@ from launcher.data.tokenizer import (
     tokenizer_name,
 )
 from launcher.errors import RecipeError
+from launcher.files import remove_leftovers, replace_folder, write_file
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
 from launcher.models.hugging_face_files import (
+    WRITTEN,
     add_ends,
-    appearing,
     end_ids,
     export_hugging_face,
-    remove_leftovers,
 )
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -231,7 +231,7 @@ def test_interrupted_export_keeps_a_complete_folder(tmp_path, monkeypatch):
             record_folders()
 
         monkeypatch.setattr(owner, name, observed)
-    with appearing(folder) as scratch:
+    with replace_folder(folder, written=WRITTEN) as scratch:
         (scratch / "model").write_text("new")
     names = [{name.partition("-")[0]: text for name, text in state.items()} for state in found]
     assert {"hf.old": "old", "hf.writing": "new"} in names  # between the two renames
@@ -243,7 +243,7 @@ def test_leftovers_of_killed_exports_are_removed(tmp_path, caplog):
     """Those of this machine. Those of another one only with the lock of the run folder, and those
     that a process writes never."""
     folder = tmp_path / "hf"
-    with appearing(folder) as scratch:
+    with replace_folder(folder, written=WRITTEN) as scratch:
         (scratch / "model").write_text("complete")
         machine = scratch.name.split("-")[1]
         dead = [f"hf.{what}-{machine}-{2**22 + 1}-7-abcd" for what in ("writing", "old")]
@@ -252,7 +252,7 @@ def test_leftovers_of_killed_exports_are_removed(tmp_path, caplog):
         user = ["hf.writing-1", "hf.old", "hf2.writing-01234567-1-7-abcd"]
         for name in (*dead, reused, other, *user):
             (tmp_path / name).mkdir()
-    with appearing(folder) as scratch:
+    with replace_folder(folder, written=WRITTEN) as scratch:
         (scratch / "model").write_text("new")
         assert {path.name for path in tmp_path.iterdir()} == {"hf", scratch.name, other, *user}
         assert f"{other} was left by an export on another machine" in caplog.text
@@ -319,7 +319,7 @@ def create_checkpoint(run, model, step, recipe):
     text = {files.INDEX: json.dumps(index), files.STATE: json.dumps({"recipe": to_yaml(recipe)})}
     for name, content in text.items():
         (scratch / name).write_text(content)
-    written = {file.name: files.write_file(file, file.read_bytes()) for file in scratch.iterdir()}
+    written = {file.name: write_file(file, file.read_bytes()) for file in scratch.iterdir()}
     return files.commit(scratch, step=step, ranks=1, files=written)
 
 

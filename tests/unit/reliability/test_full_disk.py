@@ -10,8 +10,9 @@ import pytest
 
 from launcher.cli.main import main
 from launcher.errors import TrainingError
+from launcher.files import replace_text
 from launcher.metrics.sinks import JsonLines
-from launcher.reliability.json_files import read_jsonl, replace_text
+from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from tests.full_disk import fill, full_disk
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launcher.checkpoint.resume import Fresh
 from launcher.console import bytes_as_text
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
@@ -41,7 +42,7 @@ from tests.unit.planner.example_plans import (
 
 
 def test_recipe_without_auto_is_unchanged():
-    assert detect.resolve_auto(RECIPE, machine(), resume="never", ranks=None, run=None) is RECIPE
+    assert detect.resolve_auto(RECIPE, machine(), start=Fresh(), ranks=None, run=None) is RECIPE
     assert open_keys(RECIPE) == []
     assert open_keys(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
 
@@ -311,7 +312,7 @@ def test_only_auto_that_matters_is_replaced():
     assert choice(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
     assert choice(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
     given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true", "model.keep_logits=false")
-    assert detect.resolve_collectives(given, None, gpus(GIB), resume="never", ranks=None, run=None) is given  # fmt: skip
+    assert detect.resolve_collectives(given, None, gpus(GIB), start=Fresh(), ranks=None, run=None) is given  # fmt: skip
 
 
 def test_resume_keeps_the_collectives_of_the_checkpoint():

@@ -1,0 +1,127 @@
+"""Atomic writes: a process that is killed at any moment leaves the old content or the new one."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from launcher.files import (
+    checksum_of,
+    checksum_of_file,
+    replace_file,
+    replace_folder,
+    replace_text,
+    write_file,
+)
+from launcher.metrics.sinks import Wandb
+from launcher.recipe import schema
+
+
+def text_is_replaced(folder, content):
+    replace_text(folder / "status.json", content)
+
+
+def arrays_are_replaced(folder, content):
+    with replace_file(folder / "arrays", only_writer=True) as scratch:
+        save_file({content: np.zeros(3)}, scratch)
+
+
+def folder_is_replaced(folder, content):
+    with replace_folder(folder / "hf", written=("model",)) as scratch:
+        (scratch / "model").write_text(content)
+
+
+def killed(action, folder, moment):
+    """Calls `action` in a child process that exits before the given file operation. Returns its
+    exit status: 9, or 0 if it has fewer operations."""
+    left = [moment]
+
+    def hook(event, arguments):
+        if event in ("open", "os.rename", "os.mkdir") and str(folder) in str(arguments[0]):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.addaudithook(hook)
+            action(folder, "new")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("action", "read"),
+    [
+        (text_is_replaced, lambda folder: (folder / "status.json").read_text()),
+        (arrays_are_replaced, lambda folder: next(iter(load_file(folder / "arrays")))),
+    ],
+)
+def test_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path, action, read):
+    action(tmp_path, "old")
+    statuses = []
+    while 0 not in statuses:
+        statuses.append(killed(action, tmp_path, len(statuses)))
+        assert read(tmp_path) == ("new" if statuses[-1] == 0 else "old")
+    assert statuses[:-1] == [9] * (len(statuses) - 1) != []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
+    """The next writer, which removes what is left, finds it."""
+    statuses = []
+    while 0 not in statuses:
+        folder_is_replaced(tmp_path, "old")
+        statuses.append(killed(folder_is_replaced, tmp_path, len(statuses)))
+        found = [file.read_text() for file in sorted(tmp_path.glob("hf*/model"))]
+        assert {"old", "new"} & {*found}
+    assert found == ["new"]
+    folder_is_replaced(tmp_path, "last")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_failed_writer_leaves_no_scratch_file(tmp_path):
+    def fail():
+        with replace_file(tmp_path / "file") as scratch:
+            scratch.write_text("half")
+            raise KeyboardInterrupt
+
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_interrupted_start_leaves_no_empty_id_of_wandb(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", interrupted)
+    settings = schema.Wandb(project="test", mode="offline")
+    with pytest.raises(KeyboardInterrupt):
+        Wandb(settings, name="name", folder=tmp_path, config={}, metrics=tmp_path / "metrics.jsonl")
+    assert not (tmp_path / "wandb_id").exists()
+
+
+def test_checksums_and_new_files(tmp_path):
+    data = bytes(range(256)) * 40_000  # more than is read at once
+    stored = write_file(tmp_path / "file", data, new=True, mode=0o600)
+    assert stored.bytes == len(data)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    moved = []
+    assert checksum_of_file(tmp_path / "file", advance=moved.append).hexdigest() == stored.checksum
+    assert sum(moved) == len(data)
+    assert checksum_of([data[:7], memoryview(data)[7:]]) == stored.checksum
+    beginning = checksum_of_file(tmp_path / "file", size=5_000_000)
+    assert beginning.hexdigest() == checksum_of([data[:5_000_000]])
+    beginning.update(data[5_000_000:])
+    assert beginning.hexdigest() == stored.checksum
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "file", b"", new=True)
+    assert (tmp_path / "file").read_bytes() == data
