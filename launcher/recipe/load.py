@@ -202,11 +202,19 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
     if not equals or any(not part or part != part.strip() for part in path):
         places[path] = argument
         return Problem(path, "an override is key=value, such as batch.micro_batch_size=4")
+    value: Any = text
+    lines: dict[KeyPath, int] = {}
     try:
-        value, lines = parse_yaml(text)
+        if not text.startswith(("@", "`")):  # YAML has no use for these, and a name may begin so
+            value, lines = parse_yaml(text)
     except NotYamlError as error:
         places[path] = argument
         return Problem(path, f"not a value: {error}")
+    if (joined := _joined_key(value)) is not None:
+        places[path] = argument
+        name, _, rest = joined.partition(":")
+        what = f"YAML wants a space after the colon: {{{name}: {rest}}}, not {{{joined}}}"
+        return Problem(path, what)
     if not isinstance(value, dict):  # a section keeps its other keys
         for place in [place for place in places if place[: len(path)] == path]:
             del places[place]
@@ -217,6 +225,19 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
         value = {part: value}
     plain |= merged(plain, value)
     return None
+
+
+def _joined_key(value: object) -> str | None:
+    """A key inside a value that holds its own value, as in `{rank:8}`, which is YAML for the key
+    `rank:8` with the value null; None: there is none."""
+    return next(
+        (
+            path[-1]
+            for path, inner in _walk(value, ())
+            if inner is None and isinstance(path[-1], str) and re.match(r"\w+:.", path[-1])
+        ),
+        None,
+    )
 
 
 def _walk(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -426,7 +447,7 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
     if not isinstance(lora, dict) or not isinstance(path, str):
         return
     try:
-        keys = adapter_keys(Path(path))
+        keys = adapter_keys(path)
     except ValueError as error:
         yield Problem(("lora", "path"), str(error))
         return
