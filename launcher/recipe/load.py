@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from launcher.errors import RecipeError, first_line
+from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_row
 from launcher.recipe.decode import (
@@ -392,6 +392,9 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 problem = no_layout(first[1], named, ignored=ignored)
             else:
                 problem = lost_meaning(first[1], found, ignored)
+                problem = problem or _absent_column(
+                    first, source.get("ignore_columns") if name else ignored
+                )
         elif named:  # the data cannot be looked at: by what the recipe says of its columns
             row = dict.fromkeys(named.values())
             found = guess(row, named, task=task, pairs=plain.get("preference") is not None)
@@ -405,6 +408,18 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 origins.derived[path] = f"{kind}, by the columns of {shown(first[0])}"
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
+
+
+def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:
+    """The problem of a name in data.ignore_columns that no row has; None: there is none. The rows of
+    a .jsonl file may have other columns than the first: there, only a misspelt name is a problem."""
+    file, row = first
+    for column in ignored if isinstance(ignored, list) else ():
+        near = suggestion(str(column), row)
+        if column not in row and (near or ".json" not in file):
+            what = f"data.ignore_columns names a column that is not there: {column}{near}"
+            return f"{what}; columns: {', '.join(map(str, row))}"
+    return None
 
 
 class _Counter:

@@ -101,9 +101,9 @@ def _resharding(recipe: Recipe) -> Found:
 def _kept_logits(recipe: Recipe) -> Found:
     if recipe.model.keep_logits is True:
         if not recipe.model.chunked_loss:
-            yield "model.keep_logits", "needs model.chunked_loss; set model.keep_logits: auto"
+            yield "model.keep_logits", "needs model.chunked_loss; set model.keep_logits=auto"
         if recipe.distillation is not None:
-            what = "not available with distillation; set model.keep_logits: auto"
+            what = "not available with distillation; set model.keep_logits=auto"
             yield "model.keep_logits", what
 
 

@@ -243,9 +243,9 @@ MISTAKES_IN_ARGUMENTS = [
      "strategy.tensor_parallel_size=2: needs strategy.expert_parallel_size: 1; for a mixture of experts use "
      "strategy.expert_parallel_size alone"),
     (None, ["strategy.tensor_parallel_size=2", "model.compile=true"],
-     "strategy.tensor_parallel_size=2: not available with model.compile; set model.compile: false"),
+     "strategy.tensor_parallel_size=2: not available with model.compile; set model.compile=false"),
     (None, ["strategy.expert_parallel_size=2", "model.compile=auto"],
-     "strategy.expert_parallel_size=2: not available with model.compile; set model.compile: false"),
+     "strategy.expert_parallel_size=2: not available with model.compile; set model.compile=false"),
     (None, ["strategy.tensor_parallel_size=2", "lora={dora: true}"],
      "strategy.tensor_parallel_size=2: not available with lora.dora; FSDP, strategy.context_parallel_size and "
      "strategy.expert_parallel_size are"),
@@ -331,9 +331,9 @@ MISTAKES_IN_ARGUMENTS = [
      "distillation...: needs model.task: causal_lm"),
     (None, [TEACH, "model.chunked_loss=false"], "distillation...: needs model.chunked_loss"),
     (None, ["model.chunked_loss=false", "model.keep_logits=true"],
-     "model.keep_logits=true: needs model.chunked_loss; set model.keep_logits: auto"),
+     "model.keep_logits=true: needs model.chunked_loss; set model.keep_logits=auto"),
     (None, [TEACH, "model.keep_logits=true"],
-     "model.keep_logits=true: not available with distillation; set model.keep_logits: auto"),
+     "model.keep_logits=true: not available with distillation; set model.keep_logits=auto"),
     (None, ["model.keep_logits=maybe"], "model.keep_logits=maybe: must be true or false or auto; got 'maybe'"),
     (None, [TEACH, "strategy.context_parallel_size=2"],
      "distillation...: needs strategy.context_parallel_size: 1"),
