@@ -5,15 +5,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from launcher.errors import suggestion
+from launcher.errors import RecipeError, suggestion
 from launcher.recipe.decode import answer, json_schema
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.recipe.section import size_in_bytes
+
+
+def make_parent(path: Path, option: str) -> None:
+    """Makes the folder of a file or folder that a command writes at its end, before its work.
+
+    option: of the command, for messages. Raises RecipeError if that cannot be written to.
+    """
+    folder, problem = path.absolute().parent, "permission denied"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = str(error.strerror).lower()
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        what = f"the folder {folder} cannot be made or written to: {problem}"
+        raise RecipeError(f"command line: {option}={path}: {what}")
+
+
+def make_parent_of_file(file: Path, option: str) -> None:
+    """The same for a file, which must not be a folder."""
+    if file.is_dir():
+        raise RecipeError(f"command line: {option}={file}: is a folder; name a file in it")
+    make_parent(file, option)
+
 
 Overrides = Annotated[
     list[str],
@@ -52,6 +76,14 @@ def option(
     )
 
 
+CheckedGpus = Annotated[
+    int | None,
+    option("Also check the batch sizes for these GPUs per node.", "N", "--gpus", "--ranks"),
+]
+"""Of commands that start no ranks, so that they take the arguments of `launcher train`."""
+CheckedNodes = Annotated[int, option("Nodes.", "N")]
+
+
 def flag(name: str, help: str, *, earlier: str | None = None) -> Any:
     """An option without a value. earlier: a name that older versions gave it."""
     return typer.Option(*([name] if earlier is None else [name, earlier]), help=help)
@@ -64,45 +96,59 @@ class Command(TyperCommand):
     """What an override may begin with."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = {
-            name.removeprefix("--").replace("-", "_"): param
-            for param in self.params
-            if isinstance(param, TyperOption)
-            for name in param.opts
-        }
+        options = _options(self)
         words, problems = [], []
         for argument in args:
             try:
-                words += self._with_dashes(argument, options)
+                words += self._with_dashes(argument, options, ctx)
             except typer.TyperException as error:
                 problems.append(error.format_message())
         if problems:
             raise typer.TyperException("\ncommand line: ".join(problems))
         return super().parse_args(ctx, words)
 
-    def _with_dashes(self, argument: str, options: dict[str, TyperOption]) -> list[str]:
+    def _with_dashes(self, argument: str, options: dict[str, TyperOption], ctx: Any) -> list[str]:
         name, equals, value = argument.partition("=")
         overrides = any(param.name == "overrides" for param in self.params)
         word = name.removeprefix("--").replace("-", "_") if name.startswith("--") or equals else ""
         if overrides and word not in options and (meant := answer(word)) is not None:
             if word not in self.sections:
                 raise typer.TyperException(f"{argument}: {meant}")
+        section, dot, _ = name.removeprefix("--").partition(".")
+        if overrides and dot and name.startswith("--") and section in self.sections:
+            what = f"write {word.replace('-', '_')}={value or 'VALUE'}, without dashes"
+            raise typer.TyperException(f"{argument}: {what}")
+        if overrides and equals and section == "sweep" and "sweep" not in self.sections:
+            takers = _listed(_commands_with("sweep", ctx))
+            raise typer.TyperException(f"{argument}: {takers} sweeps")
         if not equals or not name.isidentifier():
             return [argument]
         if name not in options:
             sections = self.sections if overrides else ()
             if name in sections or os.path.exists(argument):  # the folder lr=0.1 of a sweep
                 return [argument]
-            shown = dict.fromkeys(option.opts[0] for option in options.values())
-            there = ", ".join([*shown, *sections[:1]])
-            what = f"not an option of launcher {self.name}{suggestion(name, [*options, *sections])}"
-            raise typer.TyperException(f"{argument}: {what}; there are {there}")
+            raise typer.TyperException(f"{argument}: {self._refusal(name, options, ctx)}")
         known = options[name]
         if not known.is_flag:
             return [f"{known.opts[0]}={value}"]
         if value not in ("true", "false"):
             raise typer.TyperException(f"{argument}: must be true or false")
         return known.opts[:1] if value == "true" else known.secondary_opts[:1]
+
+    def _refusal(self, name: str, options: dict[str, TyperOption], ctx: Any) -> str:
+        """Why `name=value` is no argument: another command takes it, or it has no name, or it is
+        misspelt."""
+        sections = self.sections if any(param.name == "overrides" for param in self.params) else ()
+        alone = [param for param in self.params if param.param_type_name == "argument"]
+        if name.lower() in {word for param in alone for word in _names_of_argument(param)}:
+            usage = " ".join(map(_metavar, alone))
+            return f"give it without {name}=: launcher {self.name} {usage}"
+        what = f"not an option of launcher {self.name}"
+        if takers := _commands_with(name, ctx):
+            return f"{what}; {_listed(takers)} it"
+        shown = dict.fromkeys(option.opts[0] for option in options.values())
+        there = ", ".join([*shown, *sections[:1]]) or "none"
+        return f"{what}{suggestion(name, [*options, *sections])}; there are {there}"
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if any(param.name == "overrides" for param in self.params):
@@ -112,6 +158,47 @@ class Command(TyperCommand):
             ]
             with formatter.section("Arguments"):
                 formatter.write_dl(rows)
+
+
+def _options(command: TyperCommand) -> dict[str, TyperOption]:
+    """The options of a command, by each of their names."""
+    return {
+        name.removeprefix("--").replace("-", "_"): param
+        for param in command.params
+        if isinstance(param, TyperOption)
+        for name in param.opts
+    }
+
+
+def _names_of_argument(param: Any) -> set[str]:
+    """The names by which an argument without a name may be called."""
+    if param.name == "overrides":
+        return set()
+    metavar = _metavar(param).lower()
+    return {param.name, param.name.removesuffix("s"), metavar, metavar.removesuffix("_dir")}
+
+
+def _metavar(param: Any) -> str:
+    return str(param.metavar or param.name.upper())
+
+
+def _commands_with(name: str, ctx: Any) -> list[str]:
+    """The commands that take `name=value`, or `name.KEY=value`, and are no part of a recipe."""
+    commands = ctx.find_root().command.commands.items()
+    found = []
+    for other, command in commands:
+        names = {option.opts[0].removeprefix("--") for option in _options(command).values()}
+        if any(param.name == "overrides" for param in command.params):
+            names |= {*command.sections} - {*Recipe.__dataclass_fields__}
+        if name.replace("_", "-") in names:
+            found.append(other)
+    return found
+
+
+def _listed(commands: list[str]) -> str:
+    """`launcher new, plan and submit take`."""
+    *others, last = commands
+    return f"launcher {', '.join(others)} and {last} take" if others else f"launcher {last} takes"
 
 
 class SweepCommand(Command):

@@ -11,20 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launcher.checkpoint.files import (
-    MARKER,
-    DamagedCheckpointError,
-    checkpoint_name,
-    list_checkpoints,
-    step_of,
-)
+from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.cli.app import flag, option
-from launcher.cli.export import find_checkpoint
+from launcher.cli.export import checkpoint_of_step, find_checkpoint
 from launcher.cli.requests import Terminated
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.functions import TRUST_HELP
-from launcher.recipe.hub import is_model_id, model_folder
+from launcher.recipe.hub import is_model_id, model_folder, no_such_name
 
 if TYPE_CHECKING:
     from launcher.training.chat import ChatModel, Sampling
@@ -36,7 +30,7 @@ _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPL
 
 def chat(
     run: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="RUN_DIR",
             help="Folder of a run, one of its checkpoints, or a Hugging Face folder or hub id.",
@@ -106,29 +100,23 @@ def chat(
     return EXIT_DONE
 
 
-def _find(run: Path, step: int | None, held: contextlib.ExitStack) -> tuple[Path, bool]:
+def _find(name: str, step: int | None, held: contextlib.ExitStack) -> tuple[Path, bool]:
     """The folder with the weights, and whether it is a checkpoint, which `held` keeps. Raises
     RecipeError."""
+    run = Path(name)
     if step is not None:
-        folder = run / "checkpoints" / checkpoint_name(step)
-        if not (folder / MARKER).is_file():
-            steps = [str(step_of(one)) for one in list_checkpoints(run / "checkpoints")]
-            there = f"there are those of steps {', '.join(steps)}" if steps else "there is none"
-            if not (run / "checkpoints").is_dir():
-                runs = (one for one in run.parents[:2] if (one / "checkpoints").is_dir())
-                there = f"give the folder of a run, such as {next(runs, 'runs/quickstart')}"
-            raise RecipeError(f"command line: step={step}: {run} has no such checkpoint; {there}")
-        run = folder
+        run = checkpoint_of_step(run, step)
     found = find_checkpoint(run, held)
     if found is not None:
         return found, True
     for folder in (run, run / "hf"):
         if any((folder / name).is_file() for name in ("adapter_config.json", "config.json")):
             return folder, False
-    if is_model_id(str(run)):
-        return model_folder(str(run), key="command line"), False
-    what = "it has neither a checkpoint nor a model" if run.is_dir() else "there is no such folder"
-    raise RecipeError(f"command line: {run}: {what}")
+    if is_model_id(name):
+        return model_folder(name, key="command line"), False
+    if run.is_dir():
+        raise RecipeError(f"command line: {run}: it has neither a checkpoint nor a model")
+    raise RecipeError(f"command line: {no_such_name('folder', name)}")
 
 
 def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:

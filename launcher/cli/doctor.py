@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from launcher.cli.app import flag, option
+from launcher.cli.app import flag, make_parent_of_file, option
 from launcher.diagnostics import node_checks
 from launcher.diagnostics.findings import (
     Finding,
@@ -69,10 +69,7 @@ def doctor(
     if port > 65535:
         raise RecipeError(f"command line: port={port}: must be at most 65535")
     if json is not None:
-        folder = json.absolute().parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            what = f"there is no folder {folder} that can be written to"
-            raise RecipeError(f"command line: json={json}: {what}")
+        make_parent_of_file(json, "json")
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     checks: node_checks.Checks = {
         "expected_gpus": gpus or (int(granted) if granted.isdigit() else None),

@@ -18,9 +18,10 @@ from launcher.checkpoint.files import (
     list_checkpoints,
     newest_valid,
 )
-from launcher.cli.app import flag, option
+from launcher.cli.app import flag, make_parent, option
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
+from launcher.recipe.find import no_such
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.schema import Dtype
 from launcher.reliability.run_directory import RunFolder
@@ -40,6 +41,10 @@ def export(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Folder to write; must be new or empty.")
     ],
+    step: Annotated[
+        int | None,
+        option("Checkpoint of this step. Default: the newest, or RUN_DIR/hf.", "N"),
+    ] = None,
     dtype: Annotated[
         Dtype | None,
         option("bfloat16 | float16 | float32. Default: as the weights are stored.", "DTYPE"),
@@ -84,6 +89,8 @@ def export(
     configure_logging(stream="stderr")
     if base is not None and not merged and not verify:
         raise RecipeError("command line: base: needs merged=true")
+    if step is not None:
+        run = checkpoint_of_step(run, step)
     with contextlib.ExitStack() as held:
         checkpoint = None
         if not (verify and out.is_dir() and any(out.iterdir())):
@@ -145,13 +152,12 @@ def _write(
     if checkpoint is None and not exported:
         what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
         what = "has no checkpoint" if ema else what
-        raise RecipeError(
-            f"command line: {run}: {what if run.is_dir() else 'there is no such folder'}"
-        )
+        if not run.is_dir():
+            raise RecipeError(f"command line: {no_such('folder', str(run))}")
+        raise RecipeError(f"command line: {run}: {what}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"command line: {out} exists and is not empty; name a new folder")
-    if not out.absolute().parent.is_dir():
-        raise RecipeError(f"command line: {out}: there is no folder {out.absolute().parent}")
+    make_parent(out, "OUT")
     if checkpoint is not None:
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
 
@@ -196,6 +202,19 @@ def _verify(
         print(f"differs: {difference}")
     print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")
     return EXIT_NO if differences else EXIT_DONE
+
+
+def checkpoint_of_step(run: Path, step: int) -> Path:
+    """The folder of a checkpoint of this run. Raises RecipeError if there is none of this step."""
+    folder = run / "checkpoints" / files.checkpoint_name(step)
+    if not (folder / MARKER).is_file():
+        steps = [str(files.step_of(one)) for one in list_checkpoints(run / "checkpoints")]
+        there = f"there are those of steps {', '.join(steps)}" if steps else "there is none"
+        if not (run / "checkpoints").is_dir():
+            runs = (one for one in run.parents[:2] if (one / "checkpoints").is_dir())
+            there = f"give the folder of a run, such as {next(runs, 'runs/quickstart')}"
+        raise RecipeError(f"command line: step={step}: {run} has no such checkpoint; {there}")
+    return folder
 
 
 def find_checkpoint(run: Path, held: contextlib.ExitStack) -> Path | None:

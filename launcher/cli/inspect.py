@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from launcher.cli.app import Overrides, option
+from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides, option
 from launcher.cli.prepare import DataFiles, data_sets
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
@@ -19,6 +19,8 @@ def inspect(
     ] = "train",
     samples: Annotated[int, option("Samples to print.", "N")] = 3,
     tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
+    gpus: CheckedGpus = None,
+    nodes: CheckedNodes = 1,
 ) -> int:
     """Print samples as the model will see them, packing, totals and a histogram of lengths.
 
@@ -27,7 +29,7 @@ def inspect(
       launcher inspect recipe=quickstart samples=2
     """
     configure_logging(stream="stderr")
-    loaded = load_recipe(overrides, ranks=None, hub=True)
+    loaded = load_recipe(overrides, ranks=None if gpus is None else nodes * gpus, hub=True)
     recipe = loaded.recipe
     if recipe.data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"

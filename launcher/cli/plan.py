@@ -17,7 +17,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Annotated
 
-from launcher.cli.app import Overrides, flag, option, read_size
+from launcher.cli.app import Overrides, flag, make_parent_of_file, option, read_size
 from launcher.distributed import host_memory
 from launcher.distributed.environment import cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
@@ -109,6 +109,8 @@ def plan(
         host_memory=host_memory,
         overrides=None if rates is None else machines.read_rates(rates),
     )
+    if html is not None:
+        make_parent_of_file(html, "html")
     if verify and measure_fastest:
         raise RecipeError("command line: verify, measure: give one of them")
     if verify or measure_fastest:

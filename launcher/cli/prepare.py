@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from launcher.cli.app import Overrides
+from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
 from launcher.recipe.hub import is_hub_id, model_folder
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from launcher.data.token_store import ModelInputs
 
 
-def prepare(overrides: Overrides) -> int:
+def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes = 1) -> int:
     """Fetch model and data and tokenize into the cache, for nodes that have no network.
 
     \b
@@ -26,7 +26,7 @@ def prepare(overrides: Overrides) -> int:
     """
     from launcher.models.config_keys import check_config_keys
 
-    loaded = load_recipe(overrides, ranks=None, hub=True)
+    loaded = load_recipe(overrides, ranks=None if gpus is None else nodes * gpus, hub=True)
     check_config_keys(loaded)
     configure_logging()
     try:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from launcher import __version__
-from launcher.cli.app import option
+from launcher.cli.app import make_parent_of_file, option
 from launcher.cli.status import (
     Summary,
     date_text,
@@ -89,6 +89,7 @@ def report(
       launcher report runs/one runs/two --out report.html
     """
     paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
+    make_parent_of_file(out, "out")
     names = [path.resolve().name for path in paths]
     names = [n if names.count(n) == 1 else str(path) for n, path in zip(names, paths, strict=True)]
     runs = [_read_run(path, name) for path, name in zip(paths, names, strict=True)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from typing import Annotated
 
-from launcher.cli.app import Overrides, option
+from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.errors import EXIT_DONE
 from launcher.recipe.decode import json_schema
 from launcher.recipe.load import load_recipe
@@ -16,11 +15,8 @@ from launcher.recipe.yaml_text import parse_yaml, to_yaml
 
 def show(
     overrides: Overrides,
-    gpus: Annotated[
-        int | None,
-        option("Also check the batch sizes for these GPUs per node.", "N", "--gpus", "--ranks"),
-    ] = None,
-    nodes: Annotated[int, option("Nodes.", "N")] = 1,
+    gpus: CheckedGpus = None,
+    nodes: CheckedNodes = 1,
 ) -> int:
     """Print the resolved recipe, each value with the line or argument that it comes from.
 

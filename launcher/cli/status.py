@@ -23,6 +23,7 @@ from launcher.cli.tables import fitting_table, make_table, plain, print_parts
 from launcher.console import bytes_as_text, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import shown
+from launcher.recipe.find import no_such
 from launcher.reliability.json_files import Json, last_line, sample_jsonl
 from launcher.reliability.lock import current_owner, last_heartbeat
 from launcher.reliability.run_directory import RunFolder
@@ -116,7 +117,7 @@ def status(
 def find_runs(folder: Path) -> list[Path]:
     """The folder, if it is a run folder, then the run folders in it. Raises RecipeError."""
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: there is no such folder")
+        raise RecipeError(f"command line: {no_such('folder', str(folder))}")
     files = ("status.json", "owner", "metrics.jsonl")
     try:
         entries = sorted(folder.iterdir())

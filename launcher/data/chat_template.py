@@ -79,7 +79,7 @@ class PromptError(NotAsServedError):
 
     def __init__(self, index: int, prompt: str, switch: str | None) -> None:
         what = f"the chat template's generation prompt ends in {prompt[-40:]!r}"
-        other = f"set data.chat_template_kwargs: {{{switch}: true}}, or " if switch else ""
+        other = f"set data.chat_template_kwargs.{switch}=true, or " if switch else ""
         super().__init__(
             f"message {index + 1}: {what}, and it renders this turn without that, so the model "
             f"would learn to answer another prompt; end the row with this turn, or {other}set "

@@ -62,6 +62,7 @@ from launcher.recipe.layouts import (
     named_columns,
     no_layout,
     roles_of,
+    typed,
     unused_columns,
 )
 
@@ -412,7 +413,9 @@ def _read_answer(
     if isinstance(prompt, str) and isinstance(response, str) and not as_turns:
         if thought:
             what = "holds reasoning, which only a chat template writes; set data.prompt_format=chat"
-            raise RowError(f"column {reasoning!r} {what}, or data.ignore_columns: [{reasoning}]")
+            raise RowError(
+                f"column {reasoning!r} {what}, or {typed('data.ignore_columns', [reasoning])}"
+            )
         return render_text(
             row,
             found.get("tools"),
@@ -435,7 +438,9 @@ def _read_answer(
     except NotAsServedError as error:
         if not thought:
             raise
-        raise RowError(f"{error}; data.ignore_columns: [{reasoning}] trains without it") from None
+        raise RowError(
+            f"{error}; {typed('data.ignore_columns', [reasoning])} trains without it"
+        ) from None
 
 
 def _dialogue_before_answer(prompt: str) -> list[Message] | None:

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from launcher.recipe.layouts import typed
+
 Message = dict[str, Any]
 """Role, content, and whatever else the data set gives it."""
 
@@ -294,7 +296,7 @@ def read_tools(value: object, column: str = "tools") -> list[object] | None:
     try:
         tools = read_list(value, f"column {column!r}")
     except RowError as error:
-        what = f"data.ignore_columns: [{column}] if it has no descriptions of tools"
+        what = f"{typed('data.ignore_columns', [column])} if it has no descriptions of tools"
         raise RowError(f"{error}; {what}") from None
     return None if tools is None else [_described(tool) for tool in tools]
 

@@ -20,6 +20,7 @@ from launcher.data.messages import (
 from launcher.data.sources import Values
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
+from launcher.recipe.layouts import typed
 
 
 @functools.lru_cache(maxsize=4)
@@ -143,5 +144,5 @@ def _tools(row: Values, column: str | None) -> list[object] | None:
 
 
 def _unused_tools(column: str | None, why: str) -> str:
-    hint = f"set data.chat_template to one that reads them, or data.ignore_columns: [{column}]"
+    hint = f"set data.chat_template to one that reads them, or {typed('data.ignore_columns', [column])}"
     return f"the model would not see the row's tools: {why}; {hint}"

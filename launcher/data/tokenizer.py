@@ -231,7 +231,7 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
         what = first_line(error)
         if "trust_remote_code" in str(error):
             what = "it needs its own Python code, which is not run by default: if you have read it "
-            what += "and trust it, set model.trust_remote_code: true, which holds for model.path"
+            what += "and trust it, set model.trust_remote_code=true, which holds for model.path"
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
 
 

@@ -50,7 +50,7 @@ class ParallelSize:
         return True
 
 
-_EAGER = "; set model.compile: false"
+_EAGER = "; set model.compile=false"
 CONTEXT = ParallelSize(
     key="context_parallel_size",
     divides="sequences",

@@ -236,7 +236,7 @@ def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
             what = f"it knows no {what}"
         if "trust_remote_code" in str(error):
             what = f"{folder} needs its own Python code, which is not run by default: if you have "
-            what += "read it and trust it, set model.trust_remote_code: true"
+            what += "read it and trust it, set model.trust_remote_code=true"
         elif "attention implementation" in what or "attn_implementation" in what:
             raise RecipeError(
                 f"model.attention: {attention}: {what.partition('. ')[0]}; use auto, or eager"

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.recipe.hub import split_revision
+from launcher.recipe.find import no_such
+from launcher.recipe.hub import is_model_id, split_revision
 
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_KEYS = {
@@ -28,15 +29,17 @@ _INITIAL = (None, True, False, "gaussian", "orthogonal")
 """Values of init_lora_weights that leave the frozen weights as they are."""
 
 
-def adapter_keys(folder: Path) -> dict[str, Any]:
-    """The values that an adapter's folder gives to keys of `lora`. Raises ValueError if there is no
+def adapter_keys(name: str) -> dict[str, Any]:
+    """The values that an adapter's folder `name` gives to keys of `lora`. Raises ValueError if there is no
     adapter, or one that is not supported."""
-    file = folder / ADAPTER_CONFIG
+    file = Path(name, ADAPTER_CONFIG)
     try:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
-        what = f"no such folder with an {ADAPTER_CONFIG}: {folder}"
-        raise ValueError(f"{what} (looked for in {Path.cwd()})") from None
+        what = no_such(f"folder with an {ADAPTER_CONFIG}", name)
+        if is_model_id(name):
+            what += f"; an adapter of the hub is fetched by `hf download {name} --local-dir FOLDER`"
+        raise ValueError(what) from None
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
-from launcher.recipe.layouts import KEYS, NAMES, SWITCHES, role_of, roles_of
+from launcher.recipe.layouts import KEYS, NAMES, SWITCHES, named_columns, role_of, roles_of
 from launcher.recipe.objectives import OBJECTIVES
 from launcher.recipe.schema import DataKind, Recipe
 
@@ -112,6 +112,9 @@ _ONE_OF = (
 """Keys of which exactly one must be given."""
 
 
+_COLUMN_KEYS = (*KEYS.values(), "columns")
+
+
 def combination_rules(recipe: Recipe) -> Iterator[Found]:
     """Yields the problems of each rule, separately: reading a key may fail."""
     for keys, other, needed in _NEEDS:
@@ -120,6 +123,7 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
     yield _together(recipe)
     yield _source_columns(recipe)
     yield _columns(recipe)
+    yield _column_of_two_roles(recipe)
     yield _overlong(recipe)
     for keys in _ONE_OF:
         yield _one_of(recipe, keys.split())
@@ -171,6 +175,31 @@ def _columns(recipe: Recipe) -> Found:
             elif key and getattr(section, key) not in (None, _default(f"data.{key}")):
                 yield where, f"{'.'.join(map(str, path))}.{key} is given too; give one of them"
             seen[role] = name
+
+
+def _column_of_two_roles(recipe: Recipe) -> Found:
+    """A column that is named for two roles: an answer would be trained on itself."""
+    data, train = recipe.data, recipe.data.train
+    places: list[tuple[KeyPath, Any]] = [(("data",), data)]
+    for name, source in train.items() if isinstance(train, dict) else ():
+        places.append((("data", "train", name), source))
+    for path, section in places:
+        keys: dict[str, tuple[str, ...]] = {}
+        given = {
+            role: ("columns", name) for name in section.columns or () if (role := role_of(name))
+        }
+        named = named_columns(
+            {name: getattr(section, name) for name in _COLUMN_KEYS if hasattr(section, name)}
+        )
+        for role, column in named.items():
+            key = given.get(role, (KEYS.get(role, role),))
+            if column in keys:
+                other = ".".join(map(str, (*path, *keys[column])))
+                yield (
+                    (*path, *key),
+                    f"{column!r} is the column of {other} too; a column has one role",
+                )
+            keys.setdefault(column, key)
 
 
 def _overlong(recipe: Recipe) -> Found:

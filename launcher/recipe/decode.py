@@ -46,6 +46,10 @@ _WORDS = {
 """Replacements in pydantic's messages."""
 
 
+_MAIN_KEYS = {"Model": "model.path", "Data": "data.train"}
+"""What is probably meant by a section's name with a text, as in `model=owner/name`."""
+
+
 class Reference(str):
     """The text of an argument of a builder that reads the environment, such as `${oc.env:KEY}`.
 
@@ -216,6 +220,9 @@ def _message(errors: list[Any]) -> str:
         elif kind == "literal_error":
             choices += re.findall("'(.*?)'", context["expected"])
             kinds.append(context["expected"].replace("'", ""))
+        elif kind == "dataclass_type" and (meant := _MAIN_KEYS.get(context["class_name"])):
+            kinds.append(f"a section; did you mean {meant}={_quoted(value)}?")
+            got = ""
         elif kind == "dataclass_type":
             known = getattr(schema, context["class_name"]).__dataclass_fields__
             kinds.append(f"a section with the keys {', '.join(known)}")

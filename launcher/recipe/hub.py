@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
+from launcher.recipe.find import no_such
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def _not_fetched(what: str, error: Exception) -> RecipeError:
 
     if isinstance(error, RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
         fix = (
-            "check the name; if it is gated or private, request access on its page, then run "
+            "check the name, which no file or folder here has; if it is gated or private, request access on its page, then run "
             "`hf auth login` or set HF_TOKEN"
         )
     else:
@@ -80,6 +81,41 @@ def is_model_id(name: str) -> bool:
     if not os.path.exists(name) and re.fullmatch(first, name):
         return True
     return is_hub_id(name) and re.fullmatch(rf"[^/:@]+/[^/:@]+{_REVISION}", name) is not None
+
+
+def no_such_name(kind: str, name: str) -> str:
+    """The message about a name that is neither a file or folder nor a hub id, and why not.
+
+    kind: what was looked for, such as `folder`.
+    """
+    is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
+    if is_path:
+        return no_such(kind, name)
+    what = _not_an_id(name)
+    return no_such(kind, name, nor=f", and no hub id `owner/name`{f': {what}' if what else ''}")
+
+
+def _not_an_id(name: str) -> str:
+    """What is wrong with the form of a hub id; empty if that is not known."""
+    repository, at, revision = name.partition("@")
+    if (
+        address := re.match(r"(https?://)?(huggingface\.co|hf\.co)/(datasets/)?(.+)", name)
+    ) is not None:
+        owner_and_name = "/".join(address[4].split("/")[:2])
+        return f"that is an address of the hub; write {owner_and_name}"
+    if any(character.isspace() for character in name):
+        return f"it holds a space; write {''.join(name.split())}"
+    if "@" in revision:
+        return "it has two @, and one begins the revision"
+    if at and not repository:
+        return f"it has a revision only; write owner/name@{revision or 'REVISION'}"
+    if at and not revision:
+        return f"no revision follows @; write {repository}, or a revision as in {repository}@main"
+    if name.endswith("/"):
+        return f"it ends with a slash; write {name.rstrip('/')}"
+    if os.path.isdir(folder := name.partition("/")[0]) and "/" in name:
+        return f"{folder} is a folder here"
+    return ""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -182,7 +218,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         refuse_links(Path(name), key=key)
         return Path(name)
     if not is_model_id(name):
-        raise RecipeError(f"{key}: no such folder: {name}")
+        raise RecipeError(f"{key}: {no_such_name('folder', name)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import tqdm

@@ -13,12 +13,29 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.recipe.schema_source import DataKind
 
+
+def typed(key: str, value: str | Sequence[str | None]) -> str:
+    """`key=value` as one types it in a shell. value: a text, or texts of a list."""
+    texts = [value] if isinstance(value, str) else [str(text) for text in value]
+    plain = [
+        text if re.fullmatch(r"[A-Za-z_][\w.-]*", text) else json.dumps(text, ensure_ascii=False)
+        for text in texts
+    ]
+    plain = [json.dumps(text) if text.lower() in _NOT_TEXT else text for text in plain]
+    whole = plain[0] if isinstance(value, str) else f"[{', '.join(plain)}]"
+    return f"{key}={shlex.quote(whole)}"
+
+
+_NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+"""Words that YAML reads as something else."""
 NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation", "contents", "dialog"),
     "prompt": ("prompt",),
@@ -352,8 +369,9 @@ def no_layout(
                 found.append((len(missing) + untaken, number, layout, missing))
     listed = f"columns: {', '.join(columns) or 'none'}"
     if not found:
-        form = "{prompt: NAME, response: NAME}, {messages: NAME} or {text: NAME}"
-        return f"no layout of rows has these columns; {listed}; data.columns names them: {form}"
+        keys = [f"data.columns.{role}=NAME" for role in ("prompt", "response", "messages", "text")]
+        form = f"{keys[0]} and {keys[1]}, or {keys[2]}, or {keys[3]}"
+        return f"no layout of rows has these columns; {listed}; name them: {form}"
     _, _, layout, missing = min(found)[:4]
     absent = {role: column for role, column in named.items() if column not in columns}
     if absent and all(role in absent for role in missing):
@@ -365,16 +383,25 @@ def no_layout(
         return f"{what}; the nearest layout is {_form(layout)}; {listed}"
     near = "" if kind is not None else f" of the nearest layout ({_form(layout)})"
     lacks = [f"{role} ({_usual(role, named)})" for role in missing]
-    names = ", ".join(f"{role}: NAME" for role in missing)
-    text = (
-        f"no column for {' and '.join(lacks)}{near}; {listed}; data.columns: {{{names}}} names it"
-    )
+    names = " ".join(f"data.columns.{role}=NAME" for role in missing)
+    text = f"no column for {' and '.join(lacks)}{near}; {listed}; {names} names it"
+    if "completions" in present and {*missing} & {
+        "response",
+        "chosen",
+        "rejected",
+    }:  # UltraFeedback
+        text += (
+            "; completions holds several answers: write the best as response, or two as chosen and "
+            "rejected"
+        )
     other = match(present, named, {layout.kind for layout in LAYOUTS} - {kind or "", "text"})
     if kind is not None and other is not None:
         text += (
             f"; or set data.kind={other.layout.kind}, which has such columns; rows of two kinds "
         )
-        text += "belong in two files, as two sources (data.train: {a: {...}, b: {...}})"
+        text += (
+            "belong in two files, as two sources: data.train.a.files=FILE data.train.b.files=FILE"
+        )
     return text
 
 
@@ -443,11 +470,12 @@ def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] 
         if what is None and kind != "text" and name in _WEIGHTS and _is_weight(value):
             what = "holds a weight"
             if kind in ("chat", "tokens"):
-                what += f", which data.weights_column: {column} uses"
+                what += f", which {typed('data.weights_column', column)} uses"
             else:
                 what += f", and kind {kind} has none"
         if what is not None:
-            return f"column {column!r} {what}; data.ignore_columns: [{column}] trains without it"
+            without = typed("data.ignore_columns", [*ignored, column])
+            return f"column {column!r} {what}; {without} trains without it"
     return None
 
 
@@ -500,7 +528,7 @@ def unused_line(columns: Mapping[str, str]) -> str:
     if len(pair) == 2:
         names = " and ".join(pair.values())
         parts = [part for name, part in columns.items() if name not in pair.values()]
-        parts.insert(0, f"{names} (pairs of answers? preference.loss: dpo trains on them)")
+        parts.insert(0, f"{names} (pairs of answers? preference.loss=dpo trains on them)")
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
     listed = ", ".join(parts[:_SHOWN])
     return f"columns that are not used: {listed}{more} (data.ignore_columns: on purpose)"
@@ -520,9 +548,9 @@ def describe_column(column: str, value: object, found: Match) -> str:
         return column
     free = role in roles_of(found.layout.kind) and role not in found.columns
     if role in SWITCHES:
-        key = f"data.{KEYS[role]}: {column}"
+        key = typed(f"data.{KEYS[role]}", column)
     else:
-        key = f"data.columns: {{{role}: {column}}}"
+        key = typed(f"data.columns.{role}", column)
     return f"{column} ({words}? {key})" if free else f"{column} ({words}?)"
 
 

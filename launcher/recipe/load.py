@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from launcher.errors import RecipeError, first_line
+from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_row
 from launcher.recipe.decode import (
@@ -202,11 +202,19 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
     if not equals or any(not part or part != part.strip() for part in path):
         places[path] = argument
         return Problem(path, "an override is key=value, such as batch.micro_batch_size=4")
+    value: Any = text
+    lines: dict[KeyPath, int] = {}
     try:
-        value, lines = parse_yaml(text)
+        if not text.startswith(("@", "`")):  # YAML has no use for these, and a name may begin so
+            value, lines = parse_yaml(text)
     except NotYamlError as error:
         places[path] = argument
         return Problem(path, f"not a value: {error}")
+    if (joined := _joined_key(value)) is not None:
+        places[path] = argument
+        name, _, rest = joined.partition(":")
+        what = f"YAML wants a space after the colon: {{{name}: {rest}}}, not {{{joined}}}"
+        return Problem(path, what)
     if not isinstance(value, dict):  # a section keeps its other keys
         for place in [place for place in places if place[: len(path)] == path]:
             del places[place]
@@ -217,6 +225,19 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
         value = {part: value}
     plain |= merged(plain, value)
     return None
+
+
+def _joined_key(value: object) -> str | None:
+    """A key inside a value that holds its own value, as in `{rank:8}`, which is YAML for the key
+    `rank:8` with the value null; None: there is none."""
+    return next(
+        (
+            path[-1]
+            for path, inner in _walk(value, ())
+            if inner is None and isinstance(path[-1], str) and re.match(r"\w+:.", path[-1])
+        ),
+        None,
+    )
 
 
 def _walk(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -371,6 +392,9 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 problem = no_layout(first[1], named, ignored=ignored)
             else:
                 problem = lost_meaning(first[1], found, ignored)
+                problem = problem or _absent_column(
+                    first, source.get("ignore_columns") if name else ignored
+                )
         elif named:  # the data cannot be looked at: by what the recipe says of its columns
             row = dict.fromkeys(named.values())
             found = guess(row, named, task=task, pairs=plain.get("preference") is not None)
@@ -384,6 +408,18 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 origins.derived[path] = f"{kind}, by the columns of {shown(first[0])}"
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
+
+
+def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:
+    """The problem of a name in data.ignore_columns that no row has; None: there is none. The rows of
+    a .jsonl file may have other columns than the first: there, only a misspelt name is a problem."""
+    file, row = first
+    for column in ignored if isinstance(ignored, list) else ():
+        near = suggestion(str(column), row)
+        if column not in row and (near or ".json" not in file):
+            what = f"data.ignore_columns names a column that is not there: {column}{near}"
+            return f"{what}; columns: {', '.join(map(str, row))}"
+    return None
 
 
 class _Counter:
@@ -426,7 +462,7 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
     if not isinstance(lora, dict) or not isinstance(path, str):
         return
     try:
-        keys = adapter_keys(Path(path))
+        keys = adapter_keys(path)
     except ValueError as error:
         yield Problem(("lora", "path"), str(error))
         return

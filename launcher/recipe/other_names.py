@@ -77,11 +77,16 @@ _ANSWERS = {
     "batch.micro_batch_size that of a rank's forward pass",
     "gradient_accumulation_steps": "gradient accumulation follows from batch.global_batch_size, "
     "batch.micro_batch_size and the number of ranks",
-    "num_processes": "the command has the options gpus and nodes",
-    "num_machines": "the command has the options gpus and nodes",
-    "nproc_per_node": "the command has the options gpus and nodes",
-    "nnodes": "the command has the options gpus and nodes",
-    "nodes": "several nodes need torchrun --nnodes, or launcher submit",
+    **dict.fromkeys(
+        (
+            *("num_processes", "num_machines", "nproc_per_node", "nnodes", "ranks", "world_size"),
+            *("num_gpus", "n_gpus", "ngpus"),
+        ),
+        "the command has the options gpus and nodes",
+    ),
+    "nodes": "launcher train, plan and submit take nodes",
+    "cpu": "run.device=cpu trains on the CPU, and gpu=cpu plans for it",
+    "steps": "run.max_steps is the number of optimizer steps, profile.steps that of a profile",
     "train_on_inputs": "loss is on the answers with data.kind: chat and instruct, and on every "
     "token with text",
 }

@@ -18,7 +18,8 @@ from launcher.recipe.adapter import ADAPTER_CONFIG
 from launcher.recipe.columns import is_of_system
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
-from launcher.recipe.hub import is_hub_id, is_model_id
+from launcher.recipe.find import no_such
+from launcher.recipe.hub import is_hub_id, is_model_id, no_such_name
 from launcher.recipe.model_config import change_problems, config_problems, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
@@ -94,9 +95,9 @@ def _resharding(recipe: Recipe) -> Found:
 def _kept_logits(recipe: Recipe) -> Found:
     if recipe.model.keep_logits is True:
         if not recipe.model.chunked_loss:
-            yield "model.keep_logits", "needs model.chunked_loss; set model.keep_logits: auto"
+            yield "model.keep_logits", "needs model.chunked_loss; set model.keep_logits=auto"
         if recipe.distillation is not None:
-            what = "not available with distillation; set model.keep_logits: auto"
+            what = "not available with distillation; set model.keep_logits=auto"
             yield "model.keep_logits", what
 
 
@@ -130,11 +131,7 @@ def _pretrained(recipe: Recipe) -> Found:
                 what = f"{path} is an adapter: lora.path continues it, with {key} as its base; or "
                 yield key, f"{what}launcher export --merged writes a whole model"
                 continue
-            yield key, _missing(f"no such folder with a config.json: {path}")
-
-
-def _missing(what: str) -> str:
-    return f"{what} (looked for in {Path.cwd()}), and no hub id `owner/name`"
+            yield key, no_such_name("folder with a config.json", path)
 
 
 def _attention(recipe: Recipe) -> Found:
@@ -293,7 +290,7 @@ def _resume(recipe: Recipe) -> Found:
     if resume in ("auto", "never") or os.path.isdir(resume) or _has_checkpoints(recipe):
         return
     what = "give auto, never, or a checkpoint such as runs/NAME/checkpoints/step_00000500"
-    yield "checkpoint.resume", f"no such folder: {resume}; {what}"
+    yield "checkpoint.resume", f"{no_such('folder', resume)}; {what}"
 
 
 def _batches(recipe: Recipe, ranks: int | None) -> Found:
@@ -341,15 +338,14 @@ def _context(recipe: Recipe, ranks: int | None) -> Found:
 def _tokenizer(recipe: Recipe) -> Found:
     name, template = recipe.data.tokenizer, recipe.data.chat_template
     if template is not None and not os.path.isfile(template):
-        what = f"no such file: {template} (looked for in {Path.cwd()})"
-        yield "data.chat_template", what
+        yield "data.chat_template", no_such("file", template)
     if recipe.data.builder is not None or kinds_of(recipe) == {"tokens"} or name == "bytes":
         return
     what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
     if name is None and recipe.model.path is None:
         yield "data.tokenizer", f"missing; a model.config has none of its own: {what}"
     if name is not None and not is_model_id(name) and not os.path.isdir(name):
-        yield "data.tokenizer", f"no such folder: {name}; {what}"
+        yield "data.tokenizer", f"{no_such_name('folder', name)}; {what}"
 
 
 def _template_values(recipe: Recipe) -> Found:
@@ -379,7 +375,7 @@ def _data_files(recipe: Recipe) -> Found:
                 continue
             exists = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
             if not exists and not is_hub_id(pattern):
-                yield (*key.split("."), index), _missing(f"no such file or folder: {pattern}")
+                yield (*key.split("."), index), no_such_name("file or folder", pattern)
 
 
 _RULES = (

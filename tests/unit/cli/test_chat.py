@@ -145,7 +145,7 @@ def test_what_cannot_be_answered_is_refused(tmp_path, pretrained, talk):
     assert "and the model 64 positions; /reset" in printed.err
     assert len(printed.out.splitlines()) == 1
     printed = talk(tmp_path / "none", lines="", status=2)
-    assert printed.err == f"command line: {tmp_path}/none: there is no such folder\n"
+    assert printed.err.startswith(f"command line: no such folder: {tmp_path}/none (looked for")
     assert "neither a checkpoint nor a model" in talk(tmp_path, lines="", status=2).err
     for word, problem in (("top_p=0", "top_p must be above 0"), ("temperature=-1", "at least 0")):
         assert problem in talk(pretrained, word, lines="", status=2).err

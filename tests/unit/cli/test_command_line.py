@@ -104,6 +104,66 @@ def test_wrong_options_are_refused():
         assert str(raised.value).startswith(f"command line: {problem}")
 
 
+def test_an_argument_of_another_command_is_taken_or_that_command_is_named(folder, capsys):
+    """People type the same arguments for each command on a recipe."""
+    known = {"gpus", "nodes"}
+    for name, command in COMMANDS.items():
+        if any(param.name == "overrides" for param in command.params):
+            known_here = {option.opts[0].removeprefix("--") for option in command.params[1:]}
+            assert known <= known_here | {*command.sections} or name == "selftest"
+            assert "unexpected" not in capsys.readouterr().err
+    for words, problem in {
+        ("inspect", "gpus=3"): "64 is not a multiple of 8 (micro-batch) x 3 (ranks)",
+        ("prepare", "gpus=3", "nodes=2"): "64 is not a multiple of 8 (micro-batch) x 6 (ranks)",
+        ("selftest", "nodes=2"): "launcher train, plan and submit take nodes",
+        (
+            "show",
+            "gpu=h100",
+        ): "not an option of launcher show; launcher new, plan and submit take it",
+        ("train", "dry_run=true"): "not an option of launcher train; launcher submit takes it",
+        ("plan", "ranks=2"): "the command has the options gpus and nodes",
+        ("plan", "steps=2"): "run.max_steps is the number of optimizer steps",
+        ("plan", "sweep.run.seed=1,2"): "launcher train and submit take sweeps",
+        ("plan", "--run.seed=2"): "write run.seed=2, without dashes",
+        ("plan", "model=a/b"): "a section; did you mean model.path='a/b'?",
+    }.items():
+        command, *arguments = words
+        assert main([command, "recipe=x.yaml", *arguments]) == 2
+        assert problem in capsys.readouterr().err
+    for words, problem in {
+        ("export", "run=a", "out=b"): "out=b: give it without out=: launcher export RUN_DIR OUT",
+        ("status", "run_dir=a"): "run_dir=a: give it without run_dir=: launcher status RUN_DIR",
+        (
+            "status",
+            "a",
+            "step=3",
+        ): "step=3: not an option of launcher status; launcher rows, export",
+        (
+            "new",
+            "recipe=x.yaml",
+        ): "launcher train, plan, show, inspect, prepare, submit and selftest",
+    }.items():
+        assert main([*words]) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_folders_of_outputs_are_made_before_the_work(folder, capsys):
+    """A command that has worked for minutes must not fail because of the folder of its page."""
+    (folder / "runs/one").mkdir(parents=True)
+    (folder / "runs/one/status.json").write_text("{}")
+    assert main(["report", "runs/one", "out=new/deep/page.html"]) == 0
+    assert (folder / "new/deep/page.html").is_file()
+    plan = ["plan", "recipe=x.yaml", "gpu=h100", "gpus=1"]
+    for command in (["report", "runs/one", "out={}"], [*plan, "html={}"], ["doctor", "json={}"]):
+        for path, problem in {
+            "x.yaml/below/page": "not a directory",
+            "runs": "name a file in it",
+        }.items():
+            capsys.readouterr()
+            assert main([word.format(path) for word in command]) == 2
+            assert problem in capsys.readouterr().err
+
+
 def test_names_of_other_tools_are_names_of_keys():
     known = {dotted(path) for path in keys()}
     assert set(NAMES) <= known

@@ -208,7 +208,7 @@ def test_status_of_a_folder_of_runs(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: there is no such folder"),
+        (["nowhere"], "no such folder: nowhere (looked for in "),
         (["."], ".: neither the folder of a run nor one that holds runs"),
         ([], "Missing argument 'RUN_DIR'"),
     ],

@@ -664,9 +664,7 @@ def test_ids_of_calls_for_a_template_that_wants_nine_letters(tmp_path, folder, i
 
 
 def test_the_message_about_another_prompt_names_the_switch():
-    with pytest.raises(
-        RowError, match=r"set data.chat_template_kwargs: \{enable_thinking: true\}, or"
-    ):
+    with pytest.raises(RowError, match=r"set data.chat_template_kwargs.enable_thinking=true, or"):
         encoded(bpe_tokenizer(), without_marks(EMPTY), dialogue("a", "no", "b"))
     chat = ChatTemplate(
         bpe_tokenizer(), "it", without_marks(EMPTY), values={"enable_thinking": True}
@@ -899,7 +897,7 @@ def test_bad_rows_do_not_affect_good_rows(tmp_path, folder):
         "",
         "no assistant turn, so nothing to learn from",
         "no column for messages (messages, conversations, conversation, contents, ...); columns: text; "
-        "data.columns: {messages: NAME} names it",
+        "data.columns.messages=NAME names it",
         "the conversation holds half a surrogate pair (\\ud800 to \\udfff), which is no character",
         "",
     ]
@@ -1035,7 +1033,7 @@ def test_tools_that_the_template_does_not_read_are_refused(tmp_path, folder, kin
     tools = [None, [], "", "[]", CALLED, json.dumps(CALLED)]
     rows = [{**row, "tools": each} for each in tools]
     why = "the model would not see the row's tools"
-    hint = "set data.chat_template to one that reads them, or data.ignore_columns: [tools]"
+    hint = "set data.chat_template to one that reads them, or data.ignore_columns='[tools]'"
     problems = [one.problem for one in encode_file(tmp_path, rows, kind, folder)]
     assert problems == [*[""] * 4, *[f"{why}: the chat template does not read them; {hint}"] * 2]
     template = write(tmp_path / "tools.jinja", READS_TOOLS + without_marks(CHATML))

@@ -539,12 +539,12 @@ NO_TOOLS = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
         (
             {"answer": "a", "functions": json.dumps(TOOLS)},
             "the model would not see the row's tools: text is trained on without a chat template; "
-            "set data.chat_template to one that reads them, or data.ignore_columns: [functions]",
+            "set data.chat_template to one that reads them, or data.ignore_columns='[functions]'",
         ),
         (
             {"answer": "a", "reasoning": "b"},
             "column 'reasoning' holds reasoning, which only a chat template writes; set "
-            "data.prompt_format=chat, or data.ignore_columns: [reasoning]",
+            "data.prompt_format=chat, or data.ignore_columns='[reasoning]'",
         ),
     ],
 )
@@ -559,7 +559,7 @@ def test_a_template_that_drops_tools_or_reasoning_names_the_column(tmp_path, tok
     for more in ({"functions": TOOLS}, {"thinking": "b"}):
         _, one = encoded(tmp_path, row | more, tokenizers["chat"], chat_template=template)
         (column,) = more
-        assert f"data.ignore_columns: [{column}]" in one.problem
+        assert f"data.ignore_columns='[{column}]'" in one.problem
 
 
 def test_inspect_counts_only_the_documents_of_a_set(tmp_path, tokenizers):

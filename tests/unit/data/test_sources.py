@@ -192,7 +192,7 @@ def test_folders_of_save_to_disk_are_data_sets(tmp_path, cache, monkeypatch):
 
 NO_COLUMN = (
     "no column for text (text, content, raw_content, sentence); columns: body; "
-    "data.columns: {text: NAME} names it"
+    "data.columns.text=NAME names it"
 )
 NOT_TEXT = "column 'text' is empty (null); it must hold text"
 NUMBER = "column 'text' must hold text; got 3: write it as text"
@@ -613,7 +613,7 @@ def test_store_of_tokens(tmp_path, cache, name):
 BROKEN_TOKENS = [
     (
         [{"input_ids": [1]}, {"text": "x"}],
-        ":2: no column for input_ids (input_ids); columns: text; data.columns: {input_ids: NAME} names it",
+        ":2: no column for input_ids (input_ids); columns: text; data.columns.input_ids=NAME names it",
     ),
     ([{"input_ids": "abc"}], ":1: input_ids must be a list of whole numbers"),
     ([{"input_ids": [1, 2.0]}], ":1: input_ids must be a list of whole numbers"),

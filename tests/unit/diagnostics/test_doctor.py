@@ -366,9 +366,9 @@ def test_doctor_prints_and_writes_a_report(findings_of_doctor, capsys):
     findings_of_doctor.append(finding("bad", "not free"))
     assert main.main(["doctor"]) == 3
     assert "Not fit to train: 1 problem" in capsys.readouterr().out
-    for mistake in ("json=no/folder/d.json", "quick=true", "recipe=fsdp"):
+    for mistake in ("json=d.json/below/d.json", "json=.", "quick=true", "recipe=fsdp"):
         assert main.main(["doctor", mistake]) == 2
-    known = "recipe=fsdp: not an option of launcher doctor; there are --ranks, --json"
+    known = "recipe=fsdp: not an option of launcher doctor; launcher train, plan, show, inspect, "
     assert known in capsys.readouterr().err
 
 

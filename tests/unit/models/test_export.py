@@ -689,7 +689,7 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
 
     run, out = tmp_path / "run", tmp_path / "out"
     assert "Missing argument 'OUT'" in error_of(run)
-    assert "there is no such folder" in error_of(run, out)
+    assert "no such folder: " in error_of(run, out)
     run.mkdir()
     assert "checkpoint.export: at_end" in error_of(run, out)
     (run / "hf").mkdir()
@@ -707,7 +707,8 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
     unknown = "merge=true: not an option of launcher export; did you mean merged?"
     assert unknown in error_of(run, out, "merge=true")
     assert "merged=yes: must be true or false" in error_of(run, out, "merged=yes")
-    assert "no folder" in error_of(run, tmp_path / "a" / "b")
+    assert "not a directory" in error_of(run, run / "hf" / "model.safetensors" / "b")
+    assert "step=3: " in error_of(run, out, "step=3")
     out.mkdir()
     (out / "file").write_text("")
     assert "exists and is not empty" in error_of(run, out)

@@ -51,10 +51,10 @@ MISTAKES_IN_A_FILE = [
     (9, "  train: []", "9: data.train: must not be empty"),
     (9, '  train: [data.txt, ""]', "9: data.train[1]: must not be empty; got ''"),
     (9, "  train: [dat.txt]",
-     "9: data.train[0]: no such file or folder: dat.txt (looked for in CWD), and no hub id `owner/name`"),
+     "9: data.train[0]: no such file or folder: dat.txt (looked for in CWD), and no hub id `owner/name`; did you mean data.txt?"),
     (10, "  tokenizer: gone",
-     "10: data.tokenizer: no such folder: gone; give `bytes`, a folder with a tokenizer, or a hub id "
-     "`owner/name`"),
+     "10: data.tokenizer: no such folder: gone (looked for in CWD), and no hub id `owner/name`; give `bytes`, a "
+     "folder with a tokenizer, or a hub id `owner/name`"),
     (10, "", "8: data.tokenizer: missing; a model.config has none of its own: give `bytes`, ..."),
     (14, "strategy: {mixed_precision: {float8: tensorwise}}",
      "14: strategy.mixed_precision.float8: has one scale for a whole tensor, so that losses depend on how rows are "
@@ -243,9 +243,9 @@ MISTAKES_IN_ARGUMENTS = [
      "strategy.tensor_parallel_size=2: needs strategy.expert_parallel_size: 1; for a mixture of experts use "
      "strategy.expert_parallel_size alone"),
     (None, ["strategy.tensor_parallel_size=2", "model.compile=true"],
-     "strategy.tensor_parallel_size=2: not available with model.compile; set model.compile: false"),
+     "strategy.tensor_parallel_size=2: not available with model.compile; set model.compile=false"),
     (None, ["strategy.expert_parallel_size=2", "model.compile=auto"],
-     "strategy.expert_parallel_size=2: not available with model.compile; set model.compile: false"),
+     "strategy.expert_parallel_size=2: not available with model.compile; set model.compile=false"),
     (None, ["strategy.tensor_parallel_size=2", "lora={dora: true}"],
      "strategy.tensor_parallel_size=2: not available with lora.dora; FSDP, strategy.context_parallel_size and "
      "strategy.expert_parallel_size are"),
@@ -273,6 +273,12 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["model.config.dtype=float16"], "model.config.dtype=float16: is set by strategy.mixed_precision"),
     (None, ["data={builder: 'a:b', train: null}", "model.builder=a.b:c"],
      "model.builder=a.b:c: model.config is given too; set one to null: model.config=null or model.builder=null"),
+    (None, ["model.config={model_type:llama}"],
+     "model.config={model_type:llama}: YAML wants a space after the colon: {model_type: llama}, not {model_type:llama}"),
+    (None, ["lora={rank:8, alpha: 16}"],
+     "lora={rank:8, alpha: 16}: YAML wants a space after the colon: {rank: 8}, not {rank:8}"),
+    (None, ["data.columns.text={prompt:a}"],
+     "data.columns.text={prompt:a}: YAML wants a space after the colon: {prompt: a}, not {prompt:a}"),
     (None, ["model={config: null, path: gone}"],
      "model.path: no such folder with a config.json: gone (looked for in CWD), and no hub id `owner/name`"),
     (None, ["model={config: null, path: owner/name:train}"],
@@ -325,9 +331,9 @@ MISTAKES_IN_ARGUMENTS = [
      "distillation...: needs model.task: causal_lm"),
     (None, [TEACH, "model.chunked_loss=false"], "distillation...: needs model.chunked_loss"),
     (None, ["model.chunked_loss=false", "model.keep_logits=true"],
-     "model.keep_logits=true: needs model.chunked_loss; set model.keep_logits: auto"),
+     "model.keep_logits=true: needs model.chunked_loss; set model.keep_logits=auto"),
     (None, [TEACH, "model.keep_logits=true"],
-     "model.keep_logits=true: not available with distillation; set model.keep_logits: auto"),
+     "model.keep_logits=true: not available with distillation; set model.keep_logits=auto"),
     (None, ["model.keep_logits=maybe"], "model.keep_logits=maybe: must be true or false or auto; got 'maybe'"),
     (None, [TEACH, "strategy.context_parallel_size=2"],
      "distillation...: needs strategy.context_parallel_size: 1"),
@@ -507,7 +513,7 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.kind=chat", "data.validation=data.txt", "evaluation.generate={metrics: [exact]}"],
      "evaluation.generate.metrics[0]: must be ..."),
     (None, ["checkpoint.resume=runs/a"],
-     "checkpoint.resume=runs/a: no such folder: runs/a; give auto, never, or a checkpoint such as "
+     "checkpoint.resume=runs/a: no such folder: runs/a (looked for in CWD); give auto, never, or a checkpoint such as "
      "runs/NAME/checkpoints/..."),
     (None, ["checkpoint.every_steps=null", "run.on_divergence=rewind"],
      "run.on_divergence=rewind: needs checkpoint.every_steps"),

@@ -3,6 +3,8 @@
 import csv
 import gzip
 import json
+import re
+import shlex
 
 import pyarrow
 import pyarrow.parquet
@@ -10,7 +12,9 @@ import pytest
 
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
+from launcher.recipe.layouts import no_layout
 from launcher.recipe.load import load_recipe
+from tests.unit.small_recipe import SMALL
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = {"messages": [USER, ANSWER]}
@@ -120,7 +124,7 @@ def test_rows_of_another_kind_are_named(folder):
         open_store(data.train, data, tokenizer="bytes", build=True)
     what = (
         "no column for text (text, content, raw_content, sentence); columns: messages; "
-        "data.columns: {text: NAME} names it; or set data.kind=chat, which has such columns"
+        "data.columns.text=NAME names it; or set data.kind=chat, which has such columns"
     )
     assert what in str(error.value)
 
@@ -146,3 +150,65 @@ def test_a_split_is_for_recipes_without_validation(folder):
     both = load("data.validation_split=0.1", "data.validation=[data.txt]")
     assert both.recipe.data.validation_split is None
     assert both.origins.of(("data", "validation_split")) == "default"
+
+
+def test_suggestions_can_be_typed_as_they_stand(tmp_path, monkeypatch):
+    """Each error ends with arguments for a command line, also where names need quotes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(SMALL.replace("  kind: text\n", ""))
+    cases = [
+        ({"question": "a", "reply": "b"}, {"NAME": "reply"}, []),
+        ({"title": "a", "body": "b"}, {"NAME": "body"}, []),
+        ({"prompt": "a", "response": "b", "score": 3}, {}, []),
+        ({"prompt": "a", "response": "b", "my score": 3, "Score": 4}, {}, []),
+        ({"messages": [], "Weight": 2}, {}, []),
+        ({"text": "a", "images": ["x"], "video": "y"}, {}, ["data.ignore_columns='[images]'"]),
+    ]
+    for row, names, words in cases:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        given = ["recipe=x.yaml", "data.train=rows.jsonl", *(shlex.split(" ".join(words)))]
+        with pytest.raises(RecipeError) as raised:
+            load_recipe(given, ranks=None)
+        message = str(raised.value).split("data.train=rows.jsonl", 1)[1]
+        found = re.findall(r"data\.[a-z_.]+=(?:'[^']*'|\w+)", message)
+        typed = shlex.split(" ".join(found))
+        assert typed, str(raised.value)
+        for name, column in names.items():
+            typed = [word.replace(name, column) for word in typed][-1:]
+        assert "rows.jsonl" not in _problems([*given, *typed])
+
+
+def _problems(words):
+    try:
+        load_recipe(words, ranks=None)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_columns_that_are_named_wrongly(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(SMALL.replace("  kind: text\n", ""))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    for words, problem in {
+        ("data.ignore_columns=[respond]",): "a column that is not there: respond; did you mean "
+        "response?; columns: prompt, response",
+        ("data.columns={prompt: prompt, response: prompt}",): "'prompt' is the column of "
+        "data.columns.prompt too; a column has one role",
+        ("data.prompt_column=prompt", "data.response_column=prompt"): "'prompt' is the column of "
+        "data.prompt_column too",
+    }.items():
+        with pytest.raises(RecipeError) as raised:
+            load_recipe(["recipe=x.yaml", "data.train=rows.jsonl", *words], ranks=None)
+        assert problem in str(raised.value)
+    for kind in (None, "instruct", "preference"):
+        rated = no_layout(["source", "instruction", "models", "completions"], {}, kind)
+        assert "completions holds several answers: write the best as response, or two" in rated
+    rows = no_layout(["messages", "text"], {}, "instruct")
+    assert rows == (
+        "no column for instruction (instruction, question, query, problem, ...) and response "
+        "(response, completion, output, solution, ...); columns: messages, text; "
+        "data.columns.instruction=NAME data.columns.response=NAME names it; or set "
+        "data.kind=chat, which has such columns; rows of two kinds belong in two files, as two "
+        "sources: data.train.a.files=FILE data.train.b.files=FILE"
+    )

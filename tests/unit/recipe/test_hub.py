@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
+from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.lora import add_adapters
-from launcher.recipe.adapter import other_base
+from launcher.recipe.adapter import adapter_keys, other_base
 from launcher.recipe.hub import (
     commit_of,
     is_hub_id,
@@ -17,7 +18,9 @@ from launcher.recipe.hub import (
     model_folder,
     split_revision,
 )
+from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model
+from tests.unit.small_recipe import SMALL
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
@@ -40,6 +43,51 @@ def cache(tmp_path, monkeypatch):
     for name, commit in (("main", SECOND), ("v1", FIRST), ("refs/pr/1", SECOND)):
         (repository / "refs" / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / "refs" / name).write_text(commit)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("owner/name@", "no revision follows @; write owner/name"),
+        ("@v1", "it has a revision only; write owner/name@v1"),
+        ("a/b@c@d", "it has two @"),
+        ("a/b c", "it holds a space; write a/bc"),
+        ("a/b/", "it ends with a slash; write a/b"),
+        ("https://huggingface.co/datasets/a/b/tree/main", "address of the hub; write a/b"),
+        ("./models/smal", "; did you mean models/small?"),
+        ("models/smal", "models is a folder here; did you mean models/small?"),
+        ("../gone", "../gone (looked for in "),
+        ("~/models", "only a shell replaces ~: write /"),
+    ],
+)
+def test_names_that_are_neither_a_folder_nor_a_hub_id(name, problem, tmp_path, monkeypatch, capsys):
+    """The message says what is wrong with the name, for models, data, tokenizers and adapters."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/small").mkdir(parents=True)
+    (tmp_path / "x.yaml").write_text(SMALL)
+    (tmp_path / "data.txt").write_text("some text")
+    assert not is_model_id(name)
+    assert not is_hub_id(name)
+    config = {"data.train": "data.train[0]", "model.path": "model.path"}
+    config |= {"data.tokenizer": "data.tokenizer", "distillation.teacher": "distillation.teacher"}
+    for key, cited in config.items():
+        words = [f"{key}={name}"] + ["model.config=null"] * (key == "model.path")
+        with pytest.raises(RecipeError) as raised:
+            load_recipe(["recipe=x.yaml", *words], ranks=1)
+        (line,) = (line for line in raised.value.problems if cited in line and "no such" in line)
+        assert problem in line
+    assert main(["chat", name]) == 2
+    assert "no such folder: " in capsys.readouterr().err
+
+
+def test_a_mistyped_folder_is_not_asked_of_the_hub(tmp_path, monkeypatch, capsys):
+    """`./gpt2-mine` without its ./ would be one of the hub's first models."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("./gpt2-mine", "./owner/name", "../owner/name", "/gone/name"):
+        assert main(["chat", name]) == 2
+        assert capsys.readouterr().err.startswith(f"command line: no such folder: {name} (looked")
+    with pytest.raises(ValueError, match="hf download owner/name --local-dir FOLDER"):
+        adapter_keys("owner/name")
 
 
 @pytest.mark.parametrize(

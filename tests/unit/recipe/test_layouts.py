@@ -182,12 +182,12 @@ LOST: list[tuple[dict[str, Any], str]] = [
     ({"messages": CHAT, "kto_tag": False}, "marks good and bad answers"),
     ({"messages": CHAT, "images": ["cat.jpg"]}, "holds images"),
     ({"text": "a", "image": {"bytes": b"x"}}, "holds images"),
-    ({"messages": CHAT, "weight": 0.5}, "holds a weight, which data.weights_column: weight uses"),
+    ({"messages": CHAT, "weight": 0.5}, "holds a weight, which data.weights_column=weight uses"),
     ({"prompt": "a", "completion": "b", "weight": 2}, "holds a weight, and kind instruct has none"),
     ({"prompt": "a", "completion": "b", "score": 0}, "says how good an answer is"),
     ({"text": "a", "parent_id": "1", "role": "prompter"}, "says who speaks"),
     ({"input_ids": [1], "loss_mask": [0]}, "says which tokens carry loss"),
-    ({"input_ids": [1], "weights": [0.5]}, "holds a weight, which data.weights_column: weights"),
+    ({"input_ids": [1], "weights": [0.5]}, "holds a weight, which data.weights_column=weights"),
 ]
 KEPT: list[dict[str, Any]] = [
     {"prompt": "a", "completion": "b", "label": "poem", "images": [], "weight": None},
@@ -203,7 +203,7 @@ def test_columns_that_change_the_meaning_are_refused():
         found, last = guess(row, {}), list(row)[-1]
         problem = lost_meaning(row, found)
         assert problem.startswith(f"column {last!r} {expected}"), problem
-        assert problem.endswith(f"; data.ignore_columns: [{last}] trains without it")
+        assert problem.endswith(f"; data.ignore_columns='[{last}]' trains without it")
         assert lost_meaning(row, guess(row, {}, ignored=[last]), [last]) is None
     for row in KEPT:
         assert lost_meaning(row, guess(row, {}, pairs="chosen" in row)) is None
@@ -228,8 +228,8 @@ def test_columns_that_are_not_used_are_named():
         for name, value in unused_columns(row, found, ["id"])
     }
     assert unused_line(unused) == (
-        "columns that are not used: category, rationale (reasoning? data.columns: {reasoning: "
-        "rationale}), persona (a system prompt? data.columns: {system: persona}), dialogue (a "
+        "columns that are not used: category, rationale (reasoning? "
+        "data.columns.reasoning=rationale), persona (a system prompt? data.columns.system=persona), dialogue (a "
         "conversation?), as_text (a conversation?), final_answer (an answer?) "
         "(data.ignore_columns: on purpose)"
     )
@@ -248,7 +248,7 @@ def test_a_pair_that_is_not_used_is_named():
         name: describe_column(name, value, found) for name, value in unused_columns(row, found)
     }
     assert unused_line(unused) == (
-        "columns that are not used: chosen and rejected (pairs of answers? preference.loss: dpo "
+        "columns that are not used: chosen and rejected (pairs of answers? preference.loss=dpo "
         "trains on them), prompt (a prompt?), score_rejected (a score?) (data.ignore_columns: on "
         "purpose)"
     )
@@ -259,10 +259,10 @@ def test_nothing_fits():
     assert text == (
         "no column for response (response, completion, output, solution, ...) of the nearest layout "
         "(instruct: instruction, response); columns: question, choices, answerKey; "
-        "data.columns: {response: NAME} names it"
+        "data.columns.response=NAME names it"
     )
     squad = {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}
-    assert "data.columns: {response: NAME} names it" in no_layout(squad, {})
+    assert "data.columns.response=NAME names it" in no_layout(squad, {})
     assert no_layout(["a"], {"messages": "talk"}, "chat") == (
         "the recipe names columns that are not there: 'talk' for messages; columns: a"
     )
