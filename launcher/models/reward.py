@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from launcher.errors import RecipeError
+from launcher.models.applied import applied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +36,7 @@ class TokenScores:
         self._model_forward, self._head_forward = model.forward, head.forward
         self._logits: torch.Tensor | None = None
         model.forward, head.forward = self._forward, self._forward_head
+        applied(model).token_scores = self
 
     def _forward(self, *args: object, **kwargs: object) -> Any:
         try:

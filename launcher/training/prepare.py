@@ -19,6 +19,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer, new_token_ids, token
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
+from launcher.models.applied import applied
 from launcher.models.attention import (
     check_isolation,
     drop_causal_mask,
@@ -114,9 +115,7 @@ class PreparedModel:
         no context, expert or tensor parallelism of the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
-        if computes_loss(self.model):
-            forward: Any = self.model.forward
-            chunked: ChunkedHead = forward.__self__
+        if (chunked := applied(self.model).chunked_head) is not None:
             # auto, where nothing has replaced it, is off
             chunked.keep_logits = recipe.model.keep_logits is True
         if ranks.context_parallel_size > 1:
