@@ -86,7 +86,7 @@ def prepared(*overrides):
 def test_the_record_has_what_a_recipe_asks_for():
     plain = applied(prepared("model.chunked_loss=false"))
     assert plain == Applied(masking=plain.masking)
-    record = applied(prepared("lora={}", "lora.quantize=nf4"))
+    record = applied(prepared("lora={}", "lora.quantize=nf4", "model.compile=false"))
     assert (record.adapters, record.nf4, record.float8) == (True, True, False)
     assert record.chunked_head is not None
     assert record.token_scores is None
