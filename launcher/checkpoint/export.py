@@ -19,13 +19,14 @@ from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.files import replace_folder
-from launcher.models.build import build_model, checkpoint_folder, find_blocks, is_pretrained
+from launcher.models.build import checkpoint_folder, find_blocks, is_pretrained
+from launcher.models.changes import adapt, build_with_tokens
 from launcher.models.config_files import set_dtype
 from launcher.models.hugging_face_files import LABELS, WRITTEN, named_weights, write_weights
 from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
-from launcher.models.lora import Read, adapted_weights, add_adapters, merged_reader
-from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
+from launcher.models.lora import Read, adapted_weights, merged_reader
+from launcher.models.new_rows import ids_of_adapter
 from launcher.models.nf4 import packable, round_trip
 from launcher.models.safetensors_files import (
     ADAPTER,
@@ -142,9 +143,13 @@ def open_checkpoint_weights(
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
     if ema and recipe.optimizer.ema is None:
         raise RecipeError(f"export: weights: ema: the run of {checkpoint} has no optimizer.ema")
-    model: Any = build_model(recipe.model, sequence_length=1, labels=recipe.data.labels)
     new_ids = new_token_ids(tokenizer_name(recipe.data, recipe.model))
-    grow_vocabulary(model, new_ids)
+    model = build_with_tokens(
+        recipe.model,
+        sequence_length=1,
+        labels=recipe.data.labels,
+        new_ids=new_ids,
+    )
     read_frozen: Read | None = None
     dtype, source = torch.float32, None
     if is_pretrained(recipe.model):
@@ -160,8 +165,13 @@ def open_checkpoint_weights(
         if (base or recipe.checkpoint.export_base) == "quantized":
             read_frozen = _rounded(read_frozen, model, recipe)
     if recipe.lora is not None:
-        path = recipe.model.path
-        add_adapters(model, recipe.lora, base_dtype=torch.float32, base=path, new_ids=new_ids)
+        adapt(
+            model,
+            recipe.lora,
+            base_dtype=torch.float32,
+            base=recipe.model.path,
+            new_ids=new_ids,
+        )
     stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
@@ -303,7 +313,7 @@ def _open_model(
 ) -> tuple[Any, ModelCheckpoint]:
     task: Any = "masked_lm" if "MaskedLM" in architecture else "causal_lm"
     task = "sequence_classification" if "SequenceClassification" in architecture else task
-    model: Any = build_model(Model(path=path, task=task), sequence_length=1, labels=labels)
-    grow_vocabulary(model, new_ids)
+    section = Model(path=path, task=task)
+    model = build_with_tokens(section, sequence_length=1, labels=labels, new_ids=new_ids)
     folder = model_folder(path, key="export")
     return model, open_checkpoint(folder, model, key="export", new_ids=new_ids)

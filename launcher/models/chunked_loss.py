@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.libraries.private import mark_dynamic
+from launcher.models.applied import applied
 from launcher.models.build import embeddings, text_config
 from launcher.models.inputs import IGNORED
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
@@ -304,6 +305,7 @@ class ChunkedHead:
         """Whether the forward pass keeps the logits for the backward pass. The loss of a
         `head_function` does not."""
         model.forward, self._head.forward = self._forward, self._forward_head
+        applied(model).chunked_head = self
 
     def divide(
         self,
@@ -405,8 +407,7 @@ def _base(head: nn.Module) -> Any:
 
 def computes_loss(model: nn.Module) -> bool:
     """Whether the model, perhaps wrapped by DDP, takes `targets`."""
-    forward = getattr(model, "module", model).forward
-    return isinstance(getattr(forward, "__self__", None), ChunkedHead)
+    return applied(model).chunked_head is not None
 
 
 def logits_transform(model: PreTrainedModel) -> Transform | None:

@@ -25,8 +25,8 @@ from torch.nn import functional
 from launcher.errors import RecipeError
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
+from launcher.models.applied import applied
 from launcher.models.build import embeddings
-from launcher.models.chunked_loss import ChunkedHead, computes_loss
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import BLOCK, Nf4Linear, is_packed, shape_of, with_parts
 from launcher.models.shards import chunks, local_part
@@ -154,9 +154,7 @@ class _Division:
         parts = chunks(head.out_features, self._group.size())
         widths = [len(part) for part in parts]
         whole = partial(_gathered_head, head, self._group, widths)
-        if computes_loss(self._model):
-            forward: Any = self._model.forward
-            chunked: ChunkedHead = forward.__self__
+        if (chunked := applied(self._model).chunked_head) is not None:
             chunked.divide(self._group, parts[self._rank].start, whole)
         else:
             head.forward = whole

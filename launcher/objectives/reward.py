@@ -16,6 +16,7 @@ from launcher.data.collation import NOTHING, Collated, Piece, Sample, TextInputs
 from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
+from launcher.models.applied import applied
 from launcher.models.inputs import IGNORED
 from launcher.objectives.answers import Pairs
 from launcher.objectives.base import Example
@@ -102,6 +103,7 @@ class TokenScores:
         self._model_forward, self._head_forward = model.forward, head.forward
         self._logits: torch.Tensor | None = None
         model.forward, head.forward = self._forward, self._forward_head
+        applied(model).token_scores = self
 
     def _forward(self, *args: object, **kwargs: object) -> Any:
         try:

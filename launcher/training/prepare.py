@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,42 +14,34 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
-from launcher.models.adapter_files import adapter_loader
-from launcher.models.attention import (
-    check_isolation,
-    drop_causal_mask,
-    isolate_documents,
-    why_masked,
-)
+from launcher.models.applied import applied
+from launcher.models.attention import check_isolation, why_masked
 from launcher.models.build import (
-    build_model,
     class_count,
     find_blocks,
-    is_pretrained,
     modules_without_text,
     outer_units,
-    parts_without_text,
     vocabulary_size,
 )
-from launcher.models.chunked_loss import ChunkedHead, computes_loss, logits_transform
-from launcher.models.context_parallel import apply_context_parallel, check_context_parallel
-from launcher.models.experts import apply_expert_parallel
-from launcher.models.float8 import use_float8
+from launcher.models.changes import (
+    build_with_tokens,
+    change_forward,
+    change_weights,
+    divide_layers,
+    divide_rows,
+)
+from launcher.models.chunked_loss import computes_loss
+from launcher.models.context_parallel import check_context_parallel
 from launcher.models.initialization import clean_name
 from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
-from launcher.models.load import ModelCheckpoint, starting_weights
-from launcher.models.lora import add_adapters
-from launcher.models.new_rows import grow_vocabulary
-from launcher.models.nf4 import quantize_blocks
+from launcher.models.load import ModelCheckpoint
 from launcher.models.precision import kept_in_float32
-from launcher.models.tensor_parallel import apply_tensor_parallel
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
 from launcher.objectives.teacher import checked_teacher
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
-from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.wrap import Parts, wrap
@@ -110,13 +99,11 @@ class PreparedModel:
         no context, expert or tensor parallelism of the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
-        if computes_loss(self.model):
-            forward: Any = self.model.forward
-            chunked: ChunkedHead = forward.__self__
+        if (chunked := applied(self.model).chunked_head) is not None:
             # auto, where nothing has replaced it, is off
             chunked.keep_logits = recipe.model.keep_logits is True
         if ranks.context_parallel_size > 1:
-            apply_context_parallel(
+            divide_rows(
                 self.model,
                 ranks.context_parallel_group,
                 sequence_length=recipe.data.sequence_length,
@@ -137,12 +124,15 @@ class PreparedModel:
                 device=ranks.device.type,
                 depth=self.depth,
             )
-        experts: Sequence[nn.Module] = ()
-        partial: Sequence[tuple[nn.Module, str]] = ()
-        if ranks.expert_parallel_size > 1:
-            experts = apply_expert_parallel(self.model, ranks.expert_parallel_mesh["expert"])
-        if ranks.tensor_parallel_size > 1:
-            partial = apply_tensor_parallel(self.model, ranks.tensor_parallel_mesh["tensor"])
+        experts, partial = divide_layers(
+            self.model,
+            expert_mesh=(
+                ranks.expert_parallel_mesh["expert"] if ranks.expert_parallel_size > 1 else None
+            ),
+            tensor_mesh=(
+                ranks.tensor_parallel_mesh["tensor"] if ranks.tensor_parallel_size > 1 else None
+            ),
+        )
         return wrap(
             self.model,
             Parts(self.blocks, self.outer_units, self.unused, kept, experts, partial),
@@ -220,65 +210,6 @@ def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
         )
 
 
-def _refuse_old_torch(strategy: schema.Strategy) -> None:
-    if strategy.kind == "fsdp" and torch.__version__ < "2.12":
-        raise RecipeError(
-            "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 "
-            f"of {torch.__version__} fails on frozen parameters of uint8; update it, or use "
-            "strategy.kind: ddp"
-        )
-
-
-@contextmanager
-def _naming_adapter(path: str | None) -> Iterator[None]:
-    """Errors about keys that the adapter in lora.path sets name its file."""
-    try:
-        yield
-    except RecipeError as error:
-        if path is None:
-            raise
-        problems, file = list[str](), Path(path) / ADAPTER_CONFIG
-        for problem in error.problems:
-            key = problem.partition(":")[0].removeprefix("lora.")
-            if key in PEFT_KEYS.values():
-                hint = "merge the adapter with peft, and train from the merged model"
-                problem = f"lora.path: {file}: {problem.removeprefix('lora.')}; {hint}"
-            problems.append(problem)
-        raise RecipeError(problems) from None
-
-
-def _with_adapters(
-    recipe: Recipe,
-    lora: schema.Lora,
-    model: nn.Module,
-    init_fn: InitFn,
-    *,
-    dtype: torch.dtype,
-    source: ModelCheckpoint | None,
-    new_ids: range,
-) -> InitFn:
-    """Adds adapters to a meta model and quantizes its blocks, by the recipe. Returns `init_fn` with
-    the initialization of the adapters."""
-    kept = kept_in_float32(model, dtype, source)
-    path, base = lora.path if is_pretrained(recipe.model) else None, recipe.model.path
-    with _naming_adapter(path):
-        add_adapters(
-            model,
-            lora,
-            base_dtype=dtype,
-            kept=kept,
-            base=base,
-            new_ids=new_ids,
-        )
-        if lora.quantize is not None:
-            _refuse_old_torch(recipe.strategy)
-            quantize_blocks(find_blocks(model).values())
-    if path is not None and (other := other_base(Path(path), str(base))):
-        what = f"the adapter in {path} was trained on {other} (base_model_name_or_path)"
-        logger.info(f"note: lora.path: {what}; model.path is {base}")
-    return adapter_loader(init_fn, model, None if path is None else Path(path))
-
-
 def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     """Builds the recipe's model, with adapters and document masking, for this kind of device."""
     data, dtype = recipe.data, compute_dtype(recipe.strategy)
@@ -289,62 +220,63 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
             f"{recipe.objective.loss} needs logits, of which each rank has a part of the vocabulary"
         )
         raise RecipeError(f"objective.loss: {what}: set strategy.tensor_parallel_size: 1")
-    model: Any = build_model(recipe.model, sequence_length=data.sequence_length, labels=data.labels)
     new_ids = new_token_ids(tokenizer_name(data, recipe.model))
-    grow_vocabulary(model, new_ids)
+    model = build_with_tokens(
+        recipe.model,
+        sequence_length=data.sequence_length,
+        labels=data.labels,
+        new_ids=new_ids,
+    )
     blocks = find_blocks(model)
     _refuse_scalars(model, recipe.strategy)
     precision = recipe.strategy.mixed_precision
-    if precision is not None and precision.float8 is not None:
-        use_float8(blocks, precision.float8, device=device, dtype=dtype, model=model)
-    seed = recipe.run.seed
-    init_fn, export_dtype, source = starting_weights(
-        recipe.model, model, seed=seed, new_ids=new_ids
+    start = change_weights(
+        model,
+        blocks,
+        recipe.model,
+        seed=recipe.run.seed,
+        new_ids=new_ids,
+        lora=recipe.lora,
+        float8=None if precision is None else precision.float8,
+        fsdp=recipe.strategy.kind == "fsdp",
+        dtype=dtype,
+        device=device,
     )
-    for name in parts_without_text(model):  # DDP would wait for their gradients
-        model.get_parameter(name).requires_grad_(False)
-    if recipe.lora is not None:
-        init_fn = _with_adapters(
-            recipe,
-            recipe.lora,
-            model,
-            init_fn,
-            dtype=dtype,
-            source=source,
-            new_ids=new_ids,
-        )
-        export_dtype = export_dtype if recipe.checkpoint.export_merged else torch.float32
+    export_dtype = start.dtype
+    if recipe.lora is not None and not recipe.checkpoint.export_merged:
+        export_dtype = torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
     objective.change_model(model, sequence_length=data.sequence_length)
     packed = objective.packs(data)
-    masking: Masking = "mask"
-    if packed:
-        masking = isolate_documents(
-            model, sequence_length=data.sequence_length, device=device, compute_dtype=dtype
-        )
-    elif objective.causal:
-        drop_causal_mask(model)
-    transform = logits_transform(model) if objective.trains_sequences else None
-    if transform is not None and recipe.model.chunked_loss:
-        ChunkedHead(model, transform, compile=recipe.model.compile is True and bool(blocks))
+    transform = change_forward(
+        model,
+        packed=packed,
+        drops_causal_mask=objective.causal,
+        transforms=objective.trains_sequences,
+        chunked_loss=recipe.model.chunked_loss,
+        compile=recipe.model.compile is True and bool(blocks),
+        sequence_length=data.sequence_length,
+        dtype=dtype,
+        device=device,
+    )
     objective.check_model(model)
     return PreparedModel(
         model,
         objective,
         blocks,
-        init_fn,
+        start.init_fn,
         export_dtype=export_dtype,
         compute_dtype=dtype,
         packed=packed,
-        masking=masking,
+        masking=applied(model).masking,
         lacks=why_masked(model, device, dtype) if packed else None,
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
         unused=modules_without_text(model),
         depth=len(blocks),
-        source=source,
+        source=start.source,
     )
 
 

@@ -187,6 +187,7 @@ TENSOR_PARALLEL_SIZE = {
     "distributed/rank_layout.py": "the layout, and what the key needs of a recipe",
     "models/tensor_parallel.py": "the implementation",
     "models/context_parallel.py": "attention heads are divided by both sizes",
+    "models/changes.py": "passes it to context parallelism",
     "training/prepare.py": "applies it",
     "strategies/fsdp.py": "its gradient norm",
     "training/setup.py": "the loop is told how many ranks compute the same tokens",

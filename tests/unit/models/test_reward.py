@@ -14,6 +14,7 @@ from launcher.data.columns import read_margin
 from launcher.data.messages import RowError
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
+from launcher.models.applied import applied
 from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.inputs import IGNORED
 from launcher.objectives.reward import Reward, TokenScores
@@ -111,7 +112,7 @@ def test_the_score_is_that_of_the_last_token_that_is_not_padding():
     tensors = data.collate([data[0]])["tensors"]
     assert tensors["ends"].tolist() == [[2, 6], [7, 9]]
     alone = make_model()[0]
-    expected = alone.forward.__self__._model_forward(torch.tensor([[5, 6, 7, PADDING]])).logits
+    expected = applied(alone).token_scores._model_forward(torch.tensor([[5, 6, 7, PADDING]])).logits
     assert expected.shape == (1, 1)
     inputs = {name: value for name, value in tensors.items() if name not in ("ends", "margins")}
     scores = model(**inputs).logits.flatten()[tensors["ends"]]

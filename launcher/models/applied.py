@@ -1,0 +1,44 @@
+"""What has been done to a model: one record on it, which all changes and their readers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from launcher.models.inputs import Masking
+
+
+@dataclass
+class Applied:
+    """The changes of a model, in the order of `launcher.models.changes`. A copy of the model has a
+    copy of its record."""
+
+    new_tokens: range = range(0)
+    """The ids that the embeddings have got rows for."""
+    float8: bool = False
+    """Whether linear layers of the blocks multiply in float8."""
+    adapters: bool = False
+    """Whether it has adapters of peft."""
+    nf4: bool = False
+    """Whether weights of its blocks are in 4 bits."""
+    token_scores: Any = None
+    """The `TokenScores` of a reward model. (Both classes import this module.)"""
+    masking: Masking = "mask"
+    """How attention keeps the documents of a packed row apart."""
+    chunked_head: Any = None
+    """The `ChunkedHead`, with which the model computes the loss without full logits."""
+    rows_divided: int = 1
+    """Ranks that compute parts of the same rows."""
+    experts_divided: int = 1
+    """Ranks that have different experts."""
+    layers_divided: int = 1
+    """Ranks that have parts of the same layers."""
+
+
+def applied(model: nn.Module) -> Applied:
+    """The record of a model, perhaps wrapped by DDP. It can be written to."""
+    inner: nn.Module = getattr(model, "module", model)
+    record: Applied = vars(inner).setdefault("launcher_changes", Applied())
+    return record

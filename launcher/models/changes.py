@@ -1,0 +1,243 @@
+"""Everything that is done to a model between its class and its strategy: one list, in order.
+
+The functions below are called from top to bottom, and so are the steps in each of them. A comment
+says why a step has its place. `applied(model)` says which steps a model has behind it. Activation
+checkpointing, compilation and the strategy follow (`strategies/wrap.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from launcher.errors import RecipeError
+from launcher.models.adapter_files import adapter_loader
+from launcher.models.applied import applied
+from launcher.models.attention import drop_causal_mask, isolate_documents
+from launcher.models.build import build_model, is_pretrained, parts_without_text
+from launcher.models.chunked_loss import ChunkedHead, Transform, logits_transform
+from launcher.models.context_parallel import apply_context_parallel
+from launcher.models.experts import apply_expert_parallel
+from launcher.models.float8 import use_float8
+from launcher.models.load import Load, ModelCheckpoint, starting_weights
+from launcher.models.lora import add_adapters
+from launcher.models.new_rows import grow_vocabulary
+from launcher.models.nf4 import quantize_blocks
+from launcher.models.precision import kept_in_float32
+from launcher.models.tensor_parallel import PlannedRank, apply_tensor_parallel
+from launcher.recipe import schema
+from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
+
+logger = logging.getLogger(__name__)
+
+
+def build_with_tokens(
+    section: schema.Model,
+    *,
+    sequence_length: int,
+    labels: Sequence[str] | None,
+    new_ids: range,
+) -> Any:
+    """The model of `build_model` on the meta device, whose embeddings have rows for the tokens of
+    `new_ids`. Raises RecipeError as `build_model`."""
+    # First: all later steps name, count and divide these rows, and checkpoints are compared with
+    # their number
+    model = build_model(section, sequence_length=sequence_length, labels=labels)
+    grow_vocabulary(model, new_ids)
+    applied(model).new_tokens = new_ids
+    return model
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the weights of a model come from."""
+
+    init_fn: Load
+    dtype: torch.dtype
+    """Their dtype on disk."""
+    source: ModelCheckpoint | None
+    """The checkpoint that has them; None: they are random."""
+
+
+def change_weights(
+    model: Any,
+    blocks: Mapping[str, nn.Module],
+    section: schema.Model,
+    *,
+    seed: int,
+    new_ids: range,
+    lora: schema.Lora | None,
+    float8: str | None,
+    fsdp: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Start:
+    """Decides what the weights of a meta model are, in which dtype, and which are trained.
+
+    float8: a name of torchao's recipes, for the blocks. fsdp: whether the strategy is. dtype: of
+    computation, in which frozen weights are held. device: the kind that computes. Raises
+    RecipeError if the model cannot be changed so, or if a checkpoint or an adapter does not fit.
+    """
+    # Before adapters, which are linear layers, too, and stay in their own dtype
+    if float8 is not None:
+        use_float8(blocks, float8, device=device, dtype=dtype, model=model)
+        applied(model).float8 = True
+    # Before adapters: a checkpoint has the names of the layers without them, and it may untie the
+    # embeddings
+    init_fn, stored_dtype, source = starting_weights(section, model, seed=seed, new_ids=new_ids)
+    # After the checkpoint, which sets anew what is trained. DDP would wait for their gradients
+    for name in parts_without_text(model):
+        model.get_parameter(name).requires_grad_(False)
+    if lora is not None:
+        path = lora.path if is_pretrained(section) else None
+        with _naming_adapter(path):
+            # After the checkpoint, which says what stays in float32
+            adapt(
+                model,
+                lora,
+                base_dtype=dtype,
+                kept=kept_in_float32(model, dtype, source),
+                base=section.path,
+                new_ids=new_ids,
+            )
+            # After adapters: peft knows the class of the layers, and this changes it
+            if lora.quantize is not None:
+                _refuse_old_torch(fsdp=fsdp)
+                quantize_blocks(blocks.values())
+                applied(model).nf4 = True
+        if path is not None and (other := other_base(Path(path), str(section.path))):
+            what = f"the adapter in {path} was trained on {other} (base_model_name_or_path)"
+            logger.info(f"note: lora.path: {what}; model.path is {section.path}")
+        # Magnitudes of DoRA are norms of the loaded weights, so this is after them
+        init_fn = adapter_loader(init_fn, model, None if path is None else Path(path))
+    return Start(init_fn, stored_dtype, source)
+
+
+def adapt(
+    model: nn.Module,
+    lora: schema.Lora,
+    *,
+    base_dtype: torch.dtype,
+    kept: Collection[str] = (),
+    base: str | None,
+    new_ids: range,
+) -> None:
+    """Adds the adapters of a recipe: see `add_adapters`."""
+    add_adapters(model, lora, base_dtype=base_dtype, kept=kept, base=base, new_ids=new_ids)
+    applied(model).adapters = True
+
+
+def change_forward(
+    model: Any,
+    *,
+    packed: bool,
+    drops_causal_mask: bool,
+    transforms: bool,
+    chunked_loss: bool,
+    compile: bool,
+    sequence_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Transform | None:
+    """Decides how a meta model computes, after the objective has changed what the model returns
+    (`Objective.change_model`; after adapters, because the head may have one, or be trained whole).
+    Returns the transform of the model's logits, if it has a linear head and `transforms` asks for
+    it.
+
+    packed: rows hold several documents. drops_causal_mask:
+    make no mask where it is only causal. chunked_loss: compute the loss without full logits.
+    compile: compile this loss. Raises RecipeError if the model cannot keep documents apart.
+    """
+    # After everything that adds or replaces layers: these run a copy of the model on meta
+    if packed:
+        applied(model).masking = isolate_documents(
+            model,
+            sequence_length=sequence_length,
+            device=device,
+            compute_dtype=dtype,
+        )
+    elif drops_causal_mask:
+        drop_causal_mask(model)
+    # Last: it calls the head's forward method as it is by then, with new rows or an adapter
+    transform = logits_transform(model) if transforms else None
+    if transform is not None and chunked_loss:
+        ChunkedHead(model, transform, compile=compile)
+    return transform
+
+
+def divide_rows(
+    model: Any,
+    group: dist.ProcessGroup,
+    *,
+    sequence_length: int,
+    tensor_parallel_size: int,
+    lacks: str | None,
+) -> None:
+    """Divides rows over the ranks of a group (context parallelism): see `apply_context_parallel`,
+    whose errors it raises."""
+    # Before layers are divided: it checks the heads of the whole model. Before blocks are measured
+    # for activation checkpointing: they have the attention that they will have
+    apply_context_parallel(
+        model,
+        group,
+        sequence_length=sequence_length,
+        tensor_parallel_size=tensor_parallel_size,
+        lacks=lacks,
+    )
+    applied(model).rows_divided = group.size()
+
+
+def divide_layers(
+    model: nn.Module,
+    *,
+    expert_mesh: DeviceMesh | None = None,
+    tensor_mesh: DeviceMesh | PlannedRank | None = None,
+) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
+    """Divides experts and layers over the ranks of these meshes. Returns the modules of experts, and
+    the parameters that `apply_tensor_parallel` returns. Raises RecipeError if the model cannot be
+    divided so."""
+    experts, partial = list[nn.Module](), list[tuple[nn.Module, str]]()
+    if expert_mesh is not None:
+        experts = apply_expert_parallel(model, expert_mesh)
+        applied(model).experts_divided = expert_mesh.size()
+    # After the chunked head, whose vocabulary it divides, and after NF4, whose rows have parts then
+    if tensor_mesh is not None:
+        partial = apply_tensor_parallel(model, tensor_mesh)
+        applied(model).layers_divided = tensor_mesh.size()
+    return experts, partial
+
+
+def _refuse_old_torch(*, fsdp: bool) -> None:
+    if fsdp and torch.__version__ < "2.12":
+        raise RecipeError(
+            "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 "
+            f"of {torch.__version__} fails on frozen parameters of uint8; update it, or use "
+            "strategy.kind: ddp"
+        )
+
+
+@contextmanager
+def _naming_adapter(path: str | None) -> Iterator[None]:
+    """Errors about keys that the adapter in lora.path sets name its file."""
+    try:
+        yield
+    except RecipeError as error:
+        if path is None:
+            raise
+        problems, file = list[str](), Path(path) / ADAPTER_CONFIG
+        for problem in error.problems:
+            key = problem.partition(":")[0].removeprefix("lora.")
+            if key in PEFT_KEYS.values():
+                hint = "merge the adapter with peft, and train from the merged model"
+                problem = f"lora.path: {file}: {problem.removeprefix('lora.')}; {hint}"
+            problems.append(problem)
+        raise RecipeError(problems) from None

@@ -1,0 +1,93 @@
+"""The list of changes to a model, and the record of them."""
+
+import ast
+import copy
+import functools
+import re
+
+import torch
+from torch import nn
+
+from launcher.models.applied import Applied, applied
+from launcher.recipe.load import load_recipe
+from launcher.training.prepare import prepare_model
+from tests import REPOSITORY
+
+
+class _Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_a_wrapped_model_has_the_record_of_its_model_and_a_copy_has_its_own():
+    model = nn.Linear(2, 2)
+    applied(model).chunked_head = head = object()
+    assert applied(_Wrapper(model)).chunked_head is head
+    copied = copy.deepcopy(model)
+    applied(copied).chunked_head = None
+    assert applied(model).chunked_head is head
+
+
+def test_the_record_is_found_behind_another_forward_method():
+    """As a trace replaces it: a forward method is no place to look for a change."""
+    model = nn.Linear(2, 2)
+    applied(model).chunked_head = head = object()
+    model.forward = functools.partial(model.forward)
+    assert applied(model).chunked_head is head
+
+
+def test_no_change_finds_another_through_a_forward_method():
+    found = [
+        str(file)
+        for file in (REPOSITORY / "launcher").rglob("*.py")
+        if re.search(r"\.__self__", file.read_text())
+    ]
+    assert found == []
+
+
+CHANGES = {
+    "grow_vocabulary",
+    "use_float8",
+    "starting_weights",
+    "add_adapters",
+    "quantize_blocks",
+    "isolate_documents",
+    "drop_causal_mask",
+    "ChunkedHead",
+    "apply_context_parallel",
+    "apply_expert_parallel",
+    "apply_tensor_parallel",
+}
+
+
+def test_only_the_list_calls_changes():
+    """So that training, export, chat and the plan build a model in the same order. `verify.py`
+    loads an export as transformers and peft do."""
+    called = {}
+    for file in (REPOSITORY / "launcher").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id in CHANGES:
+                called.setdefault(node.func.id, []).append(file.name)
+    called["grow_vocabulary"].remove("verify.py")
+    assert called == {name: ["changes.py"] for name in CHANGES}
+
+
+def prepared(*overrides):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+    sizes |= {"model_type": "llama"}
+    config = [f"model.config.{key}={value}" for key, value in sizes.items()]
+    loaded = load_recipe(["recipe=fsdp", *config, *overrides], ranks=1)
+    return prepare_model(loaded.recipe, device=torch.device("cpu")).model
+
+
+def test_the_record_has_what_a_recipe_asks_for():
+    plain = applied(prepared("model.chunked_loss=false"))
+    assert plain == Applied(masking=plain.masking)
+    record = applied(prepared("lora={}", "lora.quantize=nf4", "model.compile=false"))
+    assert (record.adapters, record.nf4, record.float8) == (True, True, False)
+    assert record.chunked_head is not None
+    assert record.token_scores is None
