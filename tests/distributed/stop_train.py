@@ -28,12 +28,13 @@ def slow(original, *, after=False):
 def install(phase):
     from launcher.checkpoint import writer
     from launcher.data import encoder
+    from launcher.objectives import kept_files
     from launcher.run import reporting
-    from launcher.training import evaluation, reference, setup
+    from launcher.training import evaluation, setup
 
     owner, name = {
         "tokenize": (encoder, "render_text"),
-        "reference": (reference.ReferenceFile, "write"),
+        "reference": (kept_files.ReferenceFile, "write"),
         "model": (setup, "_make_evaluator"),
         "evaluate": (evaluation.Evaluator, "evaluate"),
         "save": (writer, "write_chunks"),
