@@ -89,14 +89,16 @@ def test_mfu_counts_attention_to_tokens_of_the_same_document(reporter):
 
 
 def test_losses_of_the_sources_of_a_mixture(clock):
-    """Sums of losses and of weights, over the ranks; a source may have no target in a step."""
+    """Sums of losses and of weights, over the ranks, behind the further metrics of the loss; a source
+    may have no target in a step."""
     recorder = StepRecorder(SINGLE_RANK)
-    recorder.sources = ("web", "talk", "code")
+    recorder.metrics, recorder.sources = ("kl",), ("web", "talk", "code")
     clock.now += 2.0
-    parts = torch.tensor([1.5, 0.5, 0.0, 0.75, 0.25, 0.0])
+    parts = torch.tensor([0.125, 1.5, 0.5, 0.0, 0.75, 0.25, 0.0])
     recorder.add(last := dataclasses.replace(step(1, loss=2.0), metrics=parts))
     line = recorder.collect(recorder.launch(last))
     assert (line["loss"], line["losses"]) == (2.0, {"web": 2.0, "talk": 2.0, "code": None})
+    assert line["kl"] == 0.125
     assert losses_as_text(line) == "(web 2.0000, talk 2.0000)"
     assert not [key for key in line if key.startswith(("loss ", "weight "))]
     assert _numbers(line)["training/loss/web"] == 2.0
