@@ -27,6 +27,11 @@ def make_parent(path: Path, option: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = str(error.strerror).lower()
+    for above in folder.parents:
+        if above.is_file():
+            problem = f"{above} is a file, not a directory"
+    if folder.is_file():
+        problem = "it is a file, not a directory"
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         what = f"the folder {folder} cannot be made or written to: {problem}"
         raise RecipeError(f"command line: {option}={path}: {what}")

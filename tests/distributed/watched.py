@@ -57,9 +57,8 @@ def evaluate(ranks, stop, run):
     evaluator = Evaluator(
         {}, data=Data(train=("x",)), micro_batch_size=1, max_batches=None, ranks=ranks
     )
-    evaluator._loaders = {
-        "endless": (SimpleNamespace(loss=lambda model, tensors: torch.ones(())), batches())
-    }
+    objective = SimpleNamespace(evaluate=lambda model, tensors, count: (torch.ones(()), None))
+    evaluator._loaders = {"endless": (SimpleNamespace(objective=objective), batches())}
     model = torch.nn.Linear(1, 1)
     wrapped = SimpleNamespace(
         model=model, forward_context=contextlib.nullcontext, reshard=lambda: None

@@ -407,5 +407,6 @@ def test_recipe_that_is_a_pipe_does_not_block(tmp_path):
 
 def test_unwritable_page_is_an_error(tmp_path, capsys):
     run, file = make_run(tmp_path / "run", 3), tmp_path / "no/r.html"
+    file.parent.write_text("")
     assert main.main(["report", str(run.path), f"out={file}"]) == 2
-    assert f"{file}: cannot be written: No such" in capsys.readouterr().err
+    assert "cannot be made or written to: it is a file" in capsys.readouterr().err

@@ -287,8 +287,9 @@ def test_exit_statuses(fake_planner, capsys):
     assert fake_planner.result == 0
     assert main.main([*arguments, "gpu_memory=80"]) == 2
     assert "'--gpu-memory': 80 is not a size with a unit" in capsys.readouterr().err
+    Path("no").write_text("")
     assert main.main([*arguments, "html=no/a.html"]) == 2
-    assert "no/a.html: cannot be written: No such" in capsys.readouterr().err
+    assert "cannot be made or written to: it is a file" in capsys.readouterr().err
     assert main.main([*arguments, "--html", "a.html"]) == 0
     assert Path("a.html").read_text().startswith("<!doctype html>")
 
