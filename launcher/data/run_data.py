@@ -74,13 +74,14 @@ class RunData:
     """Where `batches` begin."""
 
     def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> RunData:
-        """The data with each set of documents changed."""
+        """The data with each set of documents changed, that for training first."""
 
         def of(dataset: Any) -> Any:
             return dataset.changed(change)
 
+        training = of(self.training)
         validation = {name: of(dataset) for name, dataset in self.validation.items()}
-        return replace(self, training=of(self.training), validation=validation)
+        return replace(self, training=training, validation=validation)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

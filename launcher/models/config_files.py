@@ -185,10 +185,13 @@ def _old_rotary(parameters: Any, model_type: str) -> Json:
         full, window = parameters.get("full_attention"), parameters.get("sliding_attention")
         if not isinstance(full, dict) or not isinstance(window, dict):
             return {}
+        old = _old_rotary(full, model_type)
         bases = ("rope_theta", "rope_local_base_freq")
-        bases = ("global_rope_theta", "local_rope_theta") if "bert" in model_type else bases
+        if "bert" in model_type:
+            old.pop("rope_theta", None)  # unknown to the class, which would keep it as a setting
+            bases = ("global_rope_theta", "local_rope_theta")
         both = (full.get("rope_theta"), window.get("rope_theta"))
-        return {**_old_rotary(full, model_type), **dict(zip(bases, both, strict=True))}
+        return old | dict(zip(bases, both, strict=True))
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
     if model_type.startswith("gpt_neox"):
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}

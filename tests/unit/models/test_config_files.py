@@ -152,6 +152,7 @@ NEOX = {"rope_type": "default", "rope_theta": 7e3, "partial_rotary_factor": 0.5}
             {"rope_theta": 3e6, "rope_local_base_freq": 5e3}
             | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         ),
+        ("modernbert", {}, {"global_rope_theta": 1.6e5, "local_rope_theta": 1e4}),
         ("gpt_neox", {"rope_parameters": NEOX}, {"rotary_emb_base": 7e3, "rotary_pct": 0.5}),
         ("stablelm", {"rope_parameters": NEOX}, {"rope_theta": 7e3, "partial_rotary_factor": 0.5}),
         ("deepseek_v3", LATENT, {"rope_theta": 1e4}),
