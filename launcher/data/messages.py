@@ -115,7 +115,7 @@ _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
 def dialogue(text: str) -> list[Message] | None:
     """The turns of a dialogue as text, `\\n\\nHuman: ...\\n\\nAssistant: ...` (Anthropic's HH);
-    None: it is none. An empty last turn, which is to be answered, is left out."""
+    None: it is none. An empty last turn, which is to be answered, is dropped."""
     parts = _SPEAKER.split(text)
     if parts[0].strip() or parts[1:2] != ["Human"]:
         return None

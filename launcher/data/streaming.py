@@ -311,7 +311,7 @@ class StreamingDataset(IterableDataset[Collated]):
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         order += [encoder.settings] if encoder.settings else []
         if data.on_error == "skip" and data.max_document != schema.Data.max_document:
-            order.append(data.max_document)  # larger documents are left out
+            order.append(data.max_document)  # larger documents are skipped
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
         """Digest of all that the order of samples depends on."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)

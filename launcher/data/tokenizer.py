@@ -263,7 +263,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _extended(tokenizer: PreTrainedTokenizerBase, name: ExtendedName) -> PreTrainedTokenizerBase:
     """Adds the tokens, which are found in a text as it is, before it is normalized. Those of the
-    form `<|...|>` are special tokens: they may end turns, and are left out of decoded answers."""
+    form `<|...|>` are special tokens: they may end turns, and decoded answers do not show them."""
     from transformers import AddedToken
 
     known = tokenizer.get_vocab()

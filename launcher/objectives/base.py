@@ -8,6 +8,7 @@ the objective, and names none.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -72,7 +73,7 @@ class BeforeTraining:
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(ABC):
     """What objectives have in common. The defaults are those of losses on the tokens of text."""
 
     unit: ClassVar[str] = "documents"
@@ -80,7 +81,7 @@ class Objective:
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the sums that `loss` returns beside the loss. Their means are logged."""
     draws: ClassVar[bool] = False
-    """Whether a sample has random numbers, others in each epoch."""
+    """Whether a sample has random numbers, which differ from epoch to epoch."""
     divides_loss: ClassVar[bool] = True
     """Whether the loss has a part for each source of a mixture."""
     trains_sequences: ClassVar[bool] = True
@@ -89,7 +90,7 @@ class Objective:
     trains_classes: ClassVar[bool] = False
     """Whether a document of the store has a class, which the model must know."""
     causal: ClassVar[bool] = True
-    """Whether the model is one whose tokens do not see the ones after them."""
+    """Whether rows of one document need no attention mask but the causal one."""
     counts_losses: ClassVar[str] = "tokens"
     """What the loss is a mean over."""
     shows_loss: ClassVar[bool] = True
@@ -108,11 +109,13 @@ class Objective:
         """Whether the loss needs the logits of a target over the whole vocabulary at once."""
         return False
 
-    def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
+    def change_model(  # noqa: B027 - most objectives change nothing
+        self, model: PreTrainedModel, *, sequence_length: int
+    ) -> None:
         """Changes a model on the meta device as the loss needs it. Raises RecipeError if the model
         cannot be trained so."""
 
-    def check_model(self, model: nn.Module) -> None:
+    def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most losses are always available
         """Raises RecipeError if the loss is not available for the changed model."""
 
     def packs(self, data: schema.Data) -> bool:
@@ -216,10 +219,11 @@ class Objective:
 
     # The loss
 
+    @abstractmethod
     def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
-        """The sum of the losses of a micro-batch, and without gradients the sums of `metrics`; for a
-        mixture then those of `loss.by_source`. float32."""
-        raise NotImplementedError
+        """The sum of the losses of a micro-batch, followed without gradients by the sums of
+        `metrics` and, for a mixture, by the sums of `by_source` (`loss.py`). A float32 scalar if
+        there is only the loss, else a vector."""
 
     # Evaluation
 

@@ -13,7 +13,6 @@ from launcher.data.collation import Collated
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.errors import RecipeError
 from launcher.objectives.base import Example, Objective
-from launcher.recipe import schema
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,6 @@ class Custom(Objective):
     causal: ClassVar[bool] = False
     divides_loss: ClassVar[bool] = False
     shows_loss: ClassVar[bool] = False
-
-    def packs(self, data: schema.Data) -> bool:
-        """The user's collate decides."""
-        return False
 
     def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
         """The user's loss, as a float32 scalar. Raises RecipeError if it is no scalar tensor."""

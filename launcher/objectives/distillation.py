@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 class Distillation(Objective):
     """The next token, and what a teacher predicts at each target (the section distillation)."""
 
-    settings: schema.Distillation = field(
-        default_factory=lambda: schema.Distillation(teacher="none")
-    )
+    settings: schema.Distillation
     teacher: npt.NDArray[Any] | None = None
     """Rows of `top_k_dtype`: of each target of each sequence, in order. None: not known yet."""
     first: npt.NDArray[np.int64] | None = None

@@ -37,7 +37,6 @@ class Reward(Pairs):
     """The model's id for padding. transformers takes the score of the last other token."""
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "mean_reward")
     """Means over pairs. The names are TRL's."""
-    causal: ClassVar[bool] = False
     shows_loss: ClassVar[bool] = False
 
     def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
@@ -64,6 +63,17 @@ class Reward(Pairs):
     def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
         """See `collate_scored`."""
         return collate_scored(rows, inputs)
+
+    def marks(self, dataset: SequenceDataset, sample: Sample, start: int, end: int) -> list[bool]:
+        """Whether each token of a pair is the one whose score counts."""
+        store = dataset.store
+        assert store.classes is not None
+        document = int(np.searchsorted(store.offsets, start, side="right")) - 1
+        middle = start + int(store.classes[document])
+        answers = store.ids[start:middle], store.ids[middle:end]
+        targets = np.concatenate([last_target(ids, self.padding) for ids in answers])
+        marks: list[bool] = (targets != IGNORED).tolist()
+        return marks
 
     def sources(self, rows: list[Sample], of: list[int]) -> torch.Tensor:
         """The numbers of the sources of a micro-batch's pairs."""

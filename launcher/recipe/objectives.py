@@ -35,6 +35,9 @@ class ObjectiveRules:
     """Why `launcher rows --loss` cannot show the loss of a row; None: it can."""
 
 
+_PAIRS = (
+    "kind preference: the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
+)
 OBJECTIVES = (
     ObjectiveRules(
         "next_token",
@@ -82,10 +85,7 @@ OBJECTIVES = (
             ("preference.margin", "preference.loss", "simpo"),
             ("lora.dropout", "preference", False),
         ),
-        no_row_losses=(
-            "kind preference: the loss of a pair is not that of its tokens; see rewards/* in "
-            "metrics.jsonl"
-        ),
+        no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
         "reward",
@@ -94,10 +94,7 @@ OBJECTIVES = (
         kinds=("preference",),
         scores=("accuracy", "margin"),
         rules=(("data.margin_column", "model.task", "reward"),),
-        no_row_losses=(
-            "kind preference: the loss of a pair is not that of its tokens; see rewards/* in "
-            "metrics.jsonl"
-        ),
+        no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
         "distillation",

@@ -119,6 +119,13 @@ def test_the_score_is_that_of_the_last_token_that_is_not_padding():
     assert scores[0, 0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_inspect_marks_the_tokens_whose_scores_count():
+    made = dataset_of([([5, 6], [7, PADDING], [8])])
+    data = rewards_of(made.store, made.sequences, "mask")
+    marks = data.objective.marks(data, data[0], 0, 7)
+    assert [index for index, marked in enumerate(marks) if marked] == [2, 6]
+
+
 def test_an_encoder_is_refused():
     small = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
     model = BertForSequenceClassification(BertConfig(**small, num_hidden_layers=1, num_labels=1))
