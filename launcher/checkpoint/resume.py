@@ -14,24 +14,16 @@ import yaml
 from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
+from launcher.recipe.decode import subsection
 from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
-from launcher.recipe.schema import Data, Distillation, Lora, Model, Objective, Preference, Recipe
+from launcher.recipe.objectives import SECTIONS
+from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
-_ALTERS_TRAINING = (
-    *("run.seed", "model", "lora", "data", "preference", "distillation", "objective"),
-    "batch.global_batch_size",
-)
+_SECTIONS = ("model", "data", "lora", *SECTIONS)
+_ALTERS_TRAINING = ("run.seed", *_SECTIONS, "batch.global_batch_size")
 """Sections and keys that decide what the model learns."""
-_SECTIONS = {
-    "model": Model,
-    "data": Data,
-    "lora": Lora,
-    "preference": Preference,
-    "distillation": Distillation,
-    "objective": Objective,
-}
 _HARMLESS = (
     "model.attention",
     "model.compile",
@@ -111,8 +103,10 @@ def recipe_changes(
 def _with_new_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """The recipe with the defaults of keys that the version which wrote it did not know."""
     complete = dict(recipe)
-    for name, cls in _SECTIONS.items():
+    for name in _SECTIONS:
         if isinstance(section := recipe.get(name), Mapping):
+            cls = subsection(Recipe, name)
+            assert cls is not None
             simple = (
                 f for f in dataclasses.fields(cls) if isinstance(f.default, str | int | float)
             )

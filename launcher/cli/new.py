@@ -22,7 +22,7 @@ from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine, known_machine
 from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
-from launcher.recipe.layouts import guess, lost_meaning, no_layout
+from launcher.recipe.layouts import TOKEN_KINDS, guess, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
@@ -131,16 +131,17 @@ def _kind(data: str, method: str) -> str:
     if first is None:
         return "text"
     row, where = first[1], f"command line: data={data}"
-    found = guess(row, {}, pairs=method == "dpo")
+    wanted = ("preference",) if method == "dpo" else TOKEN_KINDS
+    found = guess(row, {}, kinds=wanted)
     if found is None:
         what = "a recipe of yours can name them (docs/data.md)"
         raise RecipeError(f"{where}: {no_layout(row, {})}; {what}")
     if (problem := lost_meaning(row, found)) is not None:
         raise RecipeError(f"{where}: {problem}; a recipe of yours can have that key (docs/data.md)")
     kind = found.layout.kind
-    if (kind == "preference") != (method == "dpo"):
+    if kind not in wanted:
         what = "method=dpo needs chosen and rejected"
-        if kind == "preference":
+        if method != "dpo":
             what = "chosen and rejected are for method=dpo"
         raise RecipeError(f"{where}: columns {', '.join(row)}: {what}")
     return kind

@@ -55,7 +55,9 @@ from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (
+    KINDS,
     Match,
+    RowKind,
     describe_column,
     lost_meaning,
     match_row,
@@ -68,15 +70,13 @@ from launcher.recipe.layouts import (
 
 _Tokens = tuple[Any, ...]
 """Ids, labels, category and perhaps cut_tokens and weights of a row, as in Encoded."""
-_WITH_TEMPLATE = ("chat", "instruct", "preference")
-"""Kinds whose rows may be rendered with a chat template."""
-_SETTINGS = {
-    "ignore_columns": ("chat", "instruct", "preference", "text", "tokens", "classification"),
-    "system": _WITH_TEMPLATE,
-    "loss_on": ("chat", "instruct"),
-    "chat_template_kwargs": _WITH_TEMPLATE,
+_SETTINGS: dict[str, Callable[[RowKind], bool]] = {
+    "ignore_columns": lambda kind: True,
+    "system": lambda kind: kind.templated,
+    "loss_on": lambda kind: kind.loss_on == "answers",
+    "chat_template_kwargs": lambda kind: kind.templated,
 }
-"""Further keys of data that change the tokens, and the kinds that read them."""
+"""Further keys of data that change the tokens, and whether rows of a kind read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class Encoder:
     day: str | None = None
     """YYYY-MM-DD, for a chat template that prints today's date; None if none does."""
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Those of _SETTINGS that have another value than their default; and for kinds instruct and
-    preference `prompt_format`, chat or text."""
+    """Those of _SETTINGS that have another value than their default; and for kinds with a prompt and
+    answers `prompt_format`, chat or text."""
 
     @property
     def text_column(self) -> str:
@@ -184,7 +184,7 @@ class Encoder:
     @property
     def notes(self) -> list[str]:
         """What to say at the start of how rows are read."""
-        if self.kind not in ("instruct", "preference"):
+        if not KINDS[self.kind].answers:
             return []
         how = "a user's and an assistant's turn of the chat template"
         if not self.as_turns:
@@ -199,7 +199,7 @@ class Encoder:
         unused: gains the columns with content that are not used, each with what it might be. Raises
         RecipeError for a problem of the tokenizer.
         """
-        read_row, encode = _KINDS[self.kind]
+        read_row, encode = _functions(self.kind)
         for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
@@ -224,7 +224,7 @@ class Encoder:
 
 
 def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:
-    """How kinds instruct and preference train a prompt and an answer that are texts."""
+    """How a prompt and an answer that are texts are trained."""
     if data.prompt_format != "auto":
         return data.prompt_format
     if data.chat_template is not None:
@@ -241,8 +241,9 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
     tokenizer is data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
     read.
     """
+    rows = KINDS[kind]
     file, template = data.chat_template, None
-    if kind in _WITH_TEMPLATE and file is not None:
+    if rows.templated and file is not None:
         if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
             raise RecipeError(f"data.chat_template: {file}: is not a regular file")
         try:
@@ -252,24 +253,24 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
             raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
     assert tokenizer is not None or kind == "tokens", "the model's own tokenizer is the default"
     day = None
-    if kind in _WITH_TEMPLATE and tokenizer is not None:
+    if rows.templated and tokenizer is not None:
         dated = prints_date(tokenizer) if template is None else uses_date(template)
         day = (data.date or today()) if dated else None
     settings = {
         name: getattr(data, name)
-        for name, kinds in _SETTINGS.items()
-        if kind in kinds and getattr(data, name) != getattr(schema.Data, name)
+        for name, is_read in _SETTINGS.items()
+        if is_read(rows) and getattr(data, name) != getattr(schema.Data, name)
     }
-    if kind in ("instruct", "preference") and tokenizer is not None:
+    if rows.answers and tokenizer is not None:
         settings["prompt_format"] = prompt_format(data, tokenizer)
     named = named_columns(vars(data))
     return Encoder(
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
         columns={role: column for role, column in named.items() if role in roles_of(kind)},
-        labels=data.labels if kind == "classification" else None,
+        labels=data.labels if rows.loss_on == "class" else None,
         template=template,
-        longest=data.sequence_length if kind == "classification" else None,
+        longest=data.sequence_length if rows.loss_on == "class" else None,
         day=day,
         settings=settings,
     )
@@ -361,8 +362,39 @@ def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
     ]
 
 
-def _read_instruct(encoder: Encoder, row: Values) -> Rendered | tuple[str, str]:
+@dataclass(frozen=True)
+class _Prompted:
+    """A row with a prompt and answers: each answer after its prompt, rendered or as two texts."""
+
+    answers: list[Rendered | tuple[str, str]]
+    margin: float | None = None
+
+
+def _read_prompted(encoder: Encoder, row: Values) -> _Prompted:
     found = encoder.match(row)
+    roles = KINDS[encoder.kind].answers
+    if len(roles) == 1:
+        return _Prompted([_read_response(encoder, found, row)])
+    row, found = pair_of_answers(row, found, as_turns=encoder.as_turns)
+    answers = [_read_answer(encoder, found, row, role) for role in roles]
+    columns = [found.columns[role] for role in roles]
+    return _Prompted(different(answers, *columns), read_margin(row, encoder.columns.get("margin")))
+
+
+def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[_Tokens]:
+    """The answers of a row one after the other, each after the prompt."""
+    encoded = _encode_answers(encoder, [answer for row in batch for answer in row.answers])
+    for row in batch:
+        answers = list(itertools.islice(encoded, len(row.answers)))
+        if len(answers) == 1:
+            yield *answers[0], None
+            continue
+        ids, labels = (np.concatenate(parts) for parts in zip(*answers, strict=True))
+        margins = None if row.margin is None else np.full(len(ids), row.margin, np.float32)
+        yield ids, labels, len(answers[0][0]), 0, margins
+
+
+def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tuple[str, str]:
     if (calls := found.get("calls")) is not None:
         column = found.columns["instruction"]
         prompt = read_value(row, column, str, "text", role="instruction")
@@ -454,39 +486,27 @@ def _turns(role: str, value: str | list[object], column: str) -> list[Message]:
     return read_messages(value, column)
 
 
-def _encode_instruct(encoder: Encoder, batch: list[Any]) -> Iterator[_Tokens]:
-    """Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
-    differently from its middle. Tokens that hold a part of the response carry loss."""
+def _encode_answers(
+    encoder: Encoder, batch: list[Rendered | tuple[str, str]]
+) -> Iterator[tuple[Ids, Ids]]:
+    """Ids and labels of answers, each after its prompt.
+
+    Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
+    differently from its middle. Tokens that hold a part of the response carry loss.
+    """
     tokenizer = load_tokenizer(encoder.tokenizer)
-    for kind, rows in itertools.groupby(batch, type):
-        if kind is Rendered:
-            yield from _encode_chats(encoder, list(rows))
+    for are_rendered, rows in itertools.groupby(batch, lambda answer: isinstance(answer, Rendered)):
+        answers: list[Any] = list(rows)
+        if are_rendered:
+            yield from _template(encoder).tokens(answers)
             continue
-        for ids, first in tokenizer.joined(list(rows)):
+        for ids, first in tokenizer.joined(answers):
             document = _document(tokenizer, ids)
             labels = document.copy()
             begun = bool(tokenizer.begin) and ids[:1].tolist() != tokenizer.begin
             if encoder.settings.get("loss_on") != "all":
                 labels[: first + begun] = IGNORED
-            yield document, labels, None
-
-
-def _read_preference(encoder: Encoder, row: Values) -> list[Any]:
-    found = encoder.match(row)
-    row, found = pair_of_answers(row, found, as_turns=encoder.as_turns)
-    chosen, rejected = found.columns["chosen"], found.columns["rejected"]
-    answers = [_read_answer(encoder, found, row, role) for role in ("chosen", "rejected")]
-    margin = read_margin(row, encoder.columns.get("margin"))
-    return [*different(answers, chosen, rejected), margin]
-
-
-def _encode_preference(encoder: Encoder, batch: list[list[Any]]) -> Iterator[_Tokens]:
-    """The chosen answer after its prompt, and then the rejected one after the same prompt."""
-    answers = iter(_encode_instruct(encoder, [text for *both, _ in batch for text in both]))
-    for (ids, labels, *_), (other, targets, *_), row in zip(answers, answers, batch, strict=True):
-        both, margin = np.concatenate([ids, other]), row[-1]
-        margins = None if margin is None else np.full(len(both), margin, np.float32)
-        yield both, np.concatenate([labels, targets]), len(ids), 0, margins
+            yield document, labels
 
 
 def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
@@ -529,10 +549,13 @@ _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
     "text": (_read_text, _encode_texts),
     "tokens": (_read_tokens, lambda encoder, batch: batch),
     "chat": (_read_chat, _encode_chats),
-    "instruct": (_read_instruct, _encode_instruct),
     "classification": (_read_classification, _encode_classification),
-    "preference": (_read_preference, _encode_preference),
 }
+
+
+def _functions(kind: schema.DataKind) -> tuple[_Read, _Encode]:
+    """How rows of a kind are read and encoded."""
+    return (_read_prompted, _encode_prompted) if KINDS[kind].answers else _KINDS[kind]
 
 
 def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:

@@ -13,6 +13,7 @@ from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.layouts import KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,16 +46,15 @@ def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     name = tokenizer
     if data.builder is not None or name is None:
         return []
-    kinds = {source.kind for source in data.sources().values()}
-    kinds = {"instruct" if kind == "preference" else kind for kind in kinds}
+    sources = data.sources().values()
+    prompts = [source for source in sources if KINDS[source.kind].answers]
     ends = set()
-    prompts = [one for one in data.sources().values() if one.kind in ("instruct", "preference")]
     as_text = any(prompt_format(source, name) == "text" for source in prompts)
-    if "text" in kinds or as_text:
+    if as_text or any(source.kind == "text" for source in sources):
         ends.add(load_tokenizer(name).end)
-    # Rows of kind instruct may be lists of messages
-    if "chat" in kinds or (
-        "instruct" in kinds and (data.chat_template or hugging_face_tokenizer(name).chat_template)
+    # A prompt and its answers may be lists of messages
+    if any(KINDS[source.kind].conversation for source in sources) or (
+        prompts and (data.chat_template or hugging_face_tokenizer(name).chat_template)
     ):
         ends.update(_ends_of_turns(make_encoder("chat", data, tokenizer=name)))
     return sorted(ends)

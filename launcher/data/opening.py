@@ -15,6 +15,7 @@ from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from launcher.recipe.layouts import KINDS
 
 
 def open_dataset(
@@ -80,7 +81,7 @@ def _refuse_overlong(
     text = f"{len(longer):,} of {store.documents:,} rows are longer than a sequence, by up to "
     text += f"{sizes.max() - data.sequence_length:,} tokens; raise data.sequence_length, or set "
     others = "data.overlong: drop"
-    if data.kind != "preference":
+    if KINDS[data.kind].loss_on != "whole answers":
         others += ", or cut"
     raise RecipeError([*lines, text + others])
 

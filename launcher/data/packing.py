@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.layouts import KINDS
 
 Integers = npt.NDArray[np.int64]
 _COUNTED_TOKENS = 1 << 22
@@ -85,14 +86,14 @@ def pack(
     packed = offsets
     if documents is not None:  # as if they followed each other
         packed = np.cumsum(np.append(0, np.diff(offsets)[documents]))
-    streamed, cut = kind == "text" and packing, kind in ("chat", "instruct", "classification")
+    streamed, cut = kind == "text" and packing, KINDS[kind].is_cut
     pieces = (
         stream(packed, sequence_length) if streamed else separate(packed, sequence_length, cut=cut)
     )
     if documents is not None:
         of = np.searchsorted(packed, pieces.starts, side="right") - 1
         pieces = replace(pieces, starts=pieces.starts + (offsets[documents] - packed[:-1])[of])
-    if kind == "classification":
+    if KINDS[kind].loss_on == "class":
         return pieces
     pieces = with_targets(pieces, offsets, labels)
     return best_fit(pieces, sequence_length) if packing and not streamed else pieces
@@ -239,12 +240,14 @@ def first_names(names: Iterable[str]) -> str:
 def no_targets(files: str, data: schema.Data) -> str:
     """The message for data without any token with loss."""
     why = "all labels are -100, or rows have a single token"
-    if data.kind == "preference":
-        why = f"no pair fits into {data.sequence_length} tokens (data.sequence_length)"
-    if data.drops_overlong and data.kind != "preference":
+    whole = KINDS[data.kind].loss_on == "whole answers"
+    if whole:
+        unit = "pair" if len(KINDS[data.kind].answers) == 2 else "row"
+        why = f"no {unit} fits into {data.sequence_length} tokens (data.sequence_length)"
+    if data.drops_overlong and not whole:
         why = f"no row with loss fits into {data.sequence_length} tokens (data.sequence_length)"
         why += "; raise it, or cut such rows (data.overlong)"
-    elif data.kind in ("chat", "instruct"):
+    elif KINDS[data.kind].is_cut:
         first = f"the first {data.sequence_length} tokens of its row (data.sequence_length)"
         why = f"each answer begins after {first}"
     return f"data: no token with loss in {files}: {why}"

@@ -53,7 +53,7 @@ from launcher.models.philox import derived_seed
 from launcher.recipe import schema
 from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
-from launcher.recipe.layouts import match_row, named_columns
+from launcher.recipe.layouts import KINDS, match_row, named_columns
 
 logger = logging.getLogger(__name__)
 
@@ -312,8 +312,8 @@ def trained_template(data: schema.Data, tokenizer: str) -> str | None:
     if data.chat_template is not None:
         return Path(data.chat_template).read_text(encoding="utf-8")
     sources = data.sources().values()
-    prompts = [source for source in sources if source.kind in ("instruct", "preference")]
-    if not prompts or any(source.kind == "chat" for source in sources):
+    prompts = [source for source in sources if KINDS[source.kind].answers]
+    if not prompts or any(KINDS[source.kind].conversation for source in sources):
         return None
     if any(prompt_format(source, tokenizer) == "chat" for source in prompts):
         return None

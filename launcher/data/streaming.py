@@ -53,7 +53,7 @@ from launcher.errors import RecipeError
 from launcher.models.inputs import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
-from launcher.recipe.layouts import unused_line
+from launcher.recipe.layouts import KINDS, unused_line
 
 VERSION = 5
 """Version of the order of samples, part of its digest."""
@@ -206,7 +206,7 @@ class _Shard:
     def _learnable(self, encoded: Encoded) -> bool:
         """Whether a document has a target, after it is cut."""
         data = self._stream.data
-        last = data.sequence_length + 1 if data.kind in ("chat", "instruct") else None
+        last = data.sequence_length + 1 if KINDS[data.kind].is_cut else None
         return bool((encoded.targets[1:last] != IGNORED).any())
 
     def _skip(self, encoded: Encoded, *, listed: bool) -> None:
@@ -229,7 +229,7 @@ class _Shard:
         """The sequences, each with where the next one starts.
 
         Text continues in the next sequence. Documents of other kinds start a new sequence if they
-        do not fit; chat and instruct are cut to one sequence.
+        do not fit, and the ends of some are cut off (`RowKind.is_cut`).
         """
         data = self._stream.data
         kind, length, packing = data.kind, data.sequence_length, data.packing
@@ -249,7 +249,7 @@ class _Shard:
                 end = done + min(room, len(ids) - done)
                 pieces.append(tuple(values[done:end] for values in of_tokens))
                 room -= end - done
-                done = len(ids) if kind in ("chat", "instruct") else end
+                done = len(ids) if KINDS[kind].is_cut else end
                 if room == 0 or not packing:
                     turn, part, row = position
                     following = (row, done) if done < len(ids) else (row + 1, 0)

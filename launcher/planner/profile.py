@@ -29,6 +29,7 @@ from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
 from launcher.planner.recipe_values import with_random_weights
+from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import Replacements
@@ -232,9 +233,9 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     """What `prepare_model` returns, which is cached, and must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
     model = dataclasses.replace(recipe.model, keep_logits="auto")  # not a part of it
-    depends = (model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
-    losses = recipe.distillation, recipe.objective
-    key = repr((depends, losses, strategy.kind, strategy.mixed_precision, device))
+    depends = (model, recipe.lora, recipe.data, recipe.checkpoint, seed)
+    objective = [getattr(recipe, name) for name in SECTIONS]
+    key = repr((depends, objective, strategy.kind, strategy.mixed_precision, device))
     if recipe.model.builder is not None:  # a user's model, which may not support copies
         return prepare_model(recipe, device=torch.device(device))
     if key not in _PREPARED:

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
-from launcher.recipe.layouts import KEYS, NAMES, SWITCHES, named_columns, role_of, roles_of
+from launcher.recipe.layouts import (
+    KEYS,
+    KINDS,
+    NAMES,
+    SWITCHES,
+    TOKEN_KINDS,
+    RowKind,
+    kinds_where,
+    named_columns,
+    role_of,
+    roles_of,
+)
 from launcher.recipe.objectives import OBJECTIVES
-from launcher.recipe.schema import DataKind, Recipe
+from launcher.recipe.schema import Recipe
 
 Found = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
 _FLOAT8 = "strategy.mixed_precision.float8"
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
+
+
+def _kinds_with(role: str) -> list[str]:
+    return [kind for kind in KINDS if role in roles_of(kind)]
+
+
+def _kinds(holds: Callable[[RowKind], object]) -> str:
+    return " ".join(kinds_where(holds))
+
+
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
     ("model.builder", "data.builder", True),
@@ -26,25 +47,22 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.arguments", "data.builder", True),
     ("data.train data.validation data.streaming data.text_column", "data.builder", False),
     ("data.validation_split", "data.builder data.streaming", False),
-    ("data.text_column", "data.kind", "text classification"),
-    ("data.messages_column", "data.kind", "chat preference"),
-    ("data.prompt_column", "data.kind", "instruct preference"),
-    ("data.response_column", "data.kind", "instruct"),
-    ("data.chosen_column data.rejected_column", "data.kind", "preference"),
+    *((f"data.{key}", "data.kind", " ".join(_kinds_with(role))) for role, key in KEYS.items()),
     *(rule for objective in OBJECTIVES for rule in objective.rules),
     ("lora.path", "model.path", True),
-    ("data.label_column data.labels", "data.kind", "classification"),
-    ("data.chat_template data.date", "data.kind", "chat instruct preference"),
-    ("data.weights_column", "data.kind", "tokens chat"),
-    ("data.system_column data.system", "data.kind", "chat instruct preference"),
-    ("data.chat_template_kwargs", "data.kind", "chat instruct preference"),
-    ("data.loss_on", "data.kind", "chat instruct"),
-    ("data.prompt_format", "data.kind", "instruct preference"),
+    ("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
+    (
+        "data.chat_template data.chat_template_kwargs data.date data.system",
+        "data.kind",
+        _kinds(lambda kind: kind.templated),
+    ),
+    ("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    ("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
     ("data.overlong", "data.builder", False),
     ("data.columns data.ignore_columns", "data.builder", False),
     ("data.limit", "data.builder data.streaming", False),
     ("data.shuffle_buffer", "data.streaming", True),
-    ("data.streaming", "data.kind", "text tokens chat instruct"),
+    ("data.streaming", "data.kind", " ".join(TOKEN_KINDS)),
     ("run.epochs", "data.streaming", False),
     ("run.on_divergence", "checkpoint.every_steps", True),
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
@@ -136,17 +154,11 @@ def value_of(section: Any, key: str) -> Any:
 
 def _source_columns(recipe: Recipe) -> Found:
     train = recipe.data.train
-    kinds = {
-        key: str(needed).split()
-        for keys, other, needed in _NEEDS
-        for key in keys.split()
-        if other == "data.kind" and key.endswith("_column")
-    }
     for name, source in train.items() if isinstance(train, dict) else ():
-        for key, needed in kinds.items():
-            column = key.removeprefix("data.")
-            if getattr(source, column) and (source.kind or recipe.data.kind) not in needed:
-                yield f"data.train.{name}.{column}", f"needs kind: {' or '.join(needed)}"
+        for role, key in KEYS.items():
+            given = getattr(source, key, None)
+            if given and role not in roles_of(source.kind or recipe.data.kind):
+                yield f"data.train.{name}.{key}", f"needs kind: {' or '.join(_kinds_with(role))}"
 
 
 def _columns(recipe: Recipe) -> Found:
@@ -167,7 +179,7 @@ def _columns(recipe: Recipe) -> Found:
                 yield where, what
                 continue
             if not any(role in roles_of(kind) for kind in kinds):
-                able = [kind for kind in get_args(DataKind) if role in roles_of(kind)]
+                able = _kinds_with(role)
                 yield where, f"needs data.kind: {' or '.join(able)}"
             key = KEYS.get(role, "")
             if role in seen:
@@ -209,13 +221,12 @@ def _overlong(recipe: Recipe) -> Found:
     for name, source in train.items() if isinstance(train, dict) else ():
         sections.append((("data", "train", name), source, source.kind or data.kind))
     for path, section, kind in sections:
-        if kind == "preference" and section.overlong == "cut":
-            yield (
-                (*path, "overlong"),
-                "not for kind preference, whose answers must be whole; use drop",
-            )
-        if kind == "classification" and section.overlong in ("drop", "error"):
-            yield (*path, "overlong"), "not for kind classification, whose texts are cut"
+        loss_on = KINDS[kind].loss_on
+        if loss_on == "whole answers" and section.overlong == "cut":
+            what = f"not for kind {kind}, whose answers must be whole; use drop"
+            yield (*path, "overlong"), what
+        if loss_on == "class" and section.overlong in ("drop", "error"):
+            yield (*path, "overlong"), f"not for kind {kind}, whose texts are cut"
 
 
 def _default(key: str) -> Any:

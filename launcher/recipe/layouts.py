@@ -1,7 +1,7 @@
-"""The layouts of rows: by which columns they are known, and what a row becomes.
+"""The kinds of rows, and their layouts: by which columns they are known, and what a row becomes.
 
-This table is used twice: for data.kind where the recipe does not give it, before torch is imported,
-and for reading the rows (`data/encoder.py`). docs/data.md shows it.
+The layouts are used twice: for data.kind where the recipe does not give it, before torch is imported,
+and for reading the rows (`data/encoder.py`). docs/data.md shows them.
 
 A *role* is what a column is for, such as `response`. Its column is the one that `data.columns` or a
 key such as `data.response_column` names, else the first of the role's usual names (NAMES), in any
@@ -15,11 +15,56 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from launcher.recipe.schema_source import DataKind
+DataKind = Literal["text", "tokens", "chat", "instruct", "classification", "preference"]
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What the rows of a kind are, for all code that treats kinds differently."""
+
+    loss_on: Literal["tokens", "answers", "whole answers", "class"]
+    """What carries loss: all tokens of the row; the tokens of its answers; its answers as wholes,
+    which are not cut; or the class of the row."""
+    conversation: bool = False
+    """Whether a row is a conversation, which a chat template renders."""
+    answers: tuple[str, ...] = ()
+    """The roles of the answers to a prompt. Prompt and answers are texts or messages
+    (data.prompt_format)."""
+
+    @property
+    def templated(self) -> bool:
+        """Whether a chat template may render a row."""
+        return self.conversation or bool(self.answers)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a row that is longer than a sequence loses its end, unless data.overlong drops
+        it. Other rows continue in another sequence, or are dropped."""
+        return self.loss_on in ("answers", "class")
+
+
+KINDS: dict[str, RowKind] = {
+    "text": RowKind("tokens"),
+    "tokens": RowKind("tokens"),
+    "chat": RowKind("answers", conversation=True),
+    "instruct": RowKind("answers", answers=("response",)),
+    "classification": RowKind("class"),
+    "preference": RowKind("whole answers", answers=("chosen", "rejected")),
+}
+"""By data.kind."""
+
+
+def kinds_where(holds: Callable[[RowKind], object]) -> tuple[str, ...]:
+    """The kinds of rows for which `holds` is true."""
+    return tuple(name for name, kind in KINDS.items() if holds(kind))
+
+
+TOKEN_KINDS = kinds_where(lambda kind: kind.loss_on in ("tokens", "answers"))
+"""Kinds whose loss is a sum over tokens. They mix with each other."""
 
 
 def typed(key: str, value: str | Sequence[str | None]) -> str:
@@ -317,23 +362,21 @@ def guess(
     row: Mapping[str, Any],
     named: Mapping[str, str],
     *,
-    task: object = None,
-    pairs: bool = False,
+    kinds: Collection[str] = TOKEN_KINDS,
     ignored: Collection[str] = (),
 ) -> Match | None:
     """The layout of the first row of data whose kind is not given; None if none fits.
 
-    task: model.task. pairs: training is on pairs. A conversation that ends with an answer beside a
-    pair, as in UltraFeedback, is one of both: a chat, unless training is on pairs.
+    kinds: those that the recipe's objective learns from (`recipe/objectives.py`). A conversation
+    that ends with an answer beside a pair, as in UltraFeedback, is one of both: a chat, unless
+    training is on pairs.
     """
-    kinds = ["chat", "tokens", "instruct", "text"]
-    if task == "sequence_classification":
-        kinds.insert(2, "classification")
-    found = match_row(row, named, kinds, ignored)
+    of_objective = [kind for kind in kinds if kind not in TOKEN_KINDS]
+    if (found := match_row(row, named, of_objective, ignored)) is not None:
+        return found
+    found = match_row(row, named, TOKEN_KINDS, ignored)
     pair = match_row(row, named, ["preference"], ignored)
-    if pair is None or pairs:
-        return pair or found
-    if "chosen" not in pair.columns:  # of a conversation that is good as it is
+    if pair is None or "chosen" not in pair.columns:  # a conversation is good as it is
         return found
     chat = found is not None and found.layout.kind == "chat"
     if found is not None and chat and _ends_with_answer(row.get(found.columns["messages"])):
@@ -459,17 +502,17 @@ def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] 
         elif kind == "tokens":
             if name in _MASKS and "labels" not in found.columns:
                 what = "says which tokens carry loss; write it as labels, with -100 for no loss"
-        elif kind in ("chat", "instruct", "preference") and name in _MARKS and _is_mark(value):
+        elif KINDS[kind].templated and name in _MARKS and _is_mark(value):
             what = "marks good and bad answers (KTO), and all would be learned as good ones: keep "
             what += "the good ones, or make pairs of chosen and rejected (data.kind=preference)"
         elif kind == "text" and name in ("role", "from") and str(value).lower() in _SPEAKERS:
             what = "says who speaks, so a row is one message of a conversation: make each "
             what += "conversation a row with the column messages"
-        elif kind in ("chat", "instruct") and name in _SCORES and _is_number(value):
+        elif KINDS[kind].loss_on == "answers" and name in _SCORES and _is_number(value):
             what = "says how good an answer is, and all would be learned alike: keep the good ones"
         if what is None and kind != "text" and name in _WEIGHTS and _is_weight(value):
             what = "holds a weight"
-            if kind in ("chat", "tokens"):
+            if "weights" in roles_of(kind):
                 what += f", which {typed('data.weights_column', column)} uses"
             else:
                 what += f", and kind {kind} has none"

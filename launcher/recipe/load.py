@@ -42,6 +42,7 @@ from launcher.recipe.decode import (
 )
 from launcher.recipe.find import find_recipe, shown_path
 from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
+from launcher.recipe.objectives import kinds_of_objective
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
@@ -358,7 +359,7 @@ def resolve_arguments(arguments: Any, path: KeyPath) -> Any:
 def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:
     """Sets the keys of section data that follow from others, unless these are not sound. Yields
     what is wrong with the first row of data without a kind."""
-    data, model = plain.get("data"), plain.get("model")
+    data = plain.get("data")
     if not isinstance(data, dict):
         return
     if data.get("validation") is not None:
@@ -366,7 +367,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         origins.places.pop(("data", "validation_split"), None)
     if data.get("kind") is not None:
         return
-    train, task = data.get("train"), model.get("task") if isinstance(model, dict) else None
+    train, kinds = data.get("train"), kinds_of_objective(plain)
     mixture = train if isinstance(train, dict) else {"": {"files": train}}
     for name, source in mixture.items():
         files = source.get("files") if isinstance(source, dict) else None
@@ -386,8 +387,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             ignored = []
         found = problem = None
         if first is not None:
-            pairs = plain.get("preference") is not None or task == "reward"
-            found = guess(first[1], named, task=task, pairs=pairs, ignored=ignored)
+            found = guess(first[1], named, kinds=kinds, ignored=ignored)
             if found is None:
                 problem = no_layout(first[1], named, ignored=ignored)
             else:
@@ -397,7 +397,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 )
         elif named:  # the data cannot be looked at: by what the recipe says of its columns
             row = dict.fromkeys(named.values())
-            found = guess(row, named, task=task, pairs=plain.get("preference") is not None)
+            found = guess(row, named, kinds=kinds)
         kind = "text" if found is None else found.layout.kind
         path: KeyPath = (
             ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")

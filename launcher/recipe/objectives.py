@@ -6,9 +6,12 @@ An entry names the keys that an objective needs, and the class that computes it
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from launcher.recipe.schema import DataKind, Recipe
+from launcher.recipe.layouts import TOKEN_KINDS
+from launcher.recipe.schema import Recipe
 
 Rule = tuple[str, str, bool | str]
 """Keys, another key, and what is needed of it: see `combinations.py`."""
@@ -18,15 +21,16 @@ Rule = tuple[str, str, bool | str]
 class ObjectiveRules:
     """An objective, as the recipe sees it."""
 
-    name: str
     implementation: str
     """`module:class`, below `launcher.objectives`."""
     task: str = "causal_lm"
     """model.task"""
-    kinds: tuple[DataKind, ...] = ("text", "tokens", "chat", "instruct")
+    kinds: tuple[str, ...] = TOKEN_KINDS
     """The values of data.kind that it learns from."""
     section: str | None = None
     """The section of the recipe with its settings."""
+    such_as: str = ""
+    """A key of the section, as one types it, if the section must be given."""
     scores: tuple[str, ...] = ()
     """Metrics of an evaluation beside its loss, for checkpoint.keep_best."""
     rules: tuple[Rule, ...] = ()
@@ -38,18 +42,18 @@ class ObjectiveRules:
 _PAIRS = (
     "kind preference: the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
 )
+_OF_TOKENS = " ".join(TOKEN_KINDS)
 OBJECTIVES = (
     ObjectiveRules(
-        "next_token",
         "next_token:NextToken",
+        section="objective",
         rules=(
             ("objective", "model.task", "causal_lm masked_lm"),
-            ("objective", "data.kind", "text tokens chat instruct"),
+            ("objective", "data.kind", _OF_TOKENS),
             ("objective", "data.builder model.builder distillation", False),
         ),
     ),
     ObjectiveRules(
-        "masked_lm",
         "masked:Masked",
         task="masked_lm",
         kinds=("text", "tokens"),
@@ -64,7 +68,6 @@ OBJECTIVES = (
         no_row_losses="model.task masked_lm: which tokens are predicted differs from epoch to epoch",
     ),
     ObjectiveRules(
-        "classification",
         "classification:Classification",
         task="sequence_classification",
         kinds=("classification",),
@@ -72,10 +75,10 @@ OBJECTIVES = (
         rules=(("model.num_labels", "model.task", "sequence_classification"),),
     ),
     ObjectiveRules(
-        "preference",
         "preference:Preference",
         kinds=("preference",),
         section="preference",
+        such_as="preference.loss=dpo",
         scores=("rewards/accuracies", "rewards/margins"),
         rules=(
             ("preference", "data.kind", "preference"),
@@ -88,7 +91,6 @@ OBJECTIVES = (
         no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
-        "reward",
         "reward:Reward",
         task="reward",
         kinds=("preference",),
@@ -97,19 +99,20 @@ OBJECTIVES = (
         no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
-        "distillation",
         "distillation:Distillation",
         section="distillation",
         rules=(
             ("distillation", "model.task", "causal_lm"),
-            ("distillation", "data.kind", "text tokens chat instruct"),
+            ("distillation", "data.kind", _OF_TOKENS),
             ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
             ("distillation", "model.chunked_loss", True),
         ),
     ),
 )
-CUSTOM = ObjectiveRules("custom", "custom:Custom")
+CUSTOM = ObjectiveRules("custom:Custom")
 """data.builder: the loss of the user's data."""
+SECTIONS = tuple(rules.section for rules in OBJECTIVES if rules.section)
+"""The sections of a recipe with the settings of an objective."""
 
 
 def objective_of(recipe: Recipe) -> ObjectiveRules:
@@ -117,7 +120,21 @@ def objective_of(recipe: Recipe) -> ObjectiveRules:
     given, or of model.task and data.kind."""
     if recipe.data.builder is not None:
         return CUSTOM
-    of_task = [rules for rules in OBJECTIVES if rules.task == recipe.model.task]
-    given = [rules for rules in of_task if rules.section and getattr(recipe, rules.section)]
-    fitting = [rules for rules in of_task if recipe.data.kind in rules.kinds]
-    return [*given, *fitting, *of_task][0]
+    given = [name for name in SECTIONS if getattr(recipe, name) is not None]
+    return _first(recipe.model.task, given, recipe.data.kind)
+
+
+def kinds_of_objective(plain: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values of data.kind that the objective of a recipe, which is not decoded yet, learns
+    from."""
+    model = plain.get("model")
+    task = model.get("task") if isinstance(model, dict) else None
+    given = [name for name in SECTIONS if plain.get(name) is not None]
+    return _first(task or "causal_lm", given).kinds
+
+
+def _first(task: object, sections: Collection[str], kind: str = "") -> ObjectiveRules:
+    of_task = [rules for rules in OBJECTIVES if rules.task == task]
+    given = [rules for rules in of_task if rules.section in sections]
+    fitting = [rules for rules in of_task if kind in rules.kinds]
+    return [*given, *fitting, *of_task, *OBJECTIVES][0]

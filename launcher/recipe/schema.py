@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
+from launcher.recipe.layouts import KINDS
+from launcher.recipe.layouts import DataKind as DataKind
 from launcher.recipe.schema_methods import Distillation as Distillation
 from launcher.recipe.schema_methods import Lora as Lora
 from launcher.recipe.schema_methods import Objective as Objective
@@ -20,7 +22,6 @@ from launcher.recipe.schema_outputs import Logging as Logging
 from launcher.recipe.schema_outputs import Profile as Profile
 from launcher.recipe.schema_outputs import Wandb as Wandb
 from launcher.recipe.schema_slurm import Slurm as Slurm
-from launcher.recipe.schema_source import DataKind as DataKind
 from launcher.recipe.schema_source import Source as Source
 from launcher.recipe.section import (
     ByteSize,
@@ -260,7 +261,7 @@ class Data(Section):
     def drops_overlong(self) -> bool:
         """Whether rows that are too long are skipped."""
         if self.overlong is None:
-            return self.kind in ("chat", "instruct", "preference")
+            return KINDS[self.kind].templated
         return self.overlong == "drop"
 
     @property

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from launcher.recipe.layouts import DataKind
 from launcher.recipe.section import PositiveFloat, PositiveInt, Section, Text, TextList
-
-DataKind = Literal["text", "tokens", "chat", "instruct", "classification", "preference"]
 
 
 class Source(Section):

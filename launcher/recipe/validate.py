@@ -20,6 +20,7 @@ from launcher.recipe.combinations import Found, combination_rules, kinds_of, val
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.find import no_such
 from launcher.recipe.hub import is_hub_id, is_model_id, no_such_name
+from launcher.recipe.layouts import KINDS, TOKEN_KINDS
 from launcher.recipe.model_config import change_problems, config_problems, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
@@ -157,7 +158,7 @@ def _classification(recipe: Recipe) -> Found:
         yield "data.labels", f"{what}; got {', '.join(labels)}"
     for name, source in data.train.items() if isinstance(data.train, dict) else ():
         kind = source.kind or data.kind
-        if kind != data.kind and {kind, data.kind} & {"classification", "preference"}:
+        if kind != data.kind and not {kind, data.kind} <= {*TOKEN_KINDS}:
             what = f"{kind} does not mix with data.kind {data.kind}: the losses differ"
             yield f"data.train.{name}.kind", what
 
@@ -176,11 +177,14 @@ def _masked_lm(recipe: Recipe) -> Found:
         yield "data.train", "a mixture is not available with model.task: masked_lm; give a list"
 
 
+def _section(recipe: Recipe) -> Found:
+    rules = objective_of(recipe)
+    if rules.section and rules.such_as and getattr(recipe, rules.section) is None:
+        yield "data.kind", f"needs the section {rules.section}, such as {rules.such_as}"
+
+
 def _preference(recipe: Recipe) -> Found:
-    section, data = recipe.preference, recipe.data
-    pairs = data.kind == "preference" and data.builder is None
-    if section is None and pairs and recipe.model.task == "causal_lm":
-        yield "data.kind", "needs the section preference; give preference.loss, such as dpo"
+    section = recipe.preference
     if section is not None and section.loss == "robust" and not section.label_smoothing:
         yield "preference.label_smoothing", "loss: robust needs a share above 0; else use dpo"
 
@@ -209,13 +213,12 @@ def _sizes(recipe: Recipe) -> Found:
     if tokenizer == "bytes" and isinstance(size, int) and size > 0:
         sources = recipe.data.sources().values()
         asks = any(
-            source.kind in ("instruct", "preference") and source.prompt_format != "text"
-            for source in sources
+            KINDS[source.kind].answers and source.prompt_format != "text" for source in sources
         )
         if size < 257:
             what = "the tokenizer `bytes` needs 257: 256 bytes and an end of document"
             yield "model.config.vocab_size", f"{size} is too small; {what}"
-        elif size < 260 and (asks or any(source.kind == "chat" for source in sources)):
+        elif size < 260 and (asks or any(KINDS[source.kind].conversation for source in sources)):
             what = "the tokenizer `bytes` needs 260 for chats: three roles begin a turn"
             what += "; data.prompt_format: text trains prompts without them" if asks else ""
             yield "model.config.vocab_size", f"{size} is too small; {what}"
@@ -239,7 +242,7 @@ def _new_tokens(recipe: Recipe) -> Found:
 
 def _micro_batch_tokens(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
-    if tokens is not None and data.packing and data.kind != "classification":
+    if tokens is not None and data.packing and KINDS[data.kind].loss_on != "class":
         what = "needs data.packing: false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
     if tokens is not None and tokens < data.sequence_length:
@@ -263,7 +266,7 @@ def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
     if generate is not None:
-        if recipe.data.kind not in ("chat", "instruct"):
+        if KINDS[recipe.data.kind].loss_on != "answers":
             mixed = isinstance(recipe.data.train, dict)
             why = ", which is the kind of data.validation, too" if mixed else ""
             yield "evaluation.generate", f"needs data.kind: chat or instruct{why}"
@@ -379,7 +382,17 @@ def _data_files(recipe: Recipe) -> Found:
 
 
 _RULES = (
-    *(_mixture, _pretrained, _attention, _classification, _masked_lm, _preference, _config, _sizes),
+    *(
+        _mixture,
+        _pretrained,
+        _attention,
+        _classification,
+        _masked_lm,
+        _section,
+        _preference,
+        _config,
+        _sizes,
+    ),
     _whole_export,
     *(
         _new_tokens,

@@ -33,6 +33,7 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import end_ids
 from launcher.recipe import schema
+from launcher.recipe.layouts import KINDS
 
 _COLDEST = 1e-4
 """At a lower temperature the most likely token is taken: logits / temperature could overflow."""
@@ -161,9 +162,9 @@ def _with_template(data: schema.Data, tokenizer: str) -> bool:
     """Whether the run trained with a chat template."""
     if written := trained_template(data, tokenizer):
         return True
-    kinds = {source.kind for source in data.sources().values()}
-    prompts = not kinds.isdisjoint(("instruct", "preference")) and written is None
-    return "chat" in kinds or prompts
+    kinds = [KINDS[source.kind] for source in data.sources().values()]
+    prompts = written is None and any(kind.answers for kind in kinds)
+    return prompts or any(kind.conversation for kind in kinds)
 
 
 def _template_of(data: schema.Data, tokenizer: str, written: str | None) -> ChatTemplate:

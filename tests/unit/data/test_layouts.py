@@ -54,7 +54,8 @@ def encoded(tmp_path, row, tokenizer, *, suffix=".jsonl", **data):
     """The document of a row whose kind is found by its columns."""
     file = write(tmp_path / f"a{suffix}", [row])
     _, first = first_row([str(file)])
-    found = guess(first, {}, pairs=any("rejected" in column for column in row))
+    pair = any("rejected" in column for column in row)
+    found = guess(first, {}, kinds=["preference" if pair else "chat"])
     kind = found.layout.kind
     settings = schema.Data(kind=kind, **data)
     encoder = make_encoder(kind, settings, tokenizer=tokenizer)

@@ -112,7 +112,7 @@ def test_problems_name_the_columns(folder):
     write("rows.jsonl", PAIR)
     with pytest.raises(RecipeError) as error:
         load("data.train=[rows.jsonl]")
-    what = "needs the section preference; give preference.loss, such as dpo"
+    what = "needs the section preference, such as preference.loss=dpo"
     why = "data.kind (preference, by the columns of rows.jsonl)"
     assert error.value.problems == [f"x.yaml:8: {why}: {what}"]
 

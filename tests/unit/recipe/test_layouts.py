@@ -10,6 +10,7 @@ from launcher.recipe.layouts import (
     KEYS,
     LAYOUTS,
     NAMES,
+    TOKEN_KINDS,
     describe_column,
     guess,
     lost_meaning,
@@ -131,9 +132,8 @@ def row_of(columns):
 @pytest.mark.parametrize("name", SETS)
 def test_layouts_of_popular_data_sets(name):
     columns, kind, expected = SETS[name]
-    task = "sequence_classification" if kind == "classification" else "causal_lm"
     row = row_of(columns)
-    found = guess(row, {}, task=task, pairs=kind == "preference")
+    found = guess(row, {}, kinds=TOKEN_KINDS if kind in TOKEN_KINDS else [kind])
     assert found.layout.kind == kind
     roles = (pair.partition("=") for pair in expected.split())
     assert dict(found.columns) == {role: column or role for role, _, column in roles}
@@ -206,7 +206,10 @@ def test_columns_that_change_the_meaning_are_refused():
         assert problem.endswith(f"; data.ignore_columns='[{last}]' trains without it")
         assert lost_meaning(row, guess(row, {}, ignored=[last]), [last]) is None
     for row in KEPT:
-        assert lost_meaning(row, guess(row, {}, pairs="chosen" in row)) is None
+        assert (
+            lost_meaning(row, guess(row, {}, kinds=["preference" if "chosen" in row else "chat"]))
+            is None
+        )
 
 
 def test_columns_that_are_not_used_are_named():
