@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.recipe.schema_source import DataKind
+from launcher.recipe.schema import DataKind
 
 
 def typed(key: str, value: str | Sequence[str | None]) -> str:
