@@ -23,7 +23,7 @@ from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.recipe.find import no_such
 from launcher.recipe.functions import TRUST_HELP
-from launcher.recipe.schema import Dtype
+from launcher.recipe.section import Dtype
 from launcher.reliability.run_directory import RunFolder
 
 _MOST_DELETED = 5

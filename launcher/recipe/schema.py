@@ -1,5 +1,7 @@
 """What a recipe may contain: a frozen dataclass per section, with a docstring per key.
 
+The sections stand in the order of a recipe. A section inside another stands before it.
+
 pydantic checks values against these classes (`decode.py`) and makes the JSON Schema of them
 (`launcher schema`). A key without a default must be given.
 """
@@ -9,28 +11,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
-from launcher.recipe.layouts import KINDS
-from launcher.recipe.layouts import DataKind as DataKind
-from launcher.recipe.schema_methods import Distillation as Distillation
-from launcher.recipe.schema_methods import Lora as Lora
-from launcher.recipe.schema_methods import Objective as Objective
-from launcher.recipe.schema_methods import Preference as Preference
-from launcher.recipe.schema_outputs import Checkpoint as Checkpoint
-from launcher.recipe.schema_outputs import Evaluation as Evaluation
-from launcher.recipe.schema_outputs import Generate as Generate
-from launcher.recipe.schema_outputs import Logging as Logging
-from launcher.recipe.schema_outputs import Profile as Profile
-from launcher.recipe.schema_outputs import Wandb as Wandb
-from launcher.recipe.schema_slurm import Slurm as Slurm
-from launcher.recipe.schema_source import Source as Source
+from launcher.recipe.layouts import KINDS, DataKind
 from launcher.recipe.section import (
     ByteSize,
     Day,
+    Dtype,
     Float8,
     Folder,
     FolderName,
     Fraction,
     Function,
+    ListOfOne,
+    Metric,
     Name,
     NonNegativeFloat,
     NonNegativeInt,
@@ -44,12 +36,11 @@ from launcher.recipe.section import (
     StrictFloat,
     Text,
     TextList,
+    form,
     size_in_bytes,
 )
-from launcher.recipe.section import Dtype as Dtype
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
-
 _NullIsText = BeforeValidator(
     lambda kind: "text" if kind is None else kind, json_schema_input_type=DataKind | None
 )
@@ -143,6 +134,52 @@ class Model(Section):
     def classifies(self) -> bool:
         """Whether the class in transformers is AutoModelForSequenceClassification."""
         return self.task in ("sequence_classification", "reward")
+
+
+class Source(Section):
+    """One part of a mixture. Its keys that are null have the values of the same keys of data."""
+
+    files: TextList
+    """Files, globs, folders, or a hub data set id."""
+    weight: PositiveFloat | Literal["size"] = "size"
+    """Share of the sequences: weight / sum of all weights. size, for all sources or for none: each
+    epoch has each sequence once."""
+    kind: DataKind | None = None
+    """null: data.kind."""
+    limit: PositiveInt | None = None
+    """Rows that are used at most, the first ones; null: data.limit."""
+    text_column: Text | None = None
+    """null: data.text_column."""
+    messages_column: Text | None = None
+    """null: data.messages_column."""
+    prompt_column: Text | None = None
+    """null: data.prompt_column."""
+    response_column: Text | None = None
+    """null: data.response_column."""
+    chosen_column: Text | None = None
+    """null: data.chosen_column."""
+    rejected_column: Text | None = None
+    """null: data.rejected_column."""
+    label_column: Text | None = None
+    """null: data.label_column."""
+    weights_column: Text | None = None
+    """null: data.weights_column."""
+    system_column: Text | None = None
+    """null: data.system_column."""
+    columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
+    """null: data.columns."""
+    ignore_columns: TextList | None = None
+    """null: data.ignore_columns."""
+    prompt_format: Literal["auto", "chat", "text"] | None = None
+    """null: data.prompt_format."""
+    overlong: Literal["cut", "drop", "error"] | None = None
+    """null: data.overlong."""
+
+    def given(self) -> dict[str, Any]:
+        """The keys that replace those of data."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        del given["files"], given["weight"]
+        return given
 
 
 class Data(Section):
@@ -370,6 +407,78 @@ class ActivationCheckpointing(Section):
     """Keep the inputs of these blocks in host memory, with copies beside compute."""
 
 
+class Lora(Section):
+    """Low-rank adapters (Hu et al., 2021), by peft. All else is frozen, in param_dtype."""
+
+    rank: PositiveInt = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    rank_stabilized: StrictBool = False
+    """true: scaled by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
+    dora: StrictBool = False
+    """true: also train the norm of each row of the adapted weights (DoRA: Liu et al., 2024)."""
+    b_ratio: PositiveFloat = 1.0
+    """Learning rate of an adapter's B over that of all else (LoRA+: Hayou et al., 2024)."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: TextList | None = None
+    """Linear layers that get an adapter: ends of names, such as q_proj, or patterns of whole names,
+    such as `model.layers.1?.*`. all-linear: all but the output layer. null: all those of the
+    blocks."""
+    modules_to_save: TextList | None = None
+    """Modules that are trained whole, such as embed_tokens and lm_head: names as above."""
+    path: Folder | None = None
+    """Folder of a trained adapter (of peft) to continue from. rank, alpha, rank_stabilized, dora,
+    target_modules and modules_to_save are its own. null: new adapters."""
+    quantize: Literal["nf4"] | None = None
+    """nf4: hold the frozen linear layers and experts of the blocks in 4 bits (QLoRA: Dettmers et
+    al., 2023). null: in param_dtype."""
+
+
+class Preference(Section):
+    """Training on pairs of answers (data.kind: preference). Each pair counts the same."""
+
+    loss: Literal["dpo", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"] = "dpo"
+    """dpo: Rafailov et al., 2023. ipo: Azar et al., 2023. hinge: Zhao et al., 2023. robust:
+    Chowdhury et al., 2024. apo_zero: D'Oosterlinck et al., 2024. Without a reference: simpo: Meng
+    et al., 2024; orpo: Hong et al., 2024."""
+    beta: PositiveFloat = 0.1
+    """Scale of the rewards: larger values stay closer to the initial weights. orpo: weight of the
+    odds ratio. simpo is usually trained with 2 and more."""
+    label_smoothing: Annotated[Fraction, Field(lt=0.5)] = 0.0
+    """robust: share of the pairs whose answers are assumed to be swapped."""
+    margin: NonNegativeFloat = 0.5
+    """simpo: the least margin of the rewards (gamma)."""
+
+
+class Distillation(Section):
+    """Training on what a teacher predicts: the loss of a token is (1 - weight) * cross-entropy +
+    weight * temperature^2 * KL(teacher, model) (Hinton et al., 2015)."""
+
+    teacher: Text
+    """Hugging Face checkpoint with the tokenizer of the model: a folder or a hub id."""
+    top_k: PositiveInt = 64
+    """Most probable tokens that are kept of each prediction, at 8 bytes. All others count as one
+    token, whose probability is the sum of theirs."""
+    temperature: Annotated[StrictFloat, Field(ge=0.01, le=100)] = 1.0
+    """Divides the logits of both models in the KL divergence. Below 0.01, nearly all probability is
+    that of the largest logit, and rounding errors, which are divided by it too, grow until the loss
+    is not finite. With much more than 100, rounding would exceed the divergence."""
+    weight: Share = 0.5
+    """Weight of the KL divergence."""
+
+
+class Objective(Section):
+    """A loss of yours on the targets of text data (see launcher/objectives/target_loss.py)."""
+
+    loss: Function
+    """`package.module:function`: gets the log-probabilities of the targets, (targets,), and returns
+    the loss of each; with the attribute needs = "logits": gets logits and targets."""
+    arguments: dict[str, Any] | None = None
+    """Further keyword arguments of the function; `${oc.env:NAME}` as in data.arguments."""
+
+
 class Optimizer(Section):
     """The optimizer; weight decay on matrices and embeddings, not on norms, biases and rates."""
 
@@ -408,6 +517,190 @@ class Schedule(Section):
     """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
     """wsd: steps of decay at the end; null: a tenth of the run."""
+
+
+class Generate(Section):
+    """Greedy answers to the prompts of data.validation, for kinds chat and instruct."""
+
+    prompts: PositiveInt = 32
+    """Prompts of each validation set: its first ones that leave room for an answer."""
+    max_new_tokens: PositiveInt = 64
+    """Tokens of the longest answer; each takes a forward pass over the whole sequence."""
+    metrics: Annotated[tuple[Metric, ...], Field(min_length=1), ListOfOne] = ("exact_match",)
+    """exact_match, f1 and rouge_l (of words), or functions of yours, `package.module:function`,
+    which get answer and reference as text and return a number (larger is better)."""
+
+
+class Evaluation(Section):
+    """Loss and other metrics on data.validation."""
+
+    every_steps: PositiveInt | None = 200
+    """Optimizer steps between evaluations; the last step is always evaluated. null: only that."""
+    max_batches: PositiveInt | None = None
+    """Micro-batches per rank of one evaluation; null: all."""
+    at_start: StrictBool = False
+    """Evaluate before the first step, too."""
+    generate: Generate | None = None
+    """{prompts: 32, max_new_tokens: 64, metrics: [exact_match]}: score generated answers."""
+    ema: StrictBool = False
+    """Evaluate the averages of optimizer.ema in place of the trained weights."""
+    stop_after: PositiveInt | None = None
+    """End the run after this many evaluations in a row without a better value of
+    checkpoint.keep_best (null: eval_loss); null: never."""
+
+
+class Checkpoint(Section):
+    """Checkpoints to resume from, and the weights at the end."""
+
+    every_steps: PositiveInt | None = 500
+    """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
+    null: no checkpoints."""
+    keep_last: PositiveInt = 2
+    """Checkpoints to keep."""
+    keep_every: PositiveInt | None = None
+    """Also keep checkpoints whose step is a multiple of this."""
+    keep_best: Text | None = None
+    """Also keep the checkpoint with the lowest eval_loss, or with the highest value of another
+    metric: eval_accuracy, eval_f1 (kind classification), eval_rewards/accuracies,
+    eval_rewards/margins (kind preference), eval_NAME (evaluation.generate)."""
+    resume: Text = "auto"
+    """auto: resume from the newest valid checkpoint of run.dir, if there is one. never: start from
+    scratch. Or the path of a checkpoint to start a new run.dir from; later starts resume from
+    run.dir's own checkpoints."""
+    allow_changes: StrictBool = False
+    """Resume even if data, model, global batch or seed differ from the checkpoint's."""
+    asynchronous: StrictBool = True
+    """Write checkpoints while training continues."""
+    max_failures: PositiveInt = 3
+    """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
+    export: Literal["at_end"] | None = None
+    """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
+    export_dtype: Dtype | None = None
+    """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
+    export_merged: StrictBool = False
+    """lora: true: export the model with the adapters merged. false: the adapters, for peft."""
+    export_base: Literal["original", "quantized"] = "original"
+    """lora.quantize: what adapters are merged into. original: the weights of model.path. quantized:
+    the rounded weights that they were trained on."""
+
+
+class Wandb(Section):
+    """Weights & Biases."""
+
+    project: Text
+    """Project that the run is shown under."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written to RUN_DIR/wandb, for `wandb sync`."""
+    entity: Text | None = None
+    """User or team; null: wandb's default."""
+    tags: TextList | None = None
+    """Labels of the run."""
+    group: Text | None = None
+    """Name that related runs share."""
+
+
+class Logging(Section):
+    """Where metrics are written, besides metrics.jsonl and the console."""
+
+    every_steps: PositiveInt = 1
+    """Optimizer steps between lines. 1 delays no GPU: a step is logged once the next has begun."""
+    wandb: Wandb | None = None
+    """{project: NAME, mode: online | offline}."""
+    tensorboard: StrictBool = False
+    """Write RUN_DIR/tensorboard."""
+
+
+class Profile(Section):
+    """torch.profiler over a few steps: traces and tables of operators in RUN_DIR/profile."""
+
+    start_step: PositiveInt
+    """First step to profile, counted over the whole run."""
+    steps: PositiveInt
+    """Number of steps."""
+    ranks: tuple[NonNegativeInt, ...] | None = None
+    """Ranks to profile, such as [0, 8]; null: all."""
+    warmup: NonNegativeInt = 1
+    """Steps before start_step in which the profiler runs and records nothing."""
+    memory_snapshot: StrictBool = False
+    """CUDA: also RUN_DIR/profile/memory_rank_N.pickle, for pytorch.org/memory_viz."""
+
+
+# Types of the keys of section slurm
+_Line = Annotated[
+    str, form(r"[^\x00-\x1f\x7f]+", "holds a character that cannot be written in a job script")
+]
+_Option = Annotated[
+    str, form(r"--?[a-zA-Z][\w-]*(=[^\x00-\x1f\x7f]*)?", "must be options, --name or --name=value")
+]
+_Options = Annotated[tuple[_Option, ...], Field(min_length=1), ListOfOne]
+_MOST_NODES = 99_999
+_Nodes = Annotated[
+    str,
+    form(r"[1-9][0-9]{0,4}(-[1-9][0-9]{0,4})?", "must be a number, or a range such as 2-4"),
+]
+_Memory = Annotated[
+    str, form(r"[0-9]{1,15}[KMGTkmgt]?", "must be a number with K, M, G or T, such as 500G")
+]
+_TIME = r"(?i)N+(:N+){0,2}|N+-N+(:N+){0,2}|UNLIMITED|INFINITE".replace("N+", "[0-9]{1,9}")
+_Time = Annotated[str, form(_TIME, "must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS")]
+_Variable = Annotated[
+    str, form(r"[A-Za-z_][A-Za-z0-9_]*", "must be the name of an environment variable")
+]
+
+
+class Slurm(Section):
+    """What `launcher submit` requests from Slurm. Its arguments win: `submit time=1:30:00`."""
+
+    nodes: Annotated[PositiveInt, Field(le=_MOST_NODES)] | _Nodes = 1
+    """Nodes; "2-4": as many of them as are free, another number after each requeue."""
+    gpus_per_node: PositiveInt | None = None
+    """GPUs per node; null: the ranks compute on the CPU."""
+    ranks_per_node: PositiveInt | None = None
+    """Ranks per node; null: one per GPU, or one."""
+    cpus: PositiveInt | None = None
+    """CPUs per node (sbatch --cpus-per-task); null: the partition's default."""
+    host_memory: _Memory | None = None
+    """Host memory per node (sbatch --mem): 500G; "0": all; null: the partition's default."""
+    time: _Time | None = None
+    """Time limit of one allocation, in quotes: "12:00:00"; null: the partition's. The job continues
+    in another allocation."""
+    partition: _Line | None = None
+    """sbatch --partition."""
+    account: _Line | None = None
+    """sbatch --account."""
+    qos: _Line | None = None
+    """sbatch --qos."""
+    constraint: _Line | None = None
+    """sbatch --constraint."""
+    exclude: _Line | None = None
+    """Nodes to exclude (sbatch --exclude)."""
+    reservation: _Line | None = None
+    """sbatch --reservation."""
+    mail: _Line | None = None
+    """Address for mail when the job ends, fails or is requeued."""
+    sbatch_extra: _Options | None = None
+    """Other options of sbatch, such as --exclusive."""
+    srun_extra: _Options | None = None
+    """Other options of the srun that starts the ranks, such as --container-image=IMAGE."""
+    setup: TextList | None = None
+    """Lines of bash that prepare the environment of all nodes: module load, source .../activate.
+    They run on the first node."""
+    environment: Annotated[dict[_Variable, Text], Field(min_length=1)] | None = None
+    """Environment variables, set after setup: {NCCL_IB_HCA: mlx5}."""
+    interface: _Line | None = None
+    """Network interface of NCCL, gloo and the rendezvous, such as ib0; null: chosen by them."""
+    python: _Line | None = None
+    """Python of the ranks; null: the one that runs `launcher submit`."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts within an allocation (torchrun --max-restarts)."""
+    max_failures: PositiveInt = 3
+    """Consecutive failures without a new checkpoint after which the job is not requeued."""
+    lead: Seconds | None = None
+    """Seconds before the time limit when the run is asked to save; null: at least twice the
+    measured time of a step and a save."""
+    preflight: StrictBool = False
+    """Check every node before training (launcher doctor --node), then all together; a bad node is
+    excluded and the job requeued."""
 
 
 class Recipe(Section):

@@ -418,14 +418,11 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         "distributed/hardware.py": "h100",
         "cli/main.py": "doctor",
         "metrics/sinks.py": "wandb",
-        "recipe/schema_outputs.py": "wandb",
-        "recipe/schema_source.py": "classification",
         "recipe/layouts.py": "classification",
         "data/encoder.py": "classification",
         "recipe/objectives.py": "classification",
         "objectives/masked.py": "masked",
         "objectives/preference.py": "hinge",
-        "recipe/schema_methods.py": "hinge",
     }.items():
         assert f"`{file}`" in add, file
         assert what in (REPOSITORY / "launcher" / file).read_text().lower(), file
