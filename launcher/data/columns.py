@@ -77,6 +77,20 @@ def read_margin(row: Values, column: str | None) -> float | None:
     raise RowError(f"column {column!r} must hold a number; {got} (data.margin_column names it)")
 
 
+_MARKS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_MARKS |= {"-1": False, "-1.0": False}
+
+
+def read_mark(row: Values, column: str) -> bool:
+    """Whether an answer is a good one. Raises RowError."""
+    value = row.get(column)
+    mark = _MARKS.get(str(value).strip().lower())
+    if mark is None:
+        what = "must say whether the answer is good: true or false, or 1 or 0"
+        raise RowError(f"column {column!r} {what}; got {value!r}")
+    return mark
+
+
 def read_weights(row: Values, column: str, tokens: int | None = None) -> Weights:
     """A number, or a list with one number for each of `tokens` tokens: (1,) or (tokens,). Raises
     RowError."""

@@ -20,6 +20,7 @@ from launcher.data.columns import (
     described,
     read_integers,
     read_margin,
+    read_mark,
     read_value,
     read_weights,
 )
@@ -89,8 +90,9 @@ class Encoded:
     labels: Ids | None = None
     """labels[t] is the target at position t - 1; None: the ids."""
     category: int | None = None
-    """The class of the row, for kind classification; for kind preference, the tokens of the chosen
-    answer with its prompt, which the ids begin with."""
+    """The class of the row, for kind classification; for pairs of answers, the tokens of the first
+    answer with its prompt, which the ids begin with; for an answer that is good (1) or not (0),
+    which of these it is."""
     cut_tokens: int = 0
     """Tokens that a text for classification was longer than data.sequence_length."""
     weights: Weights | None = None
@@ -368,13 +370,17 @@ class _Prompted:
 
     answers: list[Rendered | tuple[str, str]]
     margin: float | None = None
+    desirable: bool | None = None
+    """Whether the answer is a good one, of rows that say so."""
 
 
 def _read_prompted(encoder: Encoder, row: Values) -> _Prompted:
     found = encoder.match(row)
     roles = KINDS[encoder.kind].answers
     if len(roles) == 1:
-        return _Prompted([_read_response(encoder, found, row)])
+        mark = found.get("label")
+        desirable = None if mark is None else read_mark(row, mark)
+        return _Prompted([_read_response(encoder, found, row)], desirable=desirable)
     row, found = pair_of_answers(row, found, as_turns=encoder.as_turns)
     answers = [_read_answer(encoder, found, row, role) for role in roles]
     columns = [found.columns[role] for role in roles]
@@ -387,7 +393,7 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[_Toke
     for row in batch:
         answers = list(itertools.islice(encoded, len(row.answers)))
         if len(answers) == 1:
-            yield *answers[0], None
+            yield *answers[0], None if row.desirable is None else int(row.desirable)
             continue
         ids, labels = (np.concatenate(parts) for parts in zip(*answers, strict=True))
         margins = None if row.margin is None else np.full(len(ids), row.margin, np.float32)
@@ -405,7 +411,14 @@ def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tu
         answer = {"role": "assistant", "content": "", "tool_calls": made}
         question = _with_system(encoder, found, row, [{"role": "user", "content": prompt}])
         return _render(encoder, found, row, [*question, answer], loss_from=len(question))
-    return _read_answer(encoder, found, row, "response")
+    if "response" in found.columns:
+        return _read_answer(encoder, found, row, "response")
+    column = found.columns["messages"]
+    value = read_value(row, column, object, "messages", role="messages")
+    messages = _with_system(encoder, found, row, read_messages(value, column, turns=True))
+    if messages[-1]["role"] != "assistant":
+        raise RowError(f"column {column!r} must end with the answer, a turn of the assistant")
+    return _render(encoder, found, row, messages, loss_from=len(messages) - 1)
 
 
 _PROMPT, _ANSWER = (str, list), "text or a list of messages"

@@ -177,19 +177,23 @@ class Pairs(Objective):
             yield document, ((start, middle), (middle, end))
 
 
-def collate_answers(rows: list[Sample], inputs: TextInputs, answers: int) -> Collated:
+def collate_answers(
+    rows: list[Sample], inputs: TextInputs, answers: int, of_answers: tuple[str, ...] = ()
+) -> Collated:
     """A micro-batch of `collate_sequences` from samples of `Answers`, padded as there. A row holds
     several documents even if it is not packed. `loss_tokens` is the number of documents of the
     store, and `documents` are their numbers.
 
     `answers` (positions,) are the numbers of the answers whose tokens the targets are: for each
     document its answers in order, and without a target the number after the last. `answer_tokens`,
-    the numbers of targets, and `reference` are (documents, answers), float32.
+    the numbers of targets, and `reference` are (documents, answers), float32; and so are further
+    arrays of the samples, `of_answers`, whose values for an answer stand at each of its tokens.
     """
+    per_answer = ("reference", *of_answers)
     made = inputs.collate(rows, several_documents=True)
     width = made["tensors"]["input_ids"].shape[1]
     numbers, names, count = [], [NOTHING], 0
-    sizes, reference = [NOTHING], [NOTHING]
+    sizes, values = [NOTHING], {name: [NOTHING] for name in per_answer}
     for row in rows:  # the same document may be in two rows, of two epochs
         here = row["answers"] >= 0
         found, first, inverse, counts = np.unique(
@@ -199,15 +203,16 @@ def collate_answers(rows: list[Sample], inputs: TextInputs, answers: int) -> Col
         numbers[-1][here] = inverse + count
         names.append(found)
         sizes.append(counts)
-        reference.append(row["reference"][here][first])
+        for name in per_answer:
+            values[name].append(row[name][here][first])
         count += len(found)
     tensors = made["tensors"]
     of = padded(numbers, width, -1).flatten()
     of[of < 0] = count
     positions = tensors.get("target_positions")
     tensors["answers"] = of if positions is None else of[positions]
-    for name, values in (("answer_tokens", sizes), ("reference", reference)):
-        array = np.concatenate(values).astype(np.float32)
+    for name, parts in (("answer_tokens", sizes), *values.items()):
+        array = np.concatenate(parts).astype(np.float32)
         tensors[name] = torch.from_numpy(array).view(-1, answers)
     documents = np.concatenate(names)[::answers] // answers
     return made | {"loss_tokens": count // answers, "documents": documents}

@@ -225,6 +225,11 @@ class Objective(ABC):
         `metrics` and, for a mixture, by the sums of `by_source` (`loss.py`). A float32 scalar if
         there is only the loss, else a vector."""
 
+    def shown(self, means: Mapping[str, float]) -> Mapping[str, float | None]:
+        """What is logged, from the means of `metrics` over the losses of a step or of an
+        evaluation. None: not known."""
+        return means
+
     # Evaluation
 
     def evaluate(
@@ -242,7 +247,9 @@ class Objective(ABC):
         """The scores of an evaluation."""
         *parts, count = sums.tolist()
         names = zip(self.metrics, parts, strict=True)
-        return {name: value / max(count, 1.0) for name, value in names}, int(count)
+        means = {name: value / max(count, 1.0) for name, value in names}
+        shown = self.shown(means).items()
+        return {name: value for name, value in shown if value is not None}, int(count)
 
     # Before the first step
 

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import all_gather_single
 from launcher.distributed.rank_layout import RankLayout
+from launcher.objectives.base import Objective
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
 
@@ -158,8 +159,8 @@ class StepRecorder:
 
     def __init__(self, ranks: RankLayout) -> None:
         self._ranks = ranks
-        self.metrics: tuple[str, ...] = ()
-        """Names of the further metrics of the objective's loss."""
+        self.objective: Objective | None = None
+        """Whose metrics are recorded beside the loss."""
         self.sources: tuple[str, ...] = ()
         """The sources of a mixture, if the loss has a part for each (`loss.by_source`)."""
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
@@ -284,10 +285,19 @@ class StepRecorder:
             record["skipped"] = True
         return record
 
+    def _metrics(self, gathered: Mapping[str, torch.Tensor]) -> Json:
+        """The metrics of the objective."""
+        if self.objective is None:
+            return {}
+        means = {name: gathered[name].sum().item() for name in self.objective.metrics}
+        shown = self.objective.shown(means).items()
+        return {name: None if value is None else finite(value) for name, value in shown}
+
     def _record(self, step: Step, interval: _Interval, by_rank: torch.Tensor) -> Json:
         """The record of a step. `by_rank` has the shape (ranks, GATHERED)."""
         parts = [f"{part} {name}" for part in ("loss", "weight") for name in self.sources]
-        names = (*GATHERED[:1], *self.metrics, *parts, *GATHERED[1:])
+        metrics = () if self.objective is None else self.objective.metrics
+        names = (*GATHERED[:1], *metrics, *parts, *GATHERED[1:])
         gathered = dict(zip(names, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
@@ -297,7 +307,7 @@ class StepRecorder:
         return {
             "step": step.number,
             "loss": finite(gathered["loss"].sum().item()),
-            **{name: finite(gathered[name].sum().item()) for name in self.metrics},
+            **self._metrics(gathered),
             **self._by_source(gathered),
             "grad_norm": None,
             "learning_rate": step.learning_rate,

@@ -149,7 +149,7 @@ class TrainingRun:
         )
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
-        recorder.metrics = training.data.training.objective.metrics
+        recorder.objective = training.data.training.objective
         if isinstance(training.data.training, MixtureDataset):
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)

@@ -92,7 +92,8 @@ def test_losses_of_the_sources_of_a_mixture(clock):
     """Sums of losses and of weights, over the ranks, behind the further metrics of the loss; a source
     may have no target in a step."""
     recorder = StepRecorder(SINGLE_RANK)
-    recorder.metrics, recorder.sources = ("kl",), ("web", "talk", "code")
+    recorder.objective = SimpleNamespace(metrics=("kl",), shown=lambda means: means)
+    recorder.sources = ("web", "talk", "code")
     clock.now += 2.0
     parts = torch.tensor([0.125, 1.5, 0.5, 0.0, 0.75, 0.25, 0.0])
     recorder.add(last := dataclasses.replace(step(1, loss=2.0), metrics=parts))
