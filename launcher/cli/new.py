@@ -38,8 +38,14 @@ _METHODS = {
     "lora": (16, "2.0e-4", "lora: {rank: 16, alpha: 32}"),
     "qlora": (16, "2.0e-4", "lora: {rank: 16, alpha: 32, quantize: nf4}  # base weights in 4 bits"),
     "dpo": (32, "1.0e-6", "preference: {loss: dpo, beta: 0.1}"),
+    "kto": (32, "1.0e-6", "kto: {beta: 0.1}"),
 }
 """Of each method: sequences per step, learning rate, and the section that it adds."""
+_ROWS = {
+    "dpo": ("preference", "chosen and rejected"),
+    "kto": ("unpaired", "a label that says whether the answer is good"),
+}
+"""The rows of methods that do not learn from tokens: data.kind, and what the rows must have."""
 _LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
 """Methods that need less memory."""
 _NOT_PACKED = ("bloom", "gpt_oss")
@@ -50,8 +56,8 @@ def new(
     model: Annotated[str, option("Folder or hub id of the model.", "MODEL")],
     data: Annotated[str, option("Training data: a file, a pattern, a folder or a hub id.", "DATA")],
     method: Annotated[
-        Literal["full", "lora", "qlora", "dpo"],
-        option("full | lora | qlora | dpo: what is trained, and how.", "METHOD"),
+        Literal["full", "lora", "qlora", "dpo", "kto"],
+        option("full | lora | qlora | dpo | kto: what is trained, and how.", "METHOD"),
     ] = "full",
     gpu: Annotated[
         str | None,
@@ -131,7 +137,7 @@ def _kind(data: str, method: str) -> str:
     if first is None:
         return "text"
     row, where = first[1], f"command line: data={data}"
-    wanted = ("preference",) if method == "dpo" else TOKEN_KINDS
+    wanted = (_ROWS[method][0],) if method in _ROWS else TOKEN_KINDS
     found = guess(row, {}, kinds=wanted)
     if found is None:
         what = "a recipe of yours can name them (docs/data.md)"
@@ -140,8 +146,9 @@ def _kind(data: str, method: str) -> str:
         raise RecipeError(f"{where}: {problem}; a recipe of yours can have that key (docs/data.md)")
     kind = found.layout.kind
     if kind not in wanted:
-        what = "method=dpo needs chosen and rejected"
-        if method != "dpo":
+        if method in _ROWS:
+            what = f"method={method} needs {_ROWS[method][1]}"
+        else:
             what = "chosen and rejected are for method=dpo"
         raise RecipeError(f"{where}: columns {', '.join(row)}: {what}")
     return kind

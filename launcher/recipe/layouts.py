@@ -19,7 +19,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-DataKind = Literal["text", "tokens", "chat", "instruct", "classification", "preference"]
+DataKind = Literal[
+    "text",
+    "tokens",
+    "chat",
+    "instruct",
+    "classification",
+    "preference",
+    "unpaired",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ KINDS: dict[str, RowKind] = {
     "instruct": RowKind("answers", answers=("response",)),
     "classification": RowKind("class"),
     "preference": RowKind("whole answers", answers=("chosen", "rejected")),
+    "unpaired": RowKind("whole answers", answers=("response",)),
 }
 """By data.kind."""
 
@@ -138,7 +147,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "response_k",
     ),
     "text": ("text", "content", "raw_content", "sentence"),
-    "label": ("label",),
+    "label": ("label", "kto_tag", "is_good", "is_correct", "accepted", "desirable"),
     "input_ids": ("input_ids",),
     "labels": ("labels",),
     "weights": (),
@@ -219,6 +228,24 @@ LAYOUTS = (
         ("prompt", "response", "rejected"),
         (*_SHARED, "margin"),
         "a pair: the response, and a worse one",
+    ),
+    Layout(
+        "unpaired",
+        ("instruction", "response", "label"),
+        ("input", "history", "reasoning", *_SHARED),
+        "an answer, and whether it is good",
+    ),
+    Layout(
+        "unpaired",
+        ("prompt", "response", "label"),
+        ("reasoning", *_SHARED),
+        "an answer, and whether it is good",
+    ),
+    Layout(
+        "unpaired",
+        ("messages", "label"),
+        _SHARED,
+        "the last answer of the conversation, and whether it is good",
     ),
     Layout("chat", ("messages",), (*_SHARED, "weights"), "a conversation"),
     Layout("tokens", ("input_ids",), ("labels", "weights"), "its token ids"),
@@ -465,7 +492,6 @@ def _usual(role: str, named: Mapping[str, str]) -> str:
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
 _SCORES = ("score", "reward", "rating", "quality", "helpfulness")
-_MARKS = ("label", "kto_tag", "is_good", "is_correct", "accepted")
 _SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")
 _MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 
@@ -502,9 +528,11 @@ def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] 
         elif kind == "tokens":
             if name in _MASKS and "labels" not in found.columns:
                 what = "says which tokens carry loss; write it as labels, with -100 for no loss"
-        elif KINDS[kind].templated and name in _MARKS and _is_mark(value):
-            what = "marks good and bad answers (KTO), and all would be learned as good ones: keep "
-            what += "the good ones, or make pairs of chosen and rejected (data.kind=preference)"
+        elif KINDS[kind].templated and name in NAMES["label"] and _is_mark(value):
+            what = (
+                "marks good and bad answers, and all would be learned as good ones: kto.beta=0.1 "
+            )
+            what += "learns from both (data.kind=unpaired); or keep the good ones"
         elif kind == "text" and name in ("role", "from") and str(value).lower() in _SPEAKERS:
             what = "says who speaks, so a row is one message of a conversation: make each "
             what += "conversation a row with the column messages"

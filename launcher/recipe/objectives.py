@@ -91,6 +91,20 @@ OBJECTIVES = (
         no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
+        "kto:Kto",
+        kinds=("unpaired",),
+        section="kto",
+        such_as="kto.beta=0.1",
+        scores=("rewards/accuracies",),
+        rules=(
+            ("kto", "data.kind", "unpaired"),
+            ("kto", "model.task", "causal_lm"),
+            ("kto", "data.builder", False),
+            ("lora.dropout", "kto", False),
+        ),
+        no_row_losses="kind unpaired: the loss of an answer is not that of its tokens",
+    ),
+    ObjectiveRules(
         "reward:Reward",
         task="reward",
         kinds=("preference",),

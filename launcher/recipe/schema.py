@@ -190,7 +190,7 @@ class Data(Section):
     if no kind has these columns. text: documents, for next-token training. tokens: rows of
     input_ids (and labels). chat: messages, loss on the assistant's turns. instruct: prompt and
     response, loss on the response. classification: text and label. preference: prompt, chosen and
-    rejected."""
+    rejected. unpaired: prompt, response, and whether the response is good."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
@@ -231,29 +231,30 @@ class Data(Section):
     text_column: Text = "text"
     """Column with the document, for kinds text and classification."""
     messages_column: Text | None = None
-    """Column of kinds chat and preference with a conversation; null: messages, conversations, ..."""
+    """Column of kinds chat, preference and unpaired with a conversation; null: messages,
+    conversations, ..."""
     prompt_column: Text | None = None
-    """Column of kinds instruct and preference; null: prompt, or instruction and input, or question,
-    ... Without it, the prompt of kind preference is what both answers begin with."""
+    """Column of kinds instruct, preference and unpaired; null: prompt, or instruction and input, or
+    question, ... Without it, the prompt of kind preference is what both answers begin with."""
     response_column: Text | None = None
-    """Column of kind instruct; null: response, completion, output, answer, ..."""
+    """Column of kinds instruct and unpaired; null: response, completion, output, answer, ..."""
     chosen_column: Text = "chosen"
     """Column of kind preference with the better answer."""
     rejected_column: Text = "rejected"
     """Column of kind preference with the worse answer."""
     prompt_format: Literal["auto", "chat", "text"] = "auto"
-    """How kinds instruct and preference train a prompt and an answer that are texts. chat: a user's
+    """How a prompt and an answer that are texts are trained. chat: a user's
     and an assistant's turn. text: one text, under Alpaca's headings if the prompt is an instruction.
     auto: chat if the tokenizer has a chat template, or data.chat_template is given."""
     overlong: Literal["cut", "drop", "error"] | None = None
     """What becomes of a row with more than sequence_length tokens. cut: it loses its end; of kinds
-    text and tokens, it continues in another sequence. null: drop for kinds chat, instruct and
-    preference, else cut."""
+    text and tokens, it continues in another sequence. null: drop for kinds chat, instruct,
+    preference and unpaired, else cut."""
     margin_column: Text | None = None
     """Column of kind preference with a number, for model.task reward: how much larger the score of
     the better answer should be; null: 0 for all pairs."""
     label_column: Text = "label"
-    """Column of kind classification."""
+    """Column of kind classification with the class, or of kind unpaired: is the answer good?"""
     labels: TextList | None = None
     """Names of the classes, for kind classification; null: the column holds integers from 0."""
     mask_probability: Annotated[StrictFloat, Field(gt=0, lt=1)] = 0.15
@@ -263,22 +264,20 @@ class Data(Section):
     """Column of kinds tokens and chat with the weight of a row, or for kind tokens of each token;
     null: each token with loss counts the same."""
     system_column: Text | None = None
-    """Column of kinds chat, instruct and preference with the system prompt; null: system,
+    """Column with the system prompt, for kinds with a conversation or a prompt; null: system,
     system_prompt, ..."""
     system: Text | None = None
-    """System prompt of rows that have none, for kinds chat, instruct and preference; null: none."""
+    """System prompt of rows that have none, for kinds with a conversation or a prompt; null: none."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """For kinds chat and instruct. assistant: loss on all answers. last: on the last answer of a
     row. all: on every token, also of prompts."""
     chat_template: Text | None = None
-    """File with a Jinja chat template, for kinds chat, instruct and preference; null: the
+    """File with a Jinja chat template, for kinds with a conversation or a prompt; null: the
     tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Values for the chat template, such as {enable_thinking: false}, for kinds chat, instruct and
-    preference. Serve the model with the same ones."""
+    """Values for the chat template, such as {enable_thinking: false}. Serve the model with the same ones."""
     date: Day | None = None
-    """What a chat template prints as today's date (YYYY-MM-DD), for kinds chat, instruct and
-    preference; null: the day (UTC) of the run's first start."""
+    """What a chat template prints as today's date (YYYY-MM-DD); null: the day (UTC) of the run's first start."""
     on_error: Literal["fail", "skip"] = "fail"
     """For rows that cannot be used; skip: list them in RUN_DIR/skipped_rows.jsonl."""
     max_document: ByteSize = "64MiB"
@@ -467,6 +466,19 @@ class Distillation(Section):
     is not finite. With much more than 100, rounding would exceed the divergence."""
     weight: Share = 0.5
     """Weight of the KL divergence."""
+
+
+class Kto(Section):
+    """Training on answers that are good or not, without pairs (data.kind: unpaired): KTO
+    (Ethayarajh et al., 2024) with a reference point of 0. Each answer counts the same."""
+
+    beta: PositiveFloat = 0.1
+    """Scale of the rewards: larger values stay closer to the initial weights."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of the losses of good answers."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of the losses of other answers. The authors advise weights that, times the numbers of
+    such answers, have a ratio of 1 to 4/3."""
 
 
 class Objective(Section):
@@ -717,6 +729,8 @@ class Recipe(Section):
     """Train low-rank adapters and freeze all else; null: train everything."""
     preference: Preference | None = None
     """The loss on pairs of answers; null: data.kind is not preference, or model.task is reward."""
+    kto: Kto | None = None
+    """The loss on answers that are good or not; null: data.kind is not unpaired."""
     distillation: Distillation | None = None
     """Train on the predictions of a teacher; null: on the tokens of the data only."""
     objective: Objective | None = None

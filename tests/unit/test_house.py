@@ -156,7 +156,7 @@ WHOLE_RECIPE = {
     "checkpoint": "export resume",
     "diagnostics": "selftest",
     "models": "config_keys",
-    "objectives": "answers base distillation make masked next_token preference teacher",
+    "objectives": "answers base distillation kto make masked next_token preference teacher",
     "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search speed"
     " trace work",
     "training": "prepare setup",

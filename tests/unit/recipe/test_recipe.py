@@ -30,6 +30,7 @@ from launcher.recipe.schema import (
     CpuOffload,
     Data,
     Distillation,
+    Kto,
     Lora,
     Model,
     Objective,
@@ -407,7 +408,7 @@ def test_recipe_is_immutable(folder):
         *("data.train={a: {files: data.txt}}", "data.validation=data.txt"),
         *("data.kind=chat", "evaluation.generate={}"),
     )
-    recipe = dataclasses.replace(recipe, preference=Preference())  # for another kind of data
+    recipe = dataclasses.replace(recipe, preference=Preference(), kto=Kto())  # for other data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
     recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -437,7 +438,7 @@ def test_json_schema_describes_every_key(capsys):
     ]
     kinds, null = data["kind"]["anyOf"]
     assert (kinds["enum"], null) == (
-        ["text", "tokens", "chat", "instruct", "classification", "preference"],
+        ["text", "tokens", "chat", "instruct", "classification", "preference", "unpaired"],
         {"type": "null"},
     )
     rate = printed["$defs"]["Optimizer"]["properties"]["learning_rate"]
