@@ -228,7 +228,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
             )
         else:
             _cast(source, scratch, wanted, adapter=adapter)
-        replaced = {INDEX, *((ADAPTER_CONFIG, LABELS) if merged else ())}
+        replaced = {INDEX, ADAPTER_CONFIG, LABELS} if merged else {INDEX}
         for file in source.iterdir():  # tokenizer, chat template, the model's own code
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
             if copied and not (scratch / file.name).exists():

@@ -20,7 +20,13 @@ from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
 _ALTERS_TRAINING = (
-    *("run.seed", "model", "lora", "data", "preference", "distillation", "objective"),
+    "run.seed",
+    "model",
+    "lora",
+    "data",
+    "preference",
+    "distillation",
+    "objective",
     "batch.global_batch_size",
 )
 """Sections and keys that decide what the model learns."""
@@ -82,7 +88,7 @@ def _differences(
     before: Mapping[str, object], now: Mapping[str, object], path: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Keys in which two mappings differ, as (dotted key, before, now)."""
-    for key in [*before, *(key for key in now if key not in before)]:
+    for key in dict.fromkeys([*before, *now]):
         full, a, b = f"{path}{key}", before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differences(a, b, f"{full}.")

@@ -546,9 +546,9 @@ def names_not_saved(model: Any) -> Collection[str]:
 def names_in_float32(model: Any, dtype: torch.dtype) -> Collection[str]:
     """Parts of the names of weights that stay in float32 where a model is cast to this dtype, in an
     export too. Without it they are rounded."""
-    names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
-        names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
     return names
 
 

@@ -88,7 +88,8 @@ def set_dtype(config: Json, dtype: torch.dtype) -> None:
     versions of transformers read, and `dtype` where it is there."""
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype"] = name
-    for part in [config, *(part for part in config.values() if isinstance(part, dict))]:
+    sections = [part for part in config.values() if isinstance(part, dict)]
+    for part in [config, *sections]:
         part |= {key: name for key in _DTYPES if key in part}
 
 

@@ -50,7 +50,11 @@ WRITTEN = (
     "added_tokens.json",
     "vocab*",
     "merges.txt",
-    *("chat_template*", NAMED_TEMPLATES, LABELS, "*.tiktoken", "tekken.json"),
+    "chat_template*",
+    NAMED_TEMPLATES,
+    LABELS,
+    "*.tiktoken",
+    "tekken.json",
 )
 """Files that exports write. One that the next export does not write would change the model."""
 

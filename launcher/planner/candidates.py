@@ -285,8 +285,11 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
     usual_reshard = written.strategy.reshard_after_forward != "auto"
     usual_sync = fsdp and written.strategy.sync_every_micro_batch is True
     accumulates = has_reductions_to_choose(recipe, ranks=ranks)
+    other_sizes = [
+        getattr(strategy, key) != getattr(written.strategy, key) for key in PARALLEL_KEYS
+    ]
     unusual = (
-        *(getattr(strategy, key) != getattr(written.strategy, key) for key in PARALLEL_KEYS),
+        *other_sizes,
         strategy.replicate > 1,
         fsdp and strategy.reshard_after_forward is not usual_reshard,
         not strategy.reshard_after_backward,

@@ -56,7 +56,8 @@ def forward_peak(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> int:
     # One unit computes while the next is gathered, and copied out of the buffer of its all-gather
     gathered = 3 * max(unsharded) if strategy.reshard_after_forward else sum(unsharded)
     logits = work.tokens * work.logits_width * (size + 8) + 3 * work.root.output
-    computed = max([logits, *(block.eager + block.output for block in work.blocks)])
+    outputs = [block.eager + block.output for block in work.blocks]
+    computed = max([logits, *outputs])
     workspaces = CUBLAS_WORKSPACES if work.on_gpu else 0
     return round(held / work.shards + profile.buffers + gathered + computed) + workspaces
 

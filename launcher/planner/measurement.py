@@ -139,7 +139,8 @@ class CpuMeter:
         # The mark allocates a byte, and the event after the mark's own event frees it
         first = [bisect_left(times, when) + 1 for when, _ in starts]
         base = totals[first[0]][1]
-        ends = [*(index - 1 for index in first[1:]), len(totals)]
+        ends = [index - 1 for index in first[1:]]
+        ends.append(len(totals))
         marks = []
         for (_, name), since, until in zip(starts, first, ends, strict=True):
             peak = max(total for _, total in totals[since:until])

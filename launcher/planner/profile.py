@@ -191,7 +191,8 @@ class ModelProfile:
     @cached_property
     def groups(self) -> list[WeightGroup]:
         """The weights of each block, then of the embedding and of the root: all that are used."""
-        return [*(self.classes[kind] for kind in self.block_classes), self.embedding, self.root]
+        blocks = [self.classes[kind] for kind in self.block_classes]
+        return [*blocks, self.embedding, self.root]
 
     @cached_property
     def orthogonalized(self) -> list[tuple[int, ...]]:

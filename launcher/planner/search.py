@@ -287,7 +287,8 @@ def _like(recipe: Recipe) -> tuple[object, ...]:
     """A key that is equal for recipes whose estimates have similar errors."""
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     mode = None if checkpointing is None else checkpointing.mode
-    return strategy.kind, mode, *(getattr(strategy, key) for key in PARALLEL_KEYS)
+    sizes = tuple(getattr(strategy, key) for key in PARALLEL_KEYS)
+    return strategy.kind, mode, sizes
 
 
 def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) -> Configuration:

@@ -33,8 +33,16 @@ from launcher.recipe.load import argument_digests
 from launcher.recipe.schema import Recipe
 
 _OWN = (
-    *("run.name", "run.dir", "slurm", "logging.wandb", "logging.tensorboard", "data.cache"),
-    *("data.workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
+    "run.name",
+    "run.dir",
+    "slurm",
+    "logging.wandb",
+    "logging.tensorboard",
+    "data.cache",
+    "data.workers",
+    "data.prefetch_factor",
+    "data.persistent_workers",
+    "data.pin_memory",
     "data.processes",
 )
 """Sections and keys that may differ: of a machine, or such that only those of rank 0 are used."""

@@ -27,8 +27,16 @@ TIMED_EVERY = 10
 SENSOR_SECONDS = 5.0
 """Seconds between two readings of a GPU's sensors."""
 GATHERED = (
-    *("loss", "waited", "cpu", "peak", "reserved", "retries", "own"),
-    *("power", "temperature", "busy"),
+    "loss",
+    "waited",
+    "cpu",
+    "peak",
+    "reserved",
+    "retries",
+    "own",
+    "power",
+    "temperature",
+    "busy",
 )
 """What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
 allocated and reserved memory; retried allocations; `_Interval.own_seconds`; values of

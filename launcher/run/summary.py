@@ -37,7 +37,9 @@ from launcher.training.setup import Training
 def summarize(training: Training, derived: Mapping[KeyPath, str]) -> Iterator[str]:
     """Paragraphs on model, data and batch, for the console. `derived` are `Origins.derived`."""
     yield "\n".join(_model(training))
-    yield "\n".join([*_data(training), *(f"      {dotted(k)}: {v}" for k, v in derived.items())])
+    lines = list(_data(training))
+    lines += [f"      {dotted(key)}: {value}" for key, value in derived.items()]
+    yield "\n".join(lines)
     yield "\n".join(_batch(training))
 
 
