@@ -27,7 +27,7 @@ from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 

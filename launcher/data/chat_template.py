@@ -42,7 +42,7 @@ from launcher.data.template_marks import (
 )
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe.layouts import unused_line
 
 

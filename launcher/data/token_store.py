@@ -57,7 +57,7 @@ from launcher.data.store_files import (
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
+from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.models.inputs import Masking
+from launcher.models.micro_batch import Masking
 
 
 @dataclass

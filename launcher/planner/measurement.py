@@ -42,7 +42,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Update, train_steps
-from launcher.training.prepare import prepare_model, row_part
+from launcher.training.model import prepare_model, row_part
 
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 3

@@ -29,7 +29,7 @@ from launcher.planner.trace import UntraceableError, trace_step, with_compiled_b
 from launcher.planner.work import Work, state_bytes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.prepare import PreparedModel
+from launcher.training.model import PreparedModel
 
 MiB, GiB = 2**20, 2**30
 

@@ -21,7 +21,7 @@ from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.tensor_parallel import (
-    PlannedRank,
+    PlannedMesh,
     divides_attention,
     find_layers,
 )
@@ -32,8 +32,8 @@ from launcher.planner.recipe_values import with_random_weights
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import Replacements
+from launcher.training.model import PreparedModel, prepare_model
 from launcher.training.operators import Saved, saved_of_blocks
-from launcher.training.prepare import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
 COLLECTIVES = (
@@ -299,7 +299,7 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     if size == 1 or recipe.strategy.kind == "ddp":
         return whole
     model = copy.deepcopy(prepared.model)
-    divide_layers(model, tensor_mesh=PlannedRank(size))
+    divide_layers(model, tensor_mesh=PlannedMesh(size))
     part = _profile_of_shapes(prepared, model, recipe, device=device)
     heads, head_size = whole.heads
     if divides_attention(find_layers(model)):
@@ -377,7 +377,7 @@ def with_saved(
     if profile.undivided is not None:
         divide_layers(
             prepared.model,
-            tensor_mesh=PlannedRank(recipe.strategy.tensor_parallel_size),
+            tensor_mesh=PlannedMesh(recipe.strategy.tensor_parallel_size),
         )
         with Replacements() as replaced:
             for module, name in COLLECTIVES:

@@ -53,8 +53,8 @@ from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.strategies.fsdp import Fsdp
 from launcher.training.loop import Update, train_steps
+from launcher.training.model import PreparedModel, row_part
 from launcher.training.operators import shapes_of
-from launcher.training.prepare import PreparedModel, row_part
 
 EDGE = 2
 """A deep model is traced with its first and last two blocks, whose neighbours differ from those of

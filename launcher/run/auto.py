@@ -39,7 +39,7 @@ from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile
 from launcher.strategies.base import compute_dtype, dtype_name
-from launcher.training.prepare import PreparedModel
+from launcher.training.model import PreparedModel
 
 logger = logging.getLogger(__name__)
 

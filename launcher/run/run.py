@@ -47,7 +47,7 @@ from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.prepare import PreparedModel, prepare_model
+from launcher.training.model import PreparedModel, prepare_model
 from launcher.training.setup import Hooks, assemble
 
 logger = logging.getLogger(__name__)

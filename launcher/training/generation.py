@@ -19,7 +19,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel

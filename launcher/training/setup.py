@@ -1,4 +1,7 @@
-"""Builds everything that a run trains with: model, strategy, data, optimizer, evaluator."""
+"""Builds everything that a run trains with: model, strategy, data, optimizer, evaluator.
+
+`training/model.py` builds the model alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from launcher.strategies.base import WrappedModel
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
-from launcher.training.prepare import (
+from launcher.training.model import (
     PreparedModel,
     prepare_model,
     prepare_teacher,
