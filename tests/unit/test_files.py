@@ -1,8 +1,5 @@
 """Atomic writes: a process that is killed at any moment leaves the old content or the new one."""
 
-import os
-import sys
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -17,6 +14,7 @@ from launcher.files import (
 )
 from launcher.metrics.sinks import Wandb
 from launcher.recipe import schema
+from tests.killed_writer import killed
 
 
 def text_is_replaced(folder, content):
@@ -33,28 +31,6 @@ def folder_is_replaced(folder, content):
         (scratch / "model").write_text(content)
 
 
-def killed(action, folder, moment):
-    """Calls `action` in a child process that exits before the given file operation. Returns its
-    exit status: 9, or 0 if it has fewer operations."""
-    left = [moment]
-
-    def hook(event, arguments):
-        if event in ("open", "os.rename", "os.mkdir") and str(folder) in str(arguments[0]):
-            left[0] -= 1
-            if left[0] < 0:
-                os._exit(9)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            sys.addaudithook(hook)
-            action(folder, "new")
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("action", "read"),
@@ -67,7 +43,7 @@ def test_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path, action, read
     action(tmp_path, "old")
     statuses = []
     while 0 not in statuses:
-        statuses.append(killed(action, tmp_path, len(statuses)))
+        statuses.append(killed(lambda: action(tmp_path, "new"), tmp_path, len(statuses)))
         assert read(tmp_path) == ("new" if statuses[-1] == 0 else "old")
     assert statuses[:-1] == [9] * (len(statuses) - 1) != []
 
@@ -78,7 +54,9 @@ def test_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
     statuses = []
     while 0 not in statuses:
         folder_is_replaced(tmp_path, "old")
-        statuses.append(killed(folder_is_replaced, tmp_path, len(statuses)))
+        statuses.append(
+            killed(lambda: folder_is_replaced(tmp_path, "new"), tmp_path, len(statuses))
+        )
         found = [file.read_text() for file in sorted(tmp_path.glob("hf*/model"))]
         assert {"old", "new"} & {*found}
     assert found == ["new"]
