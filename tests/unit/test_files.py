@@ -1,18 +1,25 @@
 """Atomic writes: a process that is killed at any moment leaves the old content or the new one."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from launcher.files import (
     checksum_of,
     checksum_of_file,
+    mode_of_umask,
     replace_file,
     replace_folder,
     replace_text,
     write_file,
 )
 from launcher.metrics.sinks import Wandb
+from launcher.models.safetensors_files import write_tensors
+from launcher.objectives.kept_files import ReferenceFile
 from launcher.recipe import schema
 from tests.killed_writer import killed
 
@@ -62,6 +69,50 @@ def test_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert found == ["new"]
     folder_is_replaced(tmp_path, "last")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    """Else a crash of the machine after the rename leaves empty files in the place of the old ones."""
+    flushed, unflushed, sync = set(), [], os.fsync
+
+    def fsync(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def rename(path, target):
+        (scratch,) = tmp_path.glob("hf.writing-*")
+        items = [path for path in scratch.rglob("*") if path.is_file() or path.is_dir()]
+        unflushed.append([item.name for item in items if item.stat().st_ino not in flushed])
+        os.rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "hf/card").mkdir(parents=True)
+    (tmp_path / "hf/card/README.md").write_text("by the user")
+    (tmp_path / "hf/link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "hf/pipe")
+    with replace_folder(tmp_path / "hf", written=("model",)) as scratch:
+        (scratch / "model").write_text("new")
+        (scratch / "templates").mkdir()
+        (scratch / "templates/tool.jinja").write_text("{{ messages }}")
+    assert unflushed == [[], []]  # as the old folder makes room, and as the new one takes its place
+    assert {tmp_path.stat().st_ino, (tmp_path / "hf").stat().st_ino} <= flushed
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == ["card", "link", "model", "pipe", "templates"]
+
+
+def test_safetensors_files_have_the_mode_of_other_new_files(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        with replace_file(tmp_path / "arrays") as scratch, mode_of_umask(scratch):
+            save_file({"x": np.zeros(3)}, scratch)
+        ReferenceFile(tmp_path / "reference.safetensors", "weights").write({"x": np.zeros(3)})
+        (tmp_path / "hf").mkdir()
+        write_tensors(tmp_path / "hf", [("x", torch.zeros(3), torch.float32)])
+    finally:
+        os.umask(mask)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o640] * 3
 
 
 def test_failed_writer_leaves_no_scratch_file(tmp_path):
