@@ -31,8 +31,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU
 offload."""
 CONNECTED_RANKS = 64
-"""Most ranks of which gloo connects every pair when a group is created. Each of n ranks then reads
-n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
+"""The largest number of ranks for which gloo connects every pair when a group is created. Each of n
+ranks then reads n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
@@ -110,7 +110,7 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
 
 def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
     """`cuda` or `cpu`, or the problem. `nodes` has what each rank sees of its node, and `wanted` is
-    that of `choose_device`."""
+    the argument of `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
         return "cuda", None
@@ -172,8 +172,9 @@ def process_group(
 ) -> Iterator[tuple[RankLayout, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    `device` is that of `choose_device`, `init_timeout` the timeout in seconds until `set_timeout`
-    is called. After an error the group is not destroyed: another rank may be waiting in it.
+    `device` is the argument `wanted` of `choose_device`. `init_timeout` is the timeout in seconds
+    until `set_timeout` is called. After an error the group is not destroyed: another rank may be
+    waiting in it.
     """
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
@@ -269,7 +270,7 @@ def set_timeout(seconds: int, *, hang_timeout: int) -> None:
 
     Must be called when all groups exist, because the groups of a device mesh start with a default
     timeout, and again after the first collectives, which are slow. NCCL's timeout ends the process
-    without a report, so it comes after the one of the watchdog (`reliability/watchdog.py`).
+    without a report, so it is longer than the timeout of the watchdog (`reliability/watchdog.py`).
     """
     nccl = timedelta(seconds=max(seconds, hang_timeout) + REPORT_SECONDS)
     for group in all_groups():

@@ -243,7 +243,7 @@ class RankLayout(LayoutSizes):
     @property
     def tensor_parallel_rank(self) -> int:
         """The number of this rank's part of each layer, from 0 to `tensor_parallel_size` - 1. Sums
-        over all ranks count the tokens of those with number 0."""
+        over all ranks count the tokens of the ranks with number 0."""
         return self.rank % self.tensor_parallel_size
 
     @property
@@ -265,8 +265,8 @@ class RankLayout(LayoutSizes):
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The ranks over which FSDP shards and replicates parameters: (shard), or (replicate,
-        shard), in which the ranks of a node shard. With tensor parallelism, those that hold this
-        rank's part."""
+        shard), in which the ranks of a node shard. With tensor parallelism, only the ranks that
+        hold the same part of each layer as this rank."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if self.tensor_parallel_size > 1:

@@ -37,7 +37,7 @@ _SHUTDOWN_SECONDS = 45
 """torchrun gives its ranks 30 seconds to end."""
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process should load nothing
 kernel_exit = os._exit
-"""`os._exit`. A rank replaces that, to notice when other code calls it: `reliability/failures.py`."""
+"""`os._exit`. A rank replaces it, to notice when other code calls it: `reliability/failures.py`."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def run_ranks(
 
 
 def rank_main(run: Callable[[Any], object]) -> None:
-    """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
+    """The main program of a module for `run_ranks`, which returns what `run` returns on rank 0."""
     prepare_streams()
     environment = read_environment()
     if environment.torchrun:

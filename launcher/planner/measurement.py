@@ -58,10 +58,10 @@ WARM_UP, TIMED = 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Bytes of tensors on rank 0's device, for which a CPU's offloaded tensors count too."""
+    """Bytes of tensors on the device of rank 0. On a CPU, offloaded tensors count, too."""
 
     peak: int
-    """Of all steps on CUDA; on a CPU the smaller one of the later steps."""
+    """The peak of all steps on CUDA; on a CPU the smallest peak of a later step."""
     phases: dict[str, int]
     """The peak of each phase in the later steps."""
     step_start: int
@@ -252,7 +252,8 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     """Seconds of a step with this number of micro-batches: the median of the timed steps.
 
     `times` says when each phase of steps with at most `MICRO_BATCHES` began. Each further
-    micro-batch counts as long as the second one, which is neither the first nor the last.
+    micro-batch is assumed to take as long as the second one, which is neither the first nor the
+    last.
     """
     starts = [index for index, (name, _) in enumerate(times) if name == "data"]
     steps = []

@@ -1,17 +1,16 @@
 """Estimates the time of a training step with closed formulas, to rank configurations.
 
-- A block's forward pass takes the time of its products and attention, plus that of all other
-  traffic at the memory bandwidth; at least the time to launch its kernels. The backward pass
-  computes the products twice where weights are trained. Recomputation is another forward pass;
-  selective checkpointing saves attention and half of the products.
-- `model.compile` fuses the other operators: less traffic, fewer kernels.
-- A collective over n ranks moves (n - 1) / n of its bytes through each of them. It overlaps with
-  compute, which it slows down. DDP's reduction overlaps with the backward pass of the last
-  micro-batch only.
-- FSDP copies weights out of, and gradients into, the buffers of its collectives. Nothing overlaps
-  with that. On one rank, where it has no collectives, it casts and copies weights (10 bytes for a
-  parameter in 16 bits) and gradients (14 bytes; torch 2.11 to 2.13, `foreach_reduce`).
-- Of copies between host and device only what exceeds compute counts.
+- A block's forward pass takes the time of its products and attention, plus the time that all other
+traffic takes at the memory bandwidth; at least the time to launch its kernels. The backward pass
+computes the products twice where weights are trained. Recomputation is another forward pass;
+selective checkpointing saves attention and half of the products. - `model.compile` fuses the other
+operators: less traffic, fewer kernels. - A collective over n ranks moves (n - 1) / n of its bytes
+through each of them. It overlaps with compute, which it slows down. DDP's reduction overlaps with
+the backward pass of the last micro-batch only. - FSDP copies weights out of, and gradients into,
+the buffers of its collectives. Nothing overlaps with that. On one rank, where it has no
+collectives, it casts and copies weights (10 bytes for a parameter in 16 bits) and gradients (14
+bytes; torch 2.11 to 2.13, `foreach_reduce`). - Copies between host and device run beside compute:
+only the time by which they exceed it counts.
 
 docs/speed.md compares the estimates with published figures.
 """
@@ -52,12 +51,13 @@ MI210 and MI250 (Lee et al., 2025, arXiv 2507.03114)."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
-"""Rate of attention relative to that of matrix products: FlashAttention-2 reaches 35 % of an
+"""Rate of attention, relative to the rate of matrix products: FlashAttention-2 reaches 35 % of an
 H100's peak (Shah et al., 2024), products 70 %."""
 ATTENTION_BACKWARD = 2.5
 """Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
 FLOAT32_PRODUCTS = 1 / 8
-"""Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
+"""Rate of float32 products without TF32, relative to their rate with TF32: A100 and H100, data
+sheets."""
 DEQUANTIZE = {"cuda": 33 / 64, "cpu": 20.5}
 """Bytes that `nf4.dequantize` moves for a number, without writing the result: a kernel on GPUs,
 torch's operators on CPUs."""
@@ -229,7 +229,8 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         gather = _collective(own, ranks, machine, blocks, sharing=sharing)
         reduce = _collective(work.reduce * own_trained, ranks, machine, blocks, sharing=sharing)
         weights, trained = weights - own, trained - own_trained
-    # Tensor parallel ranks are neighbours, and shard each their part with ranks of other nodes
+    # Tensor parallel ranks are neighbours. Each of them shards its part of the layers together with
+    # ranks of other nodes
     across = work.shards * work.tensor_ranks > machine.gpus_per_node
     sharing = work.tensor_ranks if across else 1
     gather += _collective(weights, work.shards, machine, groups, sharing=sharing)
@@ -297,7 +298,7 @@ def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float
         masters = sum(sum(group.sizes(work.size)) for group in profile.groups) / work.shards
         upload = masters / rates.host_bandwidth
         forward, backward = (upload * times for times in _gathers(work))
-        if work.shards == 1:  # nothing hides them: FSDP2 copies on the stream that computes
+        if work.shards == 1:  # compute waits for them: FSDP2 copies on the stream that computes
             forward, backward, waits = 0.0, 0.0, forward + backward
         download = 4 * trained / rates.host_bandwidth
         addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw

@@ -98,8 +98,8 @@ def trace_step(
         keep_blocks(prepared.model, prepared.blocks, range(depth))
         traced = run(prepared)
         between = frozenset(names[ends // 2 : depth - ends // 2])
-        # What the smaller model holds between steps and in the optimizer's step; its forward and
-        # backward passes are those of the larger one without the blocks between
+        # The smaller model is traced between steps and in the optimizer's step. Its forward and
+        # backward passes are taken from the larger model, without the blocks in between
         small = traced.step_memory(run(smaller, only_update=True), between)
         return _extrapolated(small, traced.step_memory(), (ends, depth), names)
 
@@ -192,7 +192,8 @@ def _run(
 def _logits_label(
     prepared: PreparedModel, data: SyntheticData, *, tensor_parallel_size: int
 ) -> Callable[[torch.Tensor], Label | None]:
-    """A function that labels logits, by their shape, of which each rank has a part."""
+    """A function that labels logits by their shape. Each tensor parallel rank has a part of
+    them."""
     widths, positions = set(), data.tensors.get("target_positions")
     tokens = data.tokens if positions is None else len(positions)
     if vocabulary := prepared.vocabulary:
@@ -331,8 +332,9 @@ class _Observer:
     def step_memory(
         self, updated: _Observer | None = None, without: frozenset[str] = frozenset()
     ) -> StepMemory:
-        """Memory of the second step. With `updated`, that of its model: its own update, and these
-        forward and backward passes without the events in the modules `without`."""
+        """Memory of the second step. With `updated`, the observer of a smaller model, it is the
+        memory of this smaller model. Its optimizer's step is from `updated`. Its forward and
+        backward passes are from this observer, without the events in the modules `without`."""
         own, tracker, (first, last) = updated or self, self._tracker, self._step_from[1:3]
         held = own._tracker.at(own._step_from[1])
         moments = tracker.replay(first, last, held=held, without=without)
@@ -376,7 +378,7 @@ def _extrapolated(
         return Components(**{name: line(*pair) for name, pair in pairs.items()})
 
     def in_model(place: Place) -> Place:
-        """A place of the traced model in the whole one."""
+        """The place in the whole model for a place in the traced model."""
         index = names.index(place.where) if place.where in names else 0
         later = len(names) - depths[1] if index >= depths[0] // 2 else 0
         return place._replace(where=names[index + later]) if later else place

@@ -70,7 +70,8 @@ class _Interval:
 
     def __init__(self, begin: Timestamp) -> None:
         self.steps = self.timed_steps = 0
-        """All, and those in which waits for other ranks were measured."""
+        """The number of all steps, and of the steps in which waits for other ranks were
+        measured."""
         self.tokens = 0
         """Over all ranks."""
         self.squared_lengths = 0
@@ -90,7 +91,7 @@ class _Interval:
         self.waits: deque[tuple[Timestamp, Timestamp]] = deque()
 
     def read(self) -> None:
-        """Adds up what the device has passed. Does not wait."""
+        """Adds up the phases that the device has finished. Does not wait for it."""
         while len(self.marks) > 1 and _passed(self.marks[1][1]):
             phase, begin = self.marks.popleft()
             self.seconds[phase] += _seconds(begin, self.marks[0][1])
@@ -333,7 +334,8 @@ class StepRecorder:
         }
 
     def _by_source(self, gathered: dict[str, torch.Tensor]) -> Json:
-        """`losses`: the mean loss of each source of a mixture, null without a target of it."""
+        """`losses`: the mean loss of each source of a mixture; null for a source without a
+        target."""
         if not self.sources:
             return {}
         losses = {}
@@ -343,7 +345,7 @@ class StepRecorder:
         return {"losses": losses}
 
     def _most_retries(self, interval: _Interval, by_rank: torch.Tensor) -> int | None:
-        """Retried allocations of the rank with the most; None on a CPU."""
+        """The largest number of retried allocations of a rank; None on a CPU."""
         # Null GPUs gather no values; this rank's own need no device
         return int(max(interval.retries, float(by_rank.nan_to_num().max()))) if self._cuda else None
 

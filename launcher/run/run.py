@@ -339,7 +339,7 @@ class TrainingRun:
         return {}
 
     def _evaluate(self, step: int) -> Scores | None:
-        """None if it was interrupted, because the run is stopped."""
+        """Evaluates after a step. Returns None if the run was stopped meanwhile."""
         evaluator = self._training.evaluator
         if evaluator is None:
             return {}
@@ -369,7 +369,7 @@ class TrainingRun:
         if checkpoints is None:
             return
         checkpoints.report()
-        # Two batches contain one request: the second was counted before the first was read
+        # One request is in two batches: the second batch counted it before the first batch was read
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
         if last or stopping or requested_now or checkpoints.due(step.number):

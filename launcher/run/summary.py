@@ -86,7 +86,8 @@ def _revisions(recipe: Recipe) -> Json:
 
 
 def _held(training: Training) -> dict[str, list[torch.Tensor]]:
-    """What a rank holds between steps. For the gradients, the parameters of their size."""
+    """What a rank holds between steps. Parameters stand for their gradients, which have the same
+    sizes."""
     parameters = list(training.wrapped.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
@@ -94,7 +95,7 @@ def _held(training: Training) -> dict[str, list[torch.Tensor]]:
 
 
 def _model(training: Training) -> Iterator[str]:
-    """Model, strategy and memory, of the wrapped model rather than of the recipe."""
+    """Lines on model, strategy and memory. They describe the wrapped model, not the recipe."""
     recipe, device, held = training.recipe, training.ranks.device, _held(training)
     module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)

@@ -35,8 +35,8 @@ class OneRank(WrappedModel):
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        """The inputs of the model and of its `units` are cast, as by FSDP. Weights of `unused`
-        modules are not."""
+        """The inputs of the model and of its `units` are cast, as FSDP casts them. The weights of
+        `unused` modules are not cast."""
         init_fn(model, ranks.device, ranks.device)
         super().__init__(model, module=model, ranks=ranks)
         self._param_dtype = param_dtype
@@ -78,7 +78,7 @@ class OneRank(WrappedModel):
         )
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """The module has the weights in the compute dtype."""
+        """A context in which the module has the weights in the compute dtype."""
         return self._computing()
 
     @contextmanager

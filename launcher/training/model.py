@@ -92,7 +92,7 @@ class PreparedModel:
     unused: tuple[nn.Module, ...]
     """Modules that text does not use."""
     depth: int
-    """Number of blocks, also where a trace deletes some."""
+    """Number of blocks of the whole model, even if a trace has deleted some of them."""
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
 
@@ -150,7 +150,7 @@ class PreparedModel:
         )
 
     def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
-        """The recipe's optimizer for the wrapped model."""
+        """Makes the recipe's optimizer for the wrapped model."""
         return make_optimizer(
             wrapped.module,
             recipe.optimizer,
@@ -168,8 +168,8 @@ class PreparedModel:
         part: RowPart = WHOLE_ROW,
         documents: int = 2,
     ) -> SyntheticData:
-        """Micro-batches as full as the recipe's can be, without the data. A packed row has this number
-        of documents of equal length."""
+        """Makes micro-batches without the data, as full as the recipe's micro-batches can be. A
+        packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -186,7 +186,8 @@ class PreparedModel:
 
     def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
         """Raises RecipeError if the documents of a packed row are not kept apart, or if context
-        parallel ranks compute other logits than one that has the whole row. Every rank must call this."""
+        parallel ranks compute other logits than a rank that has the whole row. Every rank must call
+        this."""
         if self.vocabulary is None:
             return
         options: Any = {
@@ -205,7 +206,7 @@ class PreparedModel:
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
-    """FSDP shards the first dimension of a parameter."""
+    """Raises RecipeError for parameters without dimensions: FSDP shards the first dimension."""
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if strategy.kind == "fsdp" and scalars:
         raise RecipeError(
@@ -286,8 +287,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
 
 
 def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device) -> PreparedModel:
-    """The teacher of `checked_teacher`, whose weights are frozen in the dtype of forward passes.
-    Raises RecipeError if it cannot be used for the recipe's model, `own`."""
+    """Builds the teacher, and freezes its weights in the dtype of forward passes. Raises
+    RecipeError if it cannot teach the recipe's model, `own` (`checked_teacher`)."""
     prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
     kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.source)
     for name, parameter in prepared.model.named_parameters():
