@@ -1,5 +1,5 @@
 """Whether ranks that hold the same parameters hold the same bits: under ddp all ranks, with hybrid
-sharding those that hold the same shard."""
+sharding the ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Replicas:
     """The parameters of this rank, and the ranks that hold the same ones."""
 
     def __init__(self, tensors: Tensors, group: dist.ProcessGroup) -> None:
-        """`tensors`: those of `model_and_optimizer`. Every rank of the group must call this."""
+        """`tensors`: the result of `model_and_optimizer`. Every rank of the group must call
+        this."""
         self._parameters = {
             name.removeprefix("model."): tensor
             for name, tensor in tensors.items()

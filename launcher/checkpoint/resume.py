@@ -103,7 +103,7 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 def recipe_changes(
     before: Mapping[str, object], now: Mapping[str, object], *, altering: bool = False
 ) -> list[str]:
-    """The changes between two recipes, one line each. altering: only those that alter what the
+    """The changes between two recipes, one line each. altering: only changes that alter what the
     model learns."""
     before = _with_new_keys(before)
     return [
@@ -417,8 +417,8 @@ class _Recorded(NamedTuple):
 
 
 def _newest(start: Start, checkpoints: Sequence[Path]) -> _Recorded | None:
-    """The newest checkpoint that can be read, of those that a start may resume from. checkpoints:
-    all checkpoints of the run folder, oldest first."""
+    """The newest checkpoint that can be read, among the checkpoints that a start may resume from.
+    checkpoints: all checkpoints of the run folder, oldest first."""
     match start:
         case Fresh():
             return None

@@ -174,8 +174,8 @@ class Checkpointer:
     ) -> None:
         """Waits for the previous save, then starts a new one. All ranks must call it.
 
-        tensors: those of `model_and_optimizer`. state: the content of state.json, on rank 0. local:
-        this rank's own small tensors. best: keeps it until a better one is saved.
+        tensors: the result of `model_and_optimizer`. state: the content of state.json, on rank 0.
+        local: this rank's own small tensors. best: keeps it until a better one is saved.
         """
         started = time.perf_counter()
         self._wait()

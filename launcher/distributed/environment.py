@@ -130,7 +130,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables without those of ranks and GPUs, for a process that only plans."""
+    """The environment without the variables of ranks and GPUs, for a process that only plans."""
     kept = {
         name: value
         for name, value in variables.items()

@@ -27,9 +27,9 @@ from launcher.errors import TrainingError
 from launcher.libraries.private import all_groups, set_group_timeout, set_nccl_timeout
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device type. Objects are exchanged over gloo, which neither waits for a device nor needs an
-NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU
-offload."""
+"""The backends by device type. Objects are exchanged over gloo, which neither waits for a device
+nor needs an NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`). With CPU offload,
+norms are exchanged over gloo, too."""
 CONNECTED_RANKS = 64
 """The largest number of ranks for which gloo connects every pair when a group is created. Each of n
 ranks then reads n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
@@ -266,11 +266,12 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
 
 
 def set_timeout(seconds: int, *, hang_timeout: int) -> None:
-    """Sets the timeout of all groups except that of checkpoints.
+    """Sets the timeout of all groups except the group of checkpoints.
 
     Must be called when all groups exist, because the groups of a device mesh start with a default
-    timeout, and again after the first collectives, which are slow. NCCL's timeout ends the process
-    without a report, so it is longer than the timeout of the watchdog (`reliability/watchdog.py`).
+    timeout. Must be called again after the first collectives, which are slow. NCCL's timeout ends
+    the process without a report, so it is longer than the timeout of the watchdog
+    (`reliability/watchdog.py`).
     """
     nccl = timedelta(seconds=max(seconds, hang_timeout) + REPORT_SECONDS)
     for group in all_groups():

@@ -35,7 +35,7 @@ class ParallelSize:
     needed_by: tuple[str, ...]
     """Other keys that need this size to be 1. Those joined by a space need it if all are given."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """By other key: what to do instead, at the end of a message."""
+    """For another key: what to do instead, as the end of a message."""
 
     @property
     def term(self) -> str:
@@ -139,7 +139,7 @@ class LayoutSizes:
 
     Ranks are numbered as replicate x shard x context parallel x tensor parallel, the last ones
     neighbours, because they exchange most. FSDP shards over the context parallel ranks, too. Ranks
-    that hold different experts are neighbours among those that shard: they compute different
+    that hold different experts are neighbours among the ranks that shard: they compute different
     tokens, and hold parts of the same other parameters.
     """
 

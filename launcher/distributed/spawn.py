@@ -118,8 +118,8 @@ def rank_main(run: Callable[[Any], object]) -> None:
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Makes the kernel send this process a signal when its parent, a process id, ends (prctl(2),
-    PR_SET_PDEATHSIG; a program that it executes keeps that). Ends at once if the parent has ended
-    already. For the kernel, the thread that starts a process is its parent."""
+    PR_SET_PDEATHSIG; a program that this process executes keeps the setting). Ends at once if the
+    parent has ended already. For the kernel, the thread that starts a process is its parent."""
     if _prctl is not None:  # on Linux
         _prctl(1, number)
     if os.getppid() != parent:

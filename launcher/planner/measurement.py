@@ -216,8 +216,8 @@ class Clock:
 
 
 def storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
-    """Storages of the tensors among these values, by address; those of DTensors are local
-    shards."""
+    """The storages of the tensors among these values, by address. The storage of a DTensor is its
+    local shard's."""
     local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
     tensors = [value for value in local if isinstance(value, torch.Tensor) and not value.is_meta]
     return {storage_id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}

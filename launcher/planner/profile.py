@@ -233,7 +233,7 @@ _PREPARED: dict[str, PreparedModel] = {}
 def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     """The result of `prepare_model`. It is cached, so it must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
-    model = dataclasses.replace(recipe.model, keep_logits="auto")  # not a part of it
+    model = dataclasses.replace(recipe.model, keep_logits="auto")  # it does not change the model
     depends = (model, recipe.lora, recipe.data, recipe.preference, recipe.checkpoint, seed)
     losses = recipe.distillation, recipe.objective
     key = repr((depends, losses, strategy.kind, strategy.mixed_precision, device))

@@ -33,7 +33,8 @@ from launcher.recipe.validate import check
 EQUAL_SPEED = 0.02
 """Relative difference of speeds: of configurations that differ by less, the simplest is chosen."""
 LESS_MEMORY = 0.8
-"""Each configuration shown needs at most this share of the memory of the one before."""
+"""Each configuration that is shown needs at most this share of the memory of the configuration
+before it."""
 SHOWN = 7
 TRACES = 5
 """Maximum number of traces in the search for the fastest configuration."""
@@ -51,8 +52,8 @@ class SearchResult:
 
     written: Configuration
     configurations: tuple[Configuration, ...]
-    """The fastest first, each with clearly less memory than the one before, and the recipe as
-    written. Where nothing fits: the smallest."""
+    """The fastest configurations that fit, each with clearly less memory than the one before, and
+    the recipe as written. If nothing fits, the configurations that need the least memory."""
     best: Configuration | None
     """The fastest configuration that fits, traced; None if nothing fits or no memory is known."""
     evaluated: int
@@ -61,7 +62,7 @@ class SearchResult:
 
 
 def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) -> SearchResult:
-    """Estimates all configurations, and traces `traced` of those that are shown.
+    """Estimates all configurations, and traces `traced` of the configurations that are shown.
 
     Raises RecipeError as `prepare_model`.
     """

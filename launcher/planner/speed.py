@@ -37,7 +37,8 @@ LAUNCH_SELECTIVE = 85e-6
 selective checkpointing, where Python code decides about each operator: the host of an H100 took 574
 ms for a step whose kernels took 475."""
 BACKWARD_LAUNCHES = 2.2
-"""Ratio of kernels in the backward pass of a Llama block to those in its forward pass: 82 to 38."""
+"""Ratio of the kernels in the backward pass of a Llama block to the kernels in its forward pass: 82
+to 38."""
 BACKWARD_MOVED = 2.4
 """Ratio of the bytes that operators other than matrix products and attention move in the backward
 pass to the bytes that they move in the forward pass: 11.8 to 4.8 GB for a block of Llama 3 8B with
@@ -54,7 +55,8 @@ ATTENTION = 0.5
 """Rate of attention, relative to the rate of matrix products: FlashAttention-2 reaches 35 % of an
 H100's peak (Shah et al., 2024), products 70 %."""
 ATTENTION_BACKWARD = 2.5
-"""Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
+"""Ratio of the products in the backward pass of attention to the products in its forward pass (Dao,
+2023)."""
 FLOAT32_PRODUCTS = 1 / 8
 """Rate of float32 products without TF32, relative to their rate with TF32: A100 and H100, data
 sheets."""
@@ -87,7 +89,8 @@ class StepTime:
     recomputation: float
     # Time that does not overlap with compute
     communication: float
-    """With the copies of FSDP, and the time by which collectives slow compute down."""
+    """Seconds of communication, with the copies of FSDP and the time by which collectives slow
+    compute down."""
     offload: float
     """Copies between device and host."""
     optimizer: float

@@ -57,8 +57,9 @@ from launcher.training.model import PreparedModel, row_part
 from launcher.training.operators import shapes_of
 
 EDGE = 2
-"""A deep model is traced with its first and last two blocks, whose neighbours differ from those of
-other blocks, and one between; two with Muon, whose matrices are shared out among the ranks."""
+"""A deep model is traced with its first and last two blocks, whose neighbours differ from the
+neighbours of other blocks, and with one block between; with two between for Muon, whose matrices
+are assigned to the ranks."""
 CPU = torch.device("cpu")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -365,8 +366,8 @@ def _extrapolated(
 ) -> StepMemory:
     """Extrapolates two traces linearly to a model with a block for each name.
 
-    The blocks of the smaller one are the first and the last blocks of the model. No moments are
-    computed for the blocks between them: their memory lies between that of their neighbours.
+    The blocks of the smaller trace are the first and the last blocks of the model. No moments are
+    computed for the blocks between them: their memory lies between the memory of their neighbours.
     """
     further = (len(names) - depths[0]) / (depths[1] - depths[0])
 

@@ -137,7 +137,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def mark(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
-        """Labels storages, and records those that are new."""
+        """Labels storages, and records new ones."""
         for tensor in tensors:
             self.see(tensor, label=label)
 

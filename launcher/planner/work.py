@@ -33,8 +33,8 @@ SCORES = 64
 """Bytes that are saved for each attention score where no kernel avoids them, rounded up (51 with
 dropout in float32)."""
 MOVED = 3.0
-"""Bytes that operators other than products and attention move, relative to those that autograd
-saves."""
+"""Bytes that operators other than matrix products and attention move, relative to the bytes that
+autograd saves."""
 LAUNCHES = 40
 """Kernels of a block's forward pass."""
 

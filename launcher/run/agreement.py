@@ -2,8 +2,8 @@
 
 Machines on which a user starts the ranks by hand, each with its own command, may differ. Replicas
 of a model would then drift apart without an error, or the ranks would wait for each other for ever.
-A reduction of a few bytes compares digests. Only if the digests differ, the ranks exchange what
-they are made of.
+A reduction of a few bytes compares digests. If the digests differ, the ranks exchange what the
+digests are made of.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SALT = "ranks"
 def compare_recipes(recipe: Recipe, ranks: RankLayout, *, several_machines: bool) -> None:
     """Compares the recipe and the versions of all ranks. Every rank must call this.
 
-    Of a text with slashes, only the part after the last slash is compared: machines may have the
+    If a text has slashes, only the part after the last slash is compared: machines may have the
     same file in different folders. Raises RecipeError on every rank, with the keys and ranks that
     differ.
     """
@@ -87,7 +87,7 @@ def compare_content(
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """The values of nested sections by dotted key, without those of `_OWN`."""
+    """The values of nested sections by dotted key, without the keys in `_OWN`."""
     if any(path == name or path.startswith(f"{name}.") for name in _OWN):
         return
     if isinstance(value, Mapping):

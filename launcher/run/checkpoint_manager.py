@@ -156,7 +156,7 @@ class CheckpointManager:
             name = f"{state['step']}/{self._ranks.tensor_parallel_group_index}"
             torch.manual_seed(derived_seed(self._training.recipe.run.seed, name))
         self.saved_step = state["step"]
-        # Damaged checkpoints, and those of steps that will be repeated
+        # Damaged checkpoints, and checkpoints of steps that will be repeated
         if self._ranks.rank == 0:
             refused = -1.0
             if start == Latest():

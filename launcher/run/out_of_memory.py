@@ -76,11 +76,11 @@ class DeviceMemory(NamedTuple):
     """Bytes of a GPU."""
 
     allocated: int
-    """By this rank, for tensors."""
+    """Used by this rank for tensors."""
     reserved: int
-    """By this rank's allocator."""
+    """Reserved by this rank's allocator."""
     used: int
-    """By all processes."""
+    """Used by all processes."""
     total: int
 
 
@@ -100,7 +100,7 @@ def take_inventory(
     requested: int,
 ) -> dict[str, int]:
     """Bytes that this rank holds and requested, by the keys of `_NAMES`. On CPUs `gpu` is None.
-    With `buckets`, as in DDP, all gradients have memory, also those that are None."""
+    With `buckets`, as in DDP, gradients that are None have memory, too."""
     device = "cpu" if gpu is None else "cuda"
     rows, everywhere = _states(module, optimizer, device, buckets)
     if gpu is None:
@@ -254,8 +254,8 @@ def explain(
 ) -> list[str]:
     """A table of the memory held and planned, and the fastest configurations that need less.
 
-    The rows are those of `take_inventory`; `measured` are the bytes of tensors on the device, with
-    the request. If the memory held exceeds the plan, the suggestions are for a device that is
+    `rows` is the result of `take_inventory`. `measured` are the bytes of tensors on the device,
+    with the request. If the memory held exceeds the plan, the suggestions are for a device that is
     smaller by the excess.
     """
     plan = make_plan(recipe, machine)

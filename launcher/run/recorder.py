@@ -38,9 +38,9 @@ GATHERED = (
     "temperature",
     "busy",
 )
-"""What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
-allocated and reserved memory; retried allocations; `_Interval.own_seconds`; values of
-`GpuSensors`."""
+"""The values that each rank contributes: its part of the loss; seconds waited for data; CPU
+seconds; peaks of allocated and reserved memory; retried allocations; `_Interval.own_seconds`;
+values of `GpuSensors`."""
 
 Timestamp = float | torch.cuda.Event
 """A point in time: on CUDA an event, because the host runs ahead of the device."""
@@ -73,7 +73,7 @@ class _Interval:
         """The number of all steps, and of the steps in which waits for other ranks were
         measured."""
         self.tokens = 0
-        """Over all ranks."""
+        """Tokens over all ranks."""
         self.squared_lengths = 0
         """See `StepTotals`."""
         self.waited = 0.0
@@ -82,10 +82,10 @@ class _Interval:
         """Retried allocations of this rank."""
         self.cpu_before = time.process_time()
         self.skipped: list[torch.Tensor] = []
-        """For each step, 1 if it was skipped."""
+        """For each step, a tensor: 1 if the step was skipped."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """By phase, and `communication`, which is part of the phases. Complete after `read` once
-        the device has reached the end."""
+        """Seconds by phase, and of `communication`, which is part of the phases. They are complete
+        if `read` is called after the device has reached the end of the interval."""
         self.marks: deque[tuple[str, Timestamp]] = deque([("logging", begin)])
         """Each phase, and when it began."""
         self.waits: deque[tuple[Timestamp, Timestamp]] = deque()

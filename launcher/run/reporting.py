@@ -139,7 +139,7 @@ class Reporter:
 
     @contextmanager
     def excluded(self, what: str = "evaluation") -> Iterator[None]:
-        """Around an evaluation or a checkpoint: the time inside belongs to no step."""
+        """A context for an evaluation or a checkpoint: the time inside of it belongs to no step."""
         self.flush()
         with self._recorder.excluded(what):
             yield

@@ -423,7 +423,7 @@ class TrainingRun:
         self._reporter.warn(checkpoints.trouble)
 
     def _export(self) -> str | None:
-        """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of it."""
+        """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of the export."""
         checkpoint = self._recipe.checkpoint
         if checkpoint.export is None:
             return None
