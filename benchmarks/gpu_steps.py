@@ -51,7 +51,7 @@ from launcher.models.build import token_flops  # noqa: E402
 from launcher.optimizers.optimizer import LossScale  # noqa: E402
 from launcher.planner.recipe_values import micro_batches_of, with_random_weights  # noqa: E402
 from launcher.training.loop import Update, train_steps  # noqa: E402
-from launcher.training.prepare import prepare_model, row_part  # noqa: E402
+from launcher.training.model import prepare_model, row_part  # noqa: E402
 
 COLUMNS = (
     "row | ms | ms by plan | tokens/s | MFU | GiB | GiB by plan | reserved GiB | retries | waits "

@@ -61,7 +61,7 @@ def train(recipe: Any, ranks: Any, gib: float) -> list[tuple[int, int, int]] | N
     from launcher.optimizers.optimizer import LossScale
     from launcher.planner.recipe_values import micro_batches_of, with_random_weights
     from launcher.training.loop import Update, train_steps
-    from launcher.training.prepare import prepare_model
+    from launcher.training.model import prepare_model
 
     os.environ["NULLGPU_GIB"] = str(gib)  # the library reads it in each call
     found, before = [], 0

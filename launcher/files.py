@@ -87,7 +87,8 @@ def replace_folder(folder: Path, *, written: Sequence[str]) -> Iterator[Path]:
     other files of the old one, such as a model card of the user.
 
     A process that is killed meanwhile leaves the new folder, or the old one, perhaps as
-    FOLDER.old-PROCESS. The next call removes what is left. Raises OSError.
+    FOLDER.old-PROCESS. The next call removes what is left. A crash of the machine leaves the same,
+    because the new folder is flushed to the disk before the old one makes room. Raises OSError.
     """
     folder = folder.resolve()  # of a link: what it points to
     remove_leftovers(folder)
@@ -99,8 +100,10 @@ def replace_folder(folder: Path, *, written: Sequence[str]) -> Iterator[Path]:
         yield scratch
         if folder.exists():
             _keep_other_files(folder, scratch, written)
+        _flush_contents(scratch)
+        if folder.exists():
             folder.rename(old)
-        scratch.rename(folder)
+        commit_folder(scratch, folder)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -149,6 +152,17 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
+@contextmanager
+def mode_of_umask(file: Path) -> Iterator[None]:
+    """Gives the file that the block writes the mode of other new files. A library may give it
+    another one: safetensors makes files that only their owner can read. Raises OSError."""
+    file.unlink(missing_ok=True)
+    file.touch()
+    mode = file.stat().st_mode
+    yield
+    file.chmod(mode)
+
+
 # Flushing to the disk
 
 
@@ -163,8 +177,19 @@ def flush_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as problem:
+        if problem.errno != errno.EINVAL:  # this file system does not flush such files
+            raise
     finally:
         os.close(descriptor)
+
+
+def _flush_contents(folder: Path) -> None:
+    """Flushes all files and folders in a folder to the disk. Raises OSError."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
+            with contextlib.suppress(PermissionError):  # of a user's file, which was only linked
+                flush_path(path)
 
 
 def commit_folder(scratch: Path, folder: Path) -> None:

@@ -57,9 +57,9 @@ def export_checkpoint(
 ) -> bool:
     """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
 
-    Without a dtype it is the one that the run would export. merged: merges an adapter into its base
-    model. base, ema, trust_run: see `open_checkpoint_weights`. Raises RecipeError if weights are
-    missing, DamagedCheckpointError if they cannot be read.
+    Without a dtype, the weights have the dtype that the run would export. merged: merges an adapter
+    into its base model. base, ema, trust_run: see `open_checkpoint_weights`. Raises RecipeError if
+    weights are missing, DamagedCheckpointError if they cannot be read.
     """
     recipe = recipe_of(checkpoint)
     if recipe.model.builder is not None:
@@ -135,9 +135,9 @@ def open_checkpoint_weights(
 ) -> StoredModel:
     """The recipe's model, with its adapters, and the weights of a checkpoint of the run.
 
-    base: as checkpoint.export_base, for which None stands. ema: the averages of the trained weights
-    in their place. trust_run: whether code that the recipe
-    names may be run. Raises RecipeError if it may not.
+    base: a value of checkpoint.export_base; None: the run's own value. ema: whether the averages of
+    the trained weights take their place. trust_run: whether code that the recipe names may be run.
+    Raises RecipeError if it may not.
     """
     recipe, state = recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
@@ -190,7 +190,7 @@ def open_checkpoint_weights(
 
 
 def _rounded(read: Read, model: Any, recipe: Recipe) -> Read:
-    """Reads weights as a run with lora.quantize trained with them."""
+    """Reads weights with the rounding that a run with lora.quantize trained with."""
     if recipe.lora is None or recipe.lora.quantize is None:
         raise RecipeError("export: base: quantized: the run has no lora.quantize")
     weights = {
@@ -228,7 +228,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
             )
         else:
             _cast(source, scratch, wanted, adapter=adapter)
-        replaced = {INDEX, *((ADAPTER_CONFIG, LABELS) if merged else ())}
+        replaced = {INDEX, ADAPTER_CONFIG, LABELS} if merged else {INDEX}
         for file in source.iterdir():  # tokenizer, chat template, the model's own code
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
             if copied and not (scratch / file.name).exists():

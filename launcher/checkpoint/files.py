@@ -168,7 +168,8 @@ def read_marker(path: Path) -> Marker:
 
 
 def why_not_resumed(path: Path, problem: str) -> str:
-    """Why a path in checkpoint.resume cannot be resumed from. problem: of the checkpoint there."""
+    """Why a path in checkpoint.resume cannot be resumed from. problem: what is wrong with the
+    checkpoint there."""
     if not path.is_dir():
         return "does not exist"
     if (path / MARKER).exists() or _NAME.fullmatch(path.name):
@@ -257,10 +258,10 @@ def newest_valid(
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Around reading a checkpoint: `prune` does not delete it meanwhile, also from another machine.
+    """A context for reading a checkpoint: meanwhile no machine deletes it by `prune`.
 
-    It is a shared lock (flock) of the marker, which ends with its process. A file system without
-    locks, or a path without a marker, has no protection.
+    It holds a shared lock (flock) of the marker, which ends with its process. A checkpoint without
+    a marker, or on a file system without locks, is not protected.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -286,8 +287,8 @@ def _discard_unread(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Deletes a checkpoint, renaming it first so that it is never seen half deleted. Of a link to
-    one, only the link is deleted. Raises OSError."""
+    """Deletes a checkpoint, renaming it first so that it is never seen half deleted. If the path is
+    a link, only the link is deleted. Raises OSError."""
     _remove(path.rename(_renamed(path, "deleting")))
 
 
@@ -301,7 +302,7 @@ def _remove(path: Path) -> None:
 def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
     """Removes the checkpoints after a step, newest first. Deletes only valid ones; others are
     renamed, and stay until a user deletes them. Checkpoints up to the step `refused` did not pass a
-    full verification; marker and file sizes are checked of later checkpoints."""
+    full verification. Of later checkpoints, the marker and the sizes of the files are checked."""
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) <= step:
             continue
@@ -343,7 +344,7 @@ def prune(
                 _discard_unread(path)
             else:
                 _remove(path)
-        except OSError as error:  # one that cannot be deleted does not keep the others
+        except OSError as error:  # the others are deleted all the same
             problems[path.name] = error.strerror or str(error)
     return problems
 

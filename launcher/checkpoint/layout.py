@@ -93,7 +93,7 @@ def _written_by(rank: int, ranks: int, tensors: Tensors) -> list[str]:
     """Names of the tensors of which this rank writes its part. All ranks compute the same result.
 
     Several ranks hold the same part of a tensor that is plain, hybrid-sharded, or whole on tensor
-    parallel ranks. Of these, the rank with the fewest bytes so far writes it.
+    parallel ranks. Of these ranks, the one with the fewest bytes so far writes this part.
     """
     loads: dict[int, list[int]] = {}
     names = []

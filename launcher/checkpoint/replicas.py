@@ -1,5 +1,5 @@
 """Whether ranks that hold the same parameters hold the same bits: under ddp all ranks, with hybrid
-sharding those that hold the same shard."""
+sharding the ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from launcher.models.safetensors_files import Tensors
 from launcher.models.shards import local_columns, local_rows
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By the bytes of an element; a longer one is read as several."""
+"""Integers by the bytes of an element. A longer element is read as several integers."""
 _FACTOR, _BITS = 0x9E3779B97F4A7C15, (1 << 63) - 1
-"""Each parameter's sum is multiplied by another power, so that two may not change places."""
+"""Each parameter's sum is multiplied by a different power, so that an exchange of two parameters is
+found."""
 
 
 class Replicas:
     """The parameters of this rank, and the ranks that hold the same ones."""
 
     def __init__(self, tensors: Tensors, group: dist.ProcessGroup) -> None:
-        """`tensors`: those of `model_and_optimizer`. Every rank of the group must call this."""
+        """`tensors`: the result of `model_and_optimizer`. Every rank of the group must call
+        this."""
         self._parameters = {
             name.removeprefix("model."): tensor
             for name, tensor in tensors.items()
@@ -79,7 +81,8 @@ class Replicas:
 
 
 def _describe(everyone: Sequence[tuple[int, Mapping[str, int]]]) -> str:
-    """Which parameters differ, and on which ranks. Holds parts and sums by rank."""
+    """Says which parameters differ, and on which ranks. `everyone` has the part and the sums of
+    each rank."""
     names: dict[str, None] = {}
     ranks: dict[int, None] = {}
     first: dict[int, int] = {}

@@ -74,7 +74,7 @@ def _differences(
     before: Mapping[str, object], now: Mapping[str, object], path: str = ""
 ) -> Iterator[tuple[str, object, object]]:
     """Keys in which two mappings differ, as (dotted key, before, now)."""
-    for key in [*before, *(key for key in now if key not in before)]:
+    for key in dict.fromkeys([*before, *now]):
         full, a, b = f"{path}{key}", before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from _differences(a, b, f"{full}.")
@@ -89,7 +89,7 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
 def recipe_changes(
     before: Mapping[str, object], now: Mapping[str, object], *, altering: bool = False
 ) -> list[str]:
-    """The changes between two recipes, one line each. altering: only those that alter what the
+    """The changes between two recipes, one line each. altering: only changes that alter what the
     model learns."""
     before = _with_new_keys(before)
     return [
@@ -121,8 +121,9 @@ def recipe_of_state(state: Json) -> Json:
 
 
 def recipe_to_compare(recipe: Recipe, environment: Json | None) -> Json:
-    """The recipe of this start, for comparison with `recipe_of_state`. environment: of that state.
-    Raises RecipeError if an argument from the environment has no value."""
+    """The recipe of this start, for comparison with `recipe_of_state`. environment: the entry
+    `environment` of that state. Raises RecipeError if an argument from the environment has no
+    value."""
     digests = argument_digests(recipe, (environment or {}).get("salt"))
     return with_digests(yaml.safe_load(to_yaml(recipe)), digests)
 
@@ -219,7 +220,8 @@ def check_content(
 
 
 def saved_position(state: Json, recipe: Json) -> Position:
-    """Where a checkpoint continues. state: of the checkpoint. recipe: that it was written with."""
+    """The position of the data at which a checkpoint continues. state: the content of its
+    state.json. recipe: the recipe that it was written with."""
     step, skipped = state["step"], state["skipped_batches"]
     if (samples := state.get("samples")) is None:  # an older version counted steps
         samples = (step + skipped) * recipe["batch"]["global_batch_size"]
@@ -252,7 +254,8 @@ class Decision:
 
     start: Start
     not_continued: str | None = None
-    """Why the run in the folder is not continued: then the folder must not hold one."""
+    """Why this start does not continue a run in the folder. If there is a reason, the folder must
+    not hold a run."""
     finished: str | None = None
     """What to print if nothing is left to train."""
 
@@ -367,7 +370,8 @@ def _has_more_to_do(
 ) -> bool:
     """Whether the recipe has more steps than the recipe of the finished run.
 
-    The same recipe without the override that gave its length is no request to train on.
+    A command without the override that gave the length of the finished run does not ask for more
+    steps.
     """
     given, last = {word.partition("=")[0] for word in arguments}, run.overrides_of_last_start()
     lengths = {"run.max_steps", "run.epochs"}
@@ -401,8 +405,8 @@ class _Recorded(NamedTuple):
 
 
 def _newest(start: Start, checkpoints: Sequence[Path]) -> _Recorded | None:
-    """The newest checkpoint that can be read, of those that a start may resume from. checkpoints:
-    all checkpoints of the run folder, oldest first."""
+    """The newest checkpoint that can be read, among the checkpoints that a start may resume from.
+    checkpoints: all checkpoints of the run folder, oldest first."""
     match start:
         case Fresh():
             return None
@@ -420,7 +424,7 @@ def _recorded(run: RunFolder, start: Start) -> _Recorded | None:
 def earlier_strategy(
     recipe: Recipe, run: RunFolder, start: Start, *, ranks: int, except_for: Collection[str]
 ) -> Json | None:
-    """The section `strategy` that the checkpoint was written with which a start resumes from.
+    """The section `strategy` of the recipe in the checkpoint that a start resumes from.
 
     None if it was written on another number of ranks, or if its batch, strategy or activation
     checkpointing differ in more than the keys `except_for`; then a resume is not exact.

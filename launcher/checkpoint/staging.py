@@ -98,7 +98,8 @@ class StagingBuffer:
             start, source = start + size, source[size:]
 
     def close(self) -> None:
-        """Ends the page-lock. The caller's current device is that of `start_page_lock`."""
+        """Ends the page-lock. The caller's current device must be the device that `start_page_lock`
+        got."""
         self._closing.set()
         self.wait()
         if self._locked:

@@ -41,9 +41,9 @@ _Pieces = list[tuple[int, torch.Tensor]]
 
 
 def checkpoint_group(ranks: RankLayout) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, for the saving thread: over the group of training the two
-    would hang. Ranks wait in it for the slowest disk; lost ranks are detected elsewhere. All ranks
-    of the default group must call it."""
+    """A gloo group of the same ranks, for the thread that saves: if it shared the group of
+    training, both would hang. Ranks wait in it for the slowest disk; lost ranks are detected
+    elsewhere. All ranks of the default group must call it."""
     members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(days=1)
     group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc=CHECKPOINT_GROUP)
     assert isinstance(group, dist.ProcessGroup)
@@ -56,8 +56,8 @@ def _aligned(size: int) -> int:
 
 def _chunks_from_gpu(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """The bytes of the parts in chunks of CHUNK, each valid until the next one. Two page-locked
-    buffers take turns: one is filled by the GPU while the other is written. The last chunk is longer
-    than what is left, a multiple of ALIGNMENT."""
+    buffers take turns: one is filled by the GPU while the other is written. The last chunk is
+    padded to a multiple of ALIGNMENT."""
     buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     left = deque(parts)
 
@@ -129,12 +129,12 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """`group` is one of `checkpoint_group`; steps of the optimizer wait for copies. Rank 0
+        """`group` was made by `checkpoint_group`. Steps of `optimizer` wait for copies. Rank 0
         calls `before_write` before the scratch folder is made and before it becomes a checkpoint;
         if it raises, the save fails."""
         self.folder = folder
         self.best_step: int | None = None
-        """Step of the checkpoint to keep for its evaluation loss, which exists."""
+        """Step of a checkpoint that is kept for the result of its evaluation."""
         self.failures = 0
         """Failed saves in a row, updated by `save` and `finish`: the same on every rank."""
         self._group, self._device, self._settings = group, device, settings
@@ -174,8 +174,8 @@ class Checkpointer:
     ) -> None:
         """Waits for the previous save, then starts a new one. All ranks must call it.
 
-        tensors: those of `model_and_optimizer`. state: the content of state.json, on rank 0. local:
-        this rank's own small tensors. best: keeps it until a better one is saved.
+        tensors: the result of `model_and_optimizer`. state: the content of state.json, on rank 0.
+        local: this rank's own small tensors. best: keeps it until a better one is saved.
         """
         started = time.perf_counter()
         self._wait()

@@ -91,7 +91,8 @@ CheckedNodes = Annotated[int, option("Nodes.", "N")]
 
 def flag(name: str, help: str, *, earlier: str | None = None) -> Any:
     """An option without a value. earlier: a name that older versions gave it."""
-    return typer.Option(*([name] if earlier is None else [name, earlier]), help=help)
+    names = [name] if earlier is None else [name, earlier]
+    return typer.Option(*names, help=help)
 
 
 class Command(TyperCommand):

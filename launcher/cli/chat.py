@@ -21,7 +21,7 @@ from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.hub import is_model_id, model_folder, no_such_name
 
 if TYPE_CHECKING:
-    from launcher.training.chat import ChatModel, Sampling
+    from launcher.cli.chat_model import ChatModel, Sampling
 
 
 _CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
@@ -83,7 +83,7 @@ def chat(
 
         import torch
 
-        from launcher.training.chat import Sampling, open_chat_model
+        from launcher.cli.chat_model import Sampling, open_chat_model
 
         try:
             model = open_chat_model(folder, checkpoint=checkpoint, plain=plain, trust_run=trust_run)

@@ -108,7 +108,8 @@ def _cases(group: TyperGroup, *, fish: bool) -> Iterator[str]:
                 word = option.opts[0].removeprefix("--").replace("-", "_")
                 known[word] = _choices(word, hints[option.name])
         names, values = _split(known | (dict(_keys(Slurm)) if name == "submit" else {}))
-        names += [*(option.opts[0] for option in options), "--help"]
+        names += [option.opts[0] for option in options]
+        names.append("--help")
         if any(param.name == "overrides" for param in command.params):
             names, values = [*names, "$keys"], [*values, "$key_values"]
             if isinstance(command, SweepCommand):

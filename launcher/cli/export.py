@@ -96,7 +96,9 @@ def export(
         if not (verify and out.is_dir() and any(out.iterdir())):
             try:
                 checkpoint = _write(
-                    *(run, out, dtype),
+                    run,
+                    out,
+                    dtype,
                     merged=merged,
                     base=base,
                     ema=weights == "ema",

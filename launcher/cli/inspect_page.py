@@ -27,7 +27,7 @@ from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 
@@ -64,7 +64,7 @@ def print_page(
     decoder = load_decoder(data.tokenizer and name_of_tokenizer, name_of_tokenizer)
     shown = itertools.islice(_order(opened, weights, seed, shuffle=shuffle), samples)
     for number, (part, index) in enumerate(shown, start=1):
-        heading = [f"sample {number}", *([part] if several else [])]
+        heading = [f"sample {number}", part] if several else [f"sample {number}"]
         page.sample(heading, index, opened[part], decoder, data.labels, most=tokens)
     shares = MixtureDataset(opened, weights).shares
     page.totals(
@@ -333,7 +333,8 @@ def bins(lengths: npt.NDArray[np.integer[Any]], *, mark: int) -> list[tuple[int,
     powers = range(int(lengths.max() - 1).bit_length() + 1)
     ends = sorted({mark, *(2**power for power in powers)})
     counts = np.bincount(np.searchsorted(ends, lengths), minlength=len(ends)).tolist()
-    rows = list(zip([1, *(end + 1 for end in ends)], ends, counts, strict=False))
+    starts = [1] + [end + 1 for end in ends[:-1]]
+    rows = list(zip(starts, ends, counts, strict=True))
     used = [number for number, count in enumerate(counts) if count]
     return rows[used[0] : used[-1] + 1]
 

@@ -362,8 +362,15 @@ def print_runs(summaries: list[Summary]) -> None:
     """Prints a table with a row for each run."""
     now = time.time()
     columns = (
-        *("run", "state", ">step", ">loss", ">evaluation", ">tokens/s", "checkpoint"),
-        *(">restarts", "reason"),
+        "run",
+        "state",
+        ">step",
+        ">loss",
+        ">evaluation",
+        ">tokens/s",
+        "checkpoint",
+        ">restarts",
+        "reason",
     )
     rows = []
     for summary in summaries:

@@ -75,7 +75,8 @@ def _values(text: str) -> tuple[list[str], str]:
 
 def combinations(sweep: Sweep) -> Iterator[tuple[str, ...]]:
     """The overrides of each run."""
-    return itertools.product(*([f"{key}={value}" for value in values] for key, values in sweep))
+    choices = [[f"{key}={value}" for value in values] for key, values in sweep]
+    return itertools.product(*choices)
 
 
 def labels(sweep: Sweep) -> dict[str, tuple[str, ...]]:
@@ -98,7 +99,7 @@ def labels(sweep: Sweep) -> dict[str, tuple[str, ...]]:
     return runs
 
 
-_ASKED = (*(128 + number for number in SIGNALS), *(-number for number in SIGNALS))
+_ASKED = [status for number in SIGNALS for status in (128 + number, -number)]
 """Statuses of a run that is asked to stop before it has checked its recipe."""
 
 

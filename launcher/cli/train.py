@@ -144,7 +144,9 @@ def _train_sweep(
     throttle: int | None,
 ) -> int:
     """Trains the runs of a sweep, prints their table, and returns the exit status."""
-    options = [f"--max-restarts={max_restarts}", *([] if gpus is None else [f"--gpus={gpus}"])]
+    options = [f"--max-restarts={max_restarts}"]
+    if gpus is not None:
+        options.append(f"--gpus={gpus}")
     local = LocalSweep(overrides, sweep, options, ranks=gpus)
     count = 0
     if local.device != "cpu":
@@ -209,8 +211,12 @@ def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:
     # Without is_host, torchrun compares host names, which differ from those of a cluster's DNS
     settings = f"is_host={int(node_rank == 0)},read_timeout={MEETING_SECONDS}"
     return [
-        *(f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}"),
-        *(f"--rdzv-id={run}", f"--rdzv-conf={settings}", f"--local-addr={own}"),
+        f"--nnodes={nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={address}",
+        f"--rdzv-id={run}",
+        f"--rdzv-conf={settings}",
+        f"--local-addr={own}",
     ]
 
 

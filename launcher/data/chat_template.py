@@ -42,7 +42,7 @@ from launcher.data.template_marks import (
 )
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -400,7 +400,8 @@ class _Conversation:
         last = index == len(self._messages) - 1
         begin, stop = parts[index] if index in parts else self._between(index)
         # A template may write the results of tools in the turn that called them
-        stop = min([stop, *(start for start, _ in parts.values() if start > begin)])
+        later = [start for start, _ in parts.values() if start > begin]
+        stop = min([stop, *later])
         following = self._messages[index + 1 : index + 2]
         if index in parts and any(m["content"] for m in following) > (index + 1 in parts):
             stop = self._stop(index)
@@ -544,7 +545,7 @@ class _Conversation:
         heading, *rest = full.removeprefix(bare).split(_PLACEHOLDER)
         if not full.startswith(bare) or len(rest) != 1:
             return []
-        return [heading, *([] if heading.strip() else [""])]
+        return [heading] if heading.strip() else [heading, ""]
 
     def _served_end(self, index: int) -> str | None:
         """The special tokens that end such a turn while it is the last one. A turn with tool calls

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from launcher.models.inputs import IGNORED, WHOLE_ROW, Masking, RowPart
+from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, RowPart
 
 Sample = dict[str, npt.NDArray[Any]]
 Piece = tuple[npt.NDArray[Any], ...]

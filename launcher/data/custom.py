@@ -99,9 +99,11 @@ class CustomDataset:
 
     def _collated(self, rows: list[Any]) -> dict[str, Any]:
         real = [row for row in rows if row is not None]
-        indices, samples = zip(*(real or [self[0]]), strict=True)
+        collated = real or [self[0]]
+        indices = [index for index, _ in collated]
+        samples = [sample for _, sample in collated]
         with _seeded(self.seed, "collate", *indices):
-            batch = self.data.collate(list(samples))
+            batch = self.data.collate(samples)
         if not isinstance(batch, Mapping):
             got = f"a dict, the arguments of its loss; got {type(batch).__name__}"
             raise RecipeError(f"data.builder: its collate must return {got}")

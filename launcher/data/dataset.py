@@ -16,7 +16,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe.layouts import unused_line
 
 
@@ -136,8 +136,10 @@ class SequenceDataset:
     @property
     def notes(self) -> list[str]:
         """How the rows are read, and which columns are not used: lines for the log."""
-        unused = self.store.unused
-        return [*self.store.notes, *([f"note: {unused_line(unused)}"] if unused else [])]
+        notes = list(self.store.notes)
+        if self.store.unused:
+            notes.append(f"note: {unused_line(self.store.unused)}")
+        return notes
 
     def _problems(self) -> list[str]:
         store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"

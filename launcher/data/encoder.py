@@ -53,7 +53,7 @@ from launcher.data.tokenizer import (
     tokenizer_identity,
 )
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (
     KINDS,

@@ -11,7 +11,7 @@ from launcher.data.encoder import Encoder, make_encoder, prompt_format
 from launcher.data.messages import Message
 from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS
 

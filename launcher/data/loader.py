@@ -21,7 +21,7 @@ from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed import host_memory
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, first_line
-from launcher.libraries.private import tree_map_only
+from launcher.libraries.private import handle_queue_errors, tree_map_only
 from launcher.recipe import schema
 
 PLENTY = 2**30
@@ -151,7 +151,7 @@ def make_loader(
 
 def _prepare_loader_process(worker: int) -> None:
     prepare_worker_process(worker)
-    queues.Queue._on_queue_feeder_error = _pass_on_problem  # type: ignore[attr-defined]
+    handle_queue_errors(_pass_on_problem)
 
 
 def _pass_on_problem(queue: queues.Queue[Any], error: Exception, dropped: tuple[int, Any]) -> None:

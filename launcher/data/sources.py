@@ -39,8 +39,20 @@ ROW_FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """Files of rows. Every other file is one document."""
 
 _NOT_TEXT = {
-    *(".pyc", ".so", ".png", ".jpg", ".gif", ".zip", ".tar", *COMPRESSED),
-    *(".safetensors", ".bin", ".npy", ".exe", ".a", ".o"),
+    ".pyc",
+    ".so",
+    ".png",
+    ".jpg",
+    ".gif",
+    ".zip",
+    ".tar",
+    ".safetensors",
+    ".bin",
+    ".npy",
+    ".exe",
+    ".a",
+    ".o",
+    *COMPRESSED,
 }
 
 MAX_DOCUMENT = 64 << 20

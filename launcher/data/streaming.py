@@ -50,7 +50,7 @@ from launcher.data.sources import Row, SourcePart, content_sample, read_rows
 from launcher.data.token_store import ModelInputs, check_range
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import KINDS, unused_line

@@ -57,7 +57,7 @@ from launcher.data.store_files import (
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
+from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 
@@ -470,10 +470,11 @@ def store_rows(rows: list[Encoded]) -> TokenStore:
     labelled = any(row.labels is not None for row in documents)
     classes = [row.category for row in documents if row.category is not None]
     weights = [row.weights for row in documents if row.weights is not None]
+    lengths = [row.ids.size for row in documents]
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
         labels=_joined([row.targets for row in documents]) if labelled else None,
-        offsets=np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64),
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
         classes=np.array(classes, dtype=np.int32) if classes else None,
         weights=np.concatenate(weights) if weights else None,
         skipped=skipped,

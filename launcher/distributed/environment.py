@@ -18,8 +18,8 @@ from pathlib import Path
 from launcher.errors import RecipeError
 
 REPORT_SECONDS = 120
-"""How much longer NCCL's own timeouts are than ours, which report the failure first. NCCL's end the
-process."""
+"""Seconds by which NCCL's timeouts are longer than those of the launcher: NCCL ends the process, so
+the launcher must have reported the failure before."""
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -32,7 +32,8 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     torchrun: bool = False
-    """Started by torchrun, whose agent hosts the store and restarts workers on any status but 0."""
+    """Whether torchrun has started this process. Its agent hosts the store, and restarts the
+    workers after any exit status but 0."""
     restart_count: int = 0
     """How often torchrun's agent has restarted the workers."""
     restarts_left: int = 0
@@ -129,7 +130,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def alone(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables without ranks and GPUs, for a process that only plans."""
+    """The environment without the variables of ranks and GPUs, for a process that only plans."""
     kept = {
         name: value
         for name, value in variables.items()
@@ -187,8 +188,8 @@ def prepare_nccl(
 
 
 def provide_caches(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Gives this process, its libraries and its children a folder for caches where the user's own
-    cannot be written to, as with another user in a container: a folder in the temporary directory.
+    """If the user's folder for caches cannot be written to, as for another user in a container,
+    gives this process, its libraries and its children a folder in the temporary directory.
 
     Must be called before torch and transformers are imported. What the user has set stays. Raises
     RecipeError if the folder cannot be used.
@@ -206,7 +207,7 @@ def provide_caches(variables: MutableMapping[str, str] = os.environ) -> None:
     variables.setdefault("TRITON_HOME", str(folder))
     if not exists:
         variables["HOME"] = str(folder)
-    if _home_of_user() is None:  # without a name either, which torch asks for
+    if _home_of_user() is None:  # the user has no name, and torch asks for one
         variables.setdefault("USER", str(os.getuid()))
 
 

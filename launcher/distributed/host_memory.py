@@ -69,9 +69,10 @@ def shared_text() -> str:
 
 
 _MMAP_THRESHOLD = -3
-"""Of mallopt(3): allocations of this size and more are mapped, and unmapped when they are freed."""
+"""M_MMAP_THRESHOLD of mallopt(3): larger allocations are mapped, and unmapped when they are
+freed."""
 RETURNED = 1 << 20
-"""Bytes of a freed allocation from which it goes back to the system."""
+"""Allocations of so many bytes or more go back to the system when they are freed."""
 
 
 def return_freed_memory() -> None:

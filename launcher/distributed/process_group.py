@@ -27,12 +27,12 @@ from launcher.errors import TrainingError
 from launcher.libraries.private import all_groups, set_group_timeout, set_nccl_timeout
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device type. Objects are exchanged over gloo, which neither waits for a device nor needs an
-NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`), and so are norms with CPU
-offload."""
+"""The backends by device type. Objects are exchanged over gloo, which neither waits for a device
+nor needs an NCCL communicator (torch 2.11 to 2.14, `_get_object_coll_device`). With CPU offload,
+norms are exchanged over gloo, too."""
 CONNECTED_RANKS = 64
-"""Most ranks of which gloo connects every pair when a group is created. Each of n ranks then reads
-n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
+"""The largest number of ranks for which gloo connects every pair when a group is created. Each of n
+ranks then reads n addresses of 8 n bytes from the store: 8 GB for each group of 1,000 ranks."""
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the checkpoint group, in which ranks wait for the slowest disk."""
 
@@ -110,7 +110,7 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
 
 def agree_on_device(wanted: str, nodes: Sequence[Node]) -> tuple[str | None, str | None]:
     """`cuda` or `cpu`, or the problem. `nodes` has what each rank sees of its node, and `wanted` is
-    that of `choose_device`."""
+    the argument of `choose_device`."""
     short = [node for node in dict.fromkeys(nodes) if node.gpus < node.ranks]
     if not short:
         return "cuda", None
@@ -172,8 +172,9 @@ def process_group(
 ) -> Iterator[tuple[RankLayout, Store]]:
     """The default process group, for the duration of the context. Yields all ranks and their store.
 
-    `device` is that of `choose_device`, `init_timeout` the timeout in seconds until `set_timeout`
-    is called. After an error the group is not destroyed: another rank may be waiting in it.
+    `device` is the argument `wanted` of `choose_device`. `init_timeout` is the timeout in seconds
+    until `set_timeout` is called. After an error the group is not destroyed: another rank may be
+    waiting in it.
     """
     store: Store
     if environment.world_size == 1 and not environment.torchrun:
@@ -265,11 +266,12 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
 
 
 def set_timeout(seconds: int, *, hang_timeout: int) -> None:
-    """Sets the timeout of all groups except that of checkpoints.
+    """Sets the timeout of all groups except the group of checkpoints.
 
     Must be called when all groups exist, because the groups of a device mesh start with a default
-    timeout, and again after the first collectives, which are slow. NCCL's timeout ends the process
-    without a report, so it comes after the one of the watchdog (`reliability/watchdog.py`).
+    timeout. Must be called again after the first collectives, which are slow. NCCL's timeout ends
+    the process without a report, so it is longer than the timeout of the watchdog
+    (`reliability/watchdog.py`).
     """
     nccl = timedelta(seconds=max(seconds, hang_timeout) + REPORT_SECONDS)
     for group in all_groups():

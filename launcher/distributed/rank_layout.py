@@ -35,7 +35,7 @@ class ParallelSize:
     needed_by: tuple[str, ...]
     """Other keys that need this size to be 1. Those joined by a space need it if all are given."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """By other key: what to do instead, at the end of a message."""
+    """For another key: what to do instead, as the end of a message."""
 
     @property
     def term(self) -> str:
@@ -139,7 +139,7 @@ class LayoutSizes:
 
     Ranks are numbered as replicate x shard x context parallel x tensor parallel, the last ones
     neighbours, because they exchange most. FSDP shards over the context parallel ranks, too. Ranks
-    that hold different experts are neighbours among those that shard: they compute different
+    that hold different experts are neighbours among the ranks that shard: they compute different
     tokens, and hold parts of the same other parameters.
     """
 
@@ -243,7 +243,7 @@ class RankLayout(LayoutSizes):
     @property
     def tensor_parallel_rank(self) -> int:
         """The number of this rank's part of each layer, from 0 to `tensor_parallel_size` - 1. Sums
-        over all ranks count the tokens of those with number 0."""
+        over all ranks count the tokens of the ranks with number 0."""
         return self.rank % self.tensor_parallel_size
 
     @property
@@ -265,8 +265,8 @@ class RankLayout(LayoutSizes):
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The ranks over which FSDP shards and replicates parameters: (shard), or (replicate,
-        shard), in which the ranks of a node shard. With tensor parallelism, those that hold this
-        rank's part."""
+        shard), in which the ranks of a node shard. With tensor parallelism, only the ranks that
+        hold the same part of each layer as this rank."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if self.tensor_parallel_size > 1:

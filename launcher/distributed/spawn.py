@@ -37,7 +37,7 @@ _SHUTDOWN_SECONDS = 45
 """torchrun gives its ranks 30 seconds to end."""
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process should load nothing
 kernel_exit = os._exit
-"""`os._exit`. A rank replaces that, to notice when other code calls it: `reliability/failures.py`."""
+"""`os._exit`. A rank replaces it, to notice when other code calls it: `reliability/failures.py`."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def run_ranks(
 
 
 def rank_main(run: Callable[[Any], object]) -> None:
-    """The main program of a module for `run_ranks`, which gets what `run` returns on rank 0."""
+    """The main program of a module for `run_ranks`, which returns what `run` returns on rank 0."""
     prepare_streams()
     environment = read_environment()
     if environment.torchrun:
@@ -118,8 +118,8 @@ def rank_main(run: Callable[[Any], object]) -> None:
 
 def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Makes the kernel send this process a signal when its parent, a process id, ends (prctl(2),
-    PR_SET_PDEATHSIG; a program that it executes keeps that). Ends at once if the parent has ended
-    already. For the kernel, the thread that starts a process is its parent."""
+    PR_SET_PDEATHSIG; a program that this process executes keeps the setting). Ends at once if the
+    parent has ended already. For the kernel, the thread that starts a process is its parent."""
     if _prctl is not None:  # on Linux
         _prctl(1, number)
     if os.getppid() != parent:

@@ -14,7 +14,7 @@ import socket
 from typing import Any
 
 LOOPBACK = ("127.", "localhost", "::1")
-"""How a host begins that is the loopback by its name, on any machine."""
+"""Beginnings of the names and addresses that are the loopback on every machine."""
 _WAITING = 2048
 """Connections that may wait to be accepted: many ranks connect at once."""
 
@@ -68,7 +68,7 @@ def bind_stores(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-    # A second run of this process binds torch's own store, and not the bound one again
+    # If this process binds a second time, it must wrap torch's own store, not the wrapped one
     plain: Any = getattr(dist.TCPStore, "plain", dist.TCPStore)
 
     class BoundStore(plain):  # type: ignore[misc]

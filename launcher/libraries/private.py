@@ -1,4 +1,4 @@
-"""Every private name of torch and transformers that the launcher uses.
+"""Every private name of torch, transformers and Python's multiprocessing that the launcher uses.
 
 A private name may change with any release, so each one stands here, with the versions in which it
 was read and with what happens without it. torch 2.11 and 2.13 and transformers 5.17 and 5.23 have
@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import queues
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -484,6 +485,16 @@ def compilation_observed(
         handler.remove_end_callback(ends)
 
 
+# A name of Python's multiprocessing, read in Python 3.11 to 3.14
+
+
+def handle_queue_errors(handle: Callable[[queues.Queue[Any], Exception, Any], None]) -> None:
+    """Has this process call a function for each object that a queue cannot pass on, with the queue,
+    the error and the object. Without it Python prints a traceback and drops the object, and the rank
+    waits for a micro-batch for ever."""
+    queues.Queue._on_queue_feeder_error = handle  # type: ignore[attr-defined]
+
+
 # Names of transformers, which its models use as an interface: classes of models define these
 # attributes. Read in transformers 5.17 and 5.23. A user's own model may lack them
 
@@ -543,12 +554,22 @@ def names_not_saved(model: Any) -> Collection[str]:
     return model._keys_to_ignore_on_save or ()
 
 
+GENERATION_IS_DERIVED = "_from_model_config"
+"""Attribute and key of a generation config that transformers made of the model's config. Under
+another name an export may lose the ends that training has added."""
+
+
+def keep_generation_config(config: Any) -> None:
+    """Marks a generation config as set by hand: else transformers may compute it again."""
+    setattr(config, GENERATION_IS_DERIVED, False)
+
+
 def names_in_float32(model: Any, dtype: torch.dtype) -> Collection[str]:
     """Parts of the names of weights that stay in float32 where a model is cast to this dtype, in an
     export too. Without it they are rounded."""
-    names = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
-        names |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+        names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
     return names
 
 

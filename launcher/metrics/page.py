@@ -18,8 +18,16 @@ from launcher.errors import RecipeError
 MOST_POINTS = 2000
 """Points of a curve in the page."""
 _COLORS = (
-    *("#3579d8", "#dd7320", "#2c9c62", "#cc4468", "#8a62d6"),
-    *("#a98a12", "#2399ad", "#c455a8", "#74854a", "#8a8d96"),
+    "#3579d8",
+    "#dd7320",
+    "#2c9c62",
+    "#cc4468",
+    "#8a62d6",
+    "#a98a12",
+    "#2399ad",
+    "#c455a8",
+    "#74854a",
+    "#8a8d96",
 )
 """Of runs and of the parts of bars; visible on a light and on a dark background."""
 _EVALUATION = "Evaluation metrics"

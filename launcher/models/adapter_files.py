@@ -52,9 +52,11 @@ def _checked(stored: StoredTensors, model: nn.Module) -> StoredTensors:
         if not problems and first != key and not torch.equal(stored.read(first), stored.read(key)):
             problems.append(f"{first} and {key} differ, and the model ties them")
     if problems:
-        more = f"  and {len(problems) - 20} more"
         title = "lora.path: the adapter does not fit the model with the recipe's section lora:"
-        raise RecipeError([title, *problems[:20], *([more] if problems[20:] else [])])
+        lines = [title, *problems[:20]]
+        if len(problems) > 20:
+            lines.append(f"  and {len(problems) - 20} more")
+        raise RecipeError(lines)
     return stored
 
 

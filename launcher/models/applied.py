@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from launcher.models.inputs import Masking
+from launcher.models.micro_batch import Masking
 
 
 @dataclass
@@ -15,6 +15,8 @@ class Applied:
     """The changes of a model, in the order of `launcher.models.changes`. A copy of the model has a
     copy of its record."""
 
+    conversions: list[Any] = field(default_factory=list)
+    """transformers' conversions from the tensors of its checkpoint to its own (`tensor_names.py`)."""
     new_tokens: range = range(0)
     """The ids that the embeddings have got rows for."""
     float8: bool = False

@@ -23,7 +23,7 @@ from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_choice, attention_implementation, is_stateful
-from launcher.models.inputs import Masking
+from launcher.models.micro_batch import Masking
 from launcher.recipe.model_config import IMAGE_TEXT
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def isolate_documents(
     passed = False
     if flash:
         passed = _all_calls(model, inputs, has_bounds)
-    elif implementation == "sdpa" and not why_masked(model, device, compute_dtype):
+    elif implementation == "sdpa" and not missing_for_varlen(model, device, compute_dtype):
         passed = _use_varlen(model, inputs, fits)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
@@ -144,10 +144,11 @@ def _counts_by_document() -> bool:
     return hasattr(masking_utils, "packed_sequence_compatibility_function")
 
 
-def why_masked(
+def missing_for_varlen(
     model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype
 ) -> str | None:
-    """What packed rows lack here to be computed without a mask; None: nothing."""
+    """What the run would need so that varlen attention computes its packed rows, without a mask, such
+    as "float32 on CPUs"; None: nothing is missing."""
     if device.type != "cuda":
         # In bfloat16 the CPU compiles and keeps kernels for each length: slower than a mask, and
         # 230 MiB more in a small benchmark (torch 2.13)

@@ -33,7 +33,7 @@ from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4 import quantize_blocks
 from launcher.models.precision import kept_in_float32
-from launcher.models.tensor_parallel import PlannedRank, apply_tensor_parallel
+from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 
@@ -180,7 +180,7 @@ def divide_rows(
     *,
     sequence_length: int,
     tensor_parallel_size: int,
-    lacks: str | None,
+    missing_for_varlen: str | None,
 ) -> None:
     """Divides rows over the ranks of a group (context parallelism): see `apply_context_parallel`,
     whose errors it raises."""
@@ -191,7 +191,7 @@ def divide_rows(
         group,
         sequence_length=sequence_length,
         tensor_parallel_size=tensor_parallel_size,
-        lacks=lacks,
+        missing_for_varlen=missing_for_varlen,
     )
     applied(model).rows_divided = group.size()
 
@@ -200,7 +200,7 @@ def divide_layers(
     model: nn.Module,
     *,
     expert_mesh: DeviceMesh | None = None,
-    tensor_mesh: DeviceMesh | PlannedRank | None = None,
+    tensor_mesh: DeviceMesh | PlannedMesh | None = None,
 ) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
     """Divides experts and layers over the ranks of these meshes. Returns the modules of experts, and
     the parameters that `apply_tensor_parallel` returns. Raises RecipeError if the model cannot be

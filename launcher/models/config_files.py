@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from launcher.errors import RecipeError
+from launcher.libraries.private import GENERATION_IS_DERIVED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -88,7 +89,8 @@ def set_dtype(config: Json, dtype: torch.dtype) -> None:
     versions of transformers read, and `dtype` where it is there."""
     name = str(dtype).removeprefix("torch.")
     config["torch_dtype"] = name
-    for part in [config, *(part for part in config.values() if isinstance(part, dict))]:
+    sections = [part for part in config.values() if isinstance(part, dict)]
+    for part in [config, *sections]:
         part |= {key: name for key in _DTYPES if key in part}
 
 
@@ -110,7 +112,7 @@ def write_generation_config(model: PreTrainedModel, folder: Path, *, source: Pat
     changes = {key: after[key] for key in after if after[key] != before.get(key)}
     if changes:
         stored |= changes
-        stored.pop("_from_model_config", None)  # transformers would compute it again
+        stored.pop(GENERATION_IS_DERIVED, None)  # transformers would compute it again
     _write(stored, folder / GENERATION_CONFIG, source)
 
 

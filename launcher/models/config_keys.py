@@ -9,8 +9,15 @@ from launcher.recipe.load import LoadedRecipe
 from launcher.recipe.model_config import IMAGE_TEXT
 
 UNDECLARED = {
-    *("model_type", "torch_dtype", "num_labels", "rope_theta", "rope_scaling", "use_return_dict"),
-    *("partial_rotary_factor", "head_dim", "classifier_dropout"),
+    "model_type",
+    "torch_dtype",
+    "num_labels",
+    "rope_theta",
+    "rope_scaling",
+    "use_return_dict",
+    "partial_rotary_factor",
+    "head_dim",
+    "classifier_dropout",
 }
 """Keys that config classes accept, or models read, without declaring them."""
 

@@ -20,7 +20,7 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import VARLEN, refuse_other_layers, varlen_attention
-from launcher.models.inputs import RowPart
+from launcher.models.micro_batch import RowPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,11 +36,11 @@ def apply_context_parallel(
     *,
     sequence_length: int,
     tensor_parallel_size: int = 1,
-    lacks: str | None = None,
+    missing_for_varlen: str | None = None,
 ) -> None:
     """Divides the rows of this model over the ranks of the group: replaces its attention by
     `context_parallel_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of
-    the layers. `lacks` is what `why_masked` says of packed rows.
+    the layers. `missing_for_varlen` is the result of the function of this name, for the message.
 
     Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
     """
@@ -50,10 +50,10 @@ def apply_context_parallel(
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1")
     config = model.config.get_text_config(decoder=True)
     if attention_implementation(model) != VARLEN:
-        why = f"packed rows need {lacks}; use it, data.packing: false, or"
+        why = f"packed rows need {missing_for_varlen}; use it, data.packing: false, or"
         if attention_implementation(model) != "sdpa":
             why = "it needs model.attention: sdpa; use it, or"
-        elif lacks is None:
+        elif missing_for_varlen is None:
             why = "it is not plain causal attention (biases, caps, wide heads or other masks); use"
         raise RecipeError(f"{KEY}: the attention of {name} cannot be divided: {why} 1")
     rope = getattr(config, "rope_parameters", None) or {}

@@ -19,6 +19,7 @@ from torch import nn
 
 from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError
+from launcher.libraries.private import names_in_float32
 from launcher.models.attention import planned_gpu
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,7 @@ def _spared(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
     numbers = vars(config.get_text_config(decoder=True)) if config is not None else {}
     experts = {v for k, v in numbers.items() if _EXPERTS.fullmatch(k) and isinstance(v, int)}
     widths = experts | {sum(pair) for pair in itertools.permutations(experts, 2)}
-    keys = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    parts = [part for key in keys for part in getattr(model, key, None) or ()]
+    parts = names_in_float32(model, torch.float16)
     kept = re.compile("|".join(rf"(^|\.){re.escape(part)}($|\.)" for part in parts) or r"$^")
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):

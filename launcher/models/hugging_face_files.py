@@ -15,7 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from launcher.console import task
 from launcher.files import replace_folder
-from launcher.libraries.private import names_in_float32, names_not_saved
+from launcher.libraries.private import (
+    keep_generation_config,
+    names_in_float32,
+    names_not_saved,
+)
 from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
@@ -50,7 +54,11 @@ WRITTEN = (
     "added_tokens.json",
     "vocab*",
     "merges.txt",
-    *("chat_template*", NAMED_TEMPLATES, LABELS, "*.tiktoken", "tekken.json"),
+    "chat_template*",
+    NAMED_TEMPLATES,
+    LABELS,
+    "*.tiktoken",
+    "tekken.json",
 )
 """Files that exports write. One that the next export does not write would change the model."""
 
@@ -219,7 +227,7 @@ def add_ends(
     if not more or getattr(model, "generation_config", None) is None or not model.can_generate():
         return
     model.generation_config.eos_token_id = [*known, *more] if known or more[1:] else more[0]
-    model.generation_config._from_model_config = False  # else transformers may compute it again
+    keep_generation_config(model.generation_config)
     added = " and ".join(f"{name} ({end})" for name, end in zip(names(more), more, strict=True))
     after = f"the model also stops at {added}, which training teaches; before: {known or 'none'}"
     logger.info(f"generation_config.json, eos_token_id: {after}")

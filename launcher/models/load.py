@@ -128,7 +128,10 @@ def open_checkpoint(
         if shape != wanted:
             problems.append(f"{name}: is {shape} in the checkpoint, and {wanted} in the model")
     notes = _resolve_ties(model, conversions, stored)
-    loaded = set(made).union(*(tied for tied in tied_names(model) if made.keys() & tied))
+    loaded = set(made)
+    for tied in tied_names(model):
+        if made.keys() & tied:
+            loaded.update(tied)
     failed = {conversion.first for conversion in conversions if not conversion.targets}
     problems += _missing(model, state.keys() - loaded - failed, notes)
     others, copied = _unexpected(model, unexpected, notes)

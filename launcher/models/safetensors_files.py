@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
+from launcher.files import flush_path, mode_of_umask
 from launcher.models.nf4 import is_packed
 from launcher.models.shards import local_columns, local_rows, write
 
@@ -280,10 +281,9 @@ def write_tensors(
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    file.touch(exist_ok=False)
-    mode = file.stat().st_mode  # by the umask; safetensors makes files for the owner only
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        with mode_of_umask(file):
+            save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"{file} cannot be written: {error}") from None
-    file.chmod(mode)
+    flush_path(file)  # now, because flushing all files at the end would take minutes at once

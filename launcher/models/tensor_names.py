@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from launcher.models.applied import applied
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.safetensors_files import Tensors
@@ -93,21 +94,21 @@ def _shapes_of(model: PreTrainedModel) -> SimpleNamespace:
 
 
 def record_conversions(model: PreTrainedModel) -> None:
-    """Stores transformers' conversions on a model, for `export_conversions`: they depend on class
+    """Records transformers' conversions of a model, for `export_conversions`: they depend on class
     names, which sharding changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     # A model that was not loaded from a checkpoint has no prefix to restore
     table = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
+    applied(model).conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
 def load_conversions(
     model: PreTrainedModel, stored: Tensors
 ) -> tuple[list[Conversion], list[str], list[str]]:
     """How a checkpoint's tensors, on meta, become the model's: conversions, unexpected names,
-    problems. Stores the mapping that was used in the model, for `export_conversions`."""
+    problems. Records those of transformers' conversions that were used, for `export_conversions`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -125,7 +126,7 @@ def load_conversions(
             continue
         new = Conversion(renamed, by_pattern.get(pattern), shapes)
         by_name.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
-    model._weight_conversions = [entry for entry in table if entry.was_used()]
+    applied(model).conversions = [entry for entry in table if entry.was_used()]
     problems = []
     for conversion in by_name.values():
         names = conversion.names()
@@ -140,7 +141,7 @@ def load_conversions(
 def export_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
     """How the model's tensors become those of a checkpoint: the reverse of `load_conversions`."""
     renamings, converters, by_pattern = _by_kind(
-        [entry.reverse_transform() for entry in model._weight_conversions[::-1]]
+        [entry.reverse_transform() for entry in applied(model).conversions[::-1]]
     )
     shapes = _shapes_of(model)
     by_name: dict[str, Conversion] = {}

@@ -62,7 +62,7 @@ def sharded_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tupl
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh | PlannedRank
+    model: nn.Module, mesh: DeviceMesh | PlannedMesh
 ) -> list[tuple[nn.Module, str]]:
     """Shards the layers of a meta model, with its adapters, over the ranks of a mesh.
 
@@ -77,9 +77,9 @@ def apply_tensor_parallel(
 
 
 @dataclass(frozen=True)
-class PlannedRank:
-    """Stands for a mesh and its group in a plan, which has no process group: the model gets the
-    first rank's parts as plain parameters."""
+class PlannedMesh:
+    """Takes the place of the mesh, and of its group, in a plan, which has no process group. The model
+    gets the parts of the first rank as plain parameters."""
 
     ranks: int
 
@@ -106,7 +106,7 @@ def divides_attention(styles: Styles) -> bool:
 class _Division:
     """Divides a model. `partial` are the parameters that `apply_tensor_parallel` returns."""
 
-    def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedRank) -> None:
+    def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedMesh) -> None:
         self._mesh, self._group, self._rank = mesh, mesh.get_group(), mesh.get_local_rank()
         self._few, self._model = _few_heads(model, styles, mesh.size()), model
         self._inputs: dict[str, _SharedInput] = {}
@@ -139,7 +139,7 @@ class _Division:
             whole, mesh = parameter.detach(), self._mesh
             if is_packed(whole) and dimension == 1:
                 whole = with_parts(whole, mesh.size())
-            if isinstance(mesh, PlannedRank):
+            if isinstance(mesh, PlannedMesh):
                 part = whole.chunk(mesh.size(), dimension)[0].contiguous()
             else:
                 part = distribute_tensor(whole, mesh, [Shard(dimension)], src_data_rank=None)

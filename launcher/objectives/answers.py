@@ -26,7 +26,7 @@ from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import open_adapter
 from launcher.models.attention import refuse_other_layers
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import BeforeTraining, Example, Objective
 from launcher.objectives.kept_files import Reference, ReferenceFile, config_digest, weights_name
 from launcher.objectives.loss import MicroBatch, target_losses

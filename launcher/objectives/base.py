@@ -22,7 +22,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
 from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from launcher.data.collation import EMPTY, Collated, Sample, TextInputs, collate
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.token_store import TokenStore
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import Example, Objective, Scores
 from launcher.objectives.loss import by_source
 from launcher.recipe import schema

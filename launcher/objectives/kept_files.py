@@ -18,7 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from launcher.errors import RecipeError, TrainingError
-from launcher.files import checksum_of, checksum_of_file, flush, replace_file, replace_text
+from launcher.files import (
+    checksum_of,
+    checksum_of_file,
+    flush,
+    mode_of_umask,
+    replace_file,
+    replace_text,
+)
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
@@ -87,7 +94,7 @@ class ReferenceFile:
         if self.config is not None:
             about["config"] = self.config
         try:
-            with replace_file(self.path, only_writer=True) as scratch:
+            with replace_file(self.path, only_writer=True) as scratch, mode_of_umask(scratch):
                 save_file(dict(arrays), scratch, metadata=about)
         except (OSError, SafetensorError) as error:
             logger.warning(f"{self.path} cannot be written: {error}; a resume computes it again")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.models.chunked_loss import computes_loss
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput

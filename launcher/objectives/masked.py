@@ -25,7 +25,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.models.philox import derived_seed
 from launcher.objectives.base import Example, Objective
 from launcher.objectives.loss import summed_loss

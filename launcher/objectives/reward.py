@@ -17,7 +17,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.answers import Pairs
 from launcher.objectives.base import Example
 from launcher.objectives.loss import by_source

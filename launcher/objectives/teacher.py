@@ -34,7 +34,7 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
 from launcher.models.build import vocabulary_size
 from launcher.models.chunked_loss import computes_loss
-from launcher.models.inputs import IGNORED, Masking
+from launcher.models.micro_batch import IGNORED, Masking
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.loss import MicroBatch
 from launcher.objectives.passes import rows_in_order
@@ -198,7 +198,7 @@ def teacher_recipe(recipe: Recipe) -> Recipe:
 
 
 class Prepared(Protocol):
-    """What is compared of the model and its teacher (`training/prepare.py`)."""
+    """What is compared of the model and its teacher (`training/model.py`)."""
 
     @property
     def model(self) -> nn.Module:

@@ -94,7 +94,7 @@ def variants(
 
     The flags select what may vary. `reshards` is resharding after the forward pass, and `syncs` the
     reduction in each micro-batch, for use without `strategies`, which varies them too. `logits`:
-    those that are kept may be computed again.
+    kept logits may be computed again instead.
     """
     recipes: dict[Any, Recipe] = {}
     sizes = layout_sizes(written.strategy, ranks=machine.ranks)
@@ -146,9 +146,9 @@ def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
 
 
 def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
-    """For each key of `PARALLEL_KEYS`, recipes with larger sizes inside of a node, the smallest
-    first: as `smallest`, without CPU offload. Empty lists where the rules for recipes allow no
-    size."""
+    """For each key of `PARALLEL_KEYS`, the recipes with larger sizes within a node, the smallest
+    size first. They are like the recipes of `smallest`, but without CPU offload. A list is empty if
+    the rules for recipes allow no larger size."""
     per_node = machine.gpus_per_node
     for each in PARALLEL_SIZES:
         before, recipes = getattr(written.strategy, each.key), list[Recipe]()
@@ -210,7 +210,7 @@ def _strategies(
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
     syncs: list[Any] = [False, True] if accumulates else ["auto"]
     offloads = {"all": CpuOffload()}
-    if written.optimizer.name in ("adamw", "sgd"):  # the state of others cannot be streamed
+    if written.optimizer.name in ("adamw", "sgd"):  # no other optimizer's state can be streamed
         offloads["optimizer"] = CpuOffload(what="optimizer")
     if written.strategy.cpu_offload is not None:
         offloads[written.strategy.cpu_offload.what] = written.strategy.cpu_offload
@@ -251,9 +251,10 @@ def _fsdp_on_one_rank(
     syncs: Sequence[Any],
     offloads: Mapping[str, CpuOffload],
 ) -> Iterator[Strategy]:
-    """Without offload, FSDP that frees weights after the forward pass: if it keeps them, it is the
-    strategy for one rank, as DDP is. With offload of the optimizer state, both. With offload of all,
-    each way to move weights and gradients between host and device."""
+    """FSDP on one rank. Without offload, it frees weights after the forward pass: FSDP that keeps
+    them becomes the strategy for one rank, as DDP does. With offload of the optimizer state, it
+    frees or keeps them. With offload of all, there is a strategy for each way to move weights and
+    gradients between host and device."""
     freed = Strategy(kind="fsdp", mixed_precision=precision, reshard_after_forward=True)
     yield freed
     if machine.device != "cuda":
@@ -285,8 +286,11 @@ def complexity(configuration: Configuration, written: Recipe) -> tuple[int, ...]
     usual_reshard = written.strategy.reshard_after_forward != "auto"
     usual_sync = fsdp and written.strategy.sync_every_micro_batch is True
     accumulates = has_reductions_to_choose(recipe, ranks=ranks)
+    other_sizes = [
+        getattr(strategy, key) != getattr(written.strategy, key) for key in PARALLEL_KEYS
+    ]
     unusual = (
-        *(getattr(strategy, key) != getattr(written.strategy, key) for key in PARALLEL_KEYS),
+        *other_sizes,
         strategy.replicate > 1,
         fsdp and strategy.reshard_after_forward is not usual_reshard,
         not strategy.reshard_after_backward,

@@ -1,7 +1,7 @@
 """Estimates the memory of a training step with closed formulas, to rank configurations.
 
 The estimate is accurate to 10 %; configurations that are shown are confirmed by a trace
-(`trace.py`). docs/memory_explained.md explains the formulas. In addition to those:
+(`trace.py`). docs/memory_explained.md explains the formulas. In addition to those formulas:
 
 - Hybrid sharding keeps the gradients averaged over the copies until those of the next micro-batch
   replace them.
@@ -53,10 +53,12 @@ def forward_peak(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> int:
     held = 0 if offloads_parameters(offload) else sum(group.count for group in groups) * size
     whole = work.ddp or work.one_rank
     unsharded = [0 if whole else group.unsharded(size) for group in work.gathered]
-    # One unit computes while the next is gathered, and copied out of the buffer of its all-gather
+    # One unit computes while the next one is gathered, and is copied out of the buffer of its
+    # all-gather
     gathered = 3 * max(unsharded) if strategy.reshard_after_forward else sum(unsharded)
     logits = work.tokens * work.logits_width * (size + 8) + 3 * work.root.output
-    computed = max([logits, *(block.eager + block.output for block in work.blocks)])
+    outputs = [block.eager + block.output for block in work.blocks]
+    computed = max([logits, *outputs])
     workspaces = CUBLAS_WORKSPACES if work.on_gpu else 0
     return round(held / work.shards + profile.buffers + gathered + computed) + workspaces
 
@@ -104,7 +106,7 @@ class _Step:
             groups = (*profile.groups, profile.unused)
             pins = sum(group.pinned(work.shards, work.size) for group in groups)
             self.host = pins if offload.pin_memory else masters + gradients
-            if work.reductions > 1:  # those of two groups, until they are added to the sums
+            if work.reductions > 1:  # the gradients of two groups, until they are added
                 size = [
                     group.pinned_gradients(work.shards)
                     if offload.pin_memory

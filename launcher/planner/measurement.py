@@ -42,7 +42,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Update, train_steps
-from launcher.training.prepare import prepare_model, row_part
+from launcher.training.model import prepare_model, row_part
 
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 3
@@ -58,10 +58,10 @@ WARM_UP, TIMED = 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Bytes of tensors on rank 0's device, for which a CPU's offloaded tensors count too."""
+    """Bytes of tensors on the device of rank 0. On a CPU, offloaded tensors count, too."""
 
     peak: int
-    """Of all steps on CUDA; on a CPU the smaller one of the later steps."""
+    """The peak of all steps on CUDA; on a CPU the smallest peak of a later step."""
     phases: dict[str, int]
     """The peak of each phase in the later steps."""
     step_start: int
@@ -139,7 +139,8 @@ class CpuMeter:
         # The mark allocates a byte, and the event after the mark's own event frees it
         first = [bisect_left(times, when) + 1 for when, _ in starts]
         base = totals[first[0]][1]
-        ends = [*(index - 1 for index in first[1:]), len(totals)]
+        ends = [index - 1 for index in first[1:]]
+        ends.append(len(totals))
         marks = []
         for (_, name), since, until in zip(starts, first, ends, strict=True):
             peak = max(total for _, total in totals[since:until])
@@ -215,8 +216,8 @@ class Clock:
 
 
 def storages(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
-    """Storages of the tensors among these values, by address; those of DTensors are local
-    shards."""
+    """The storages of the tensors among these values, by address. The storage of a DTensor is its
+    local shard's."""
     local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
     tensors = [value for value in local if isinstance(value, torch.Tensor) and not value.is_meta]
     return {storage_id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
@@ -251,7 +252,8 @@ def median_step(times: list[tuple[str, float]], micro_batches: int) -> float:
     """Seconds of a step with this number of micro-batches: the median of the timed steps.
 
     `times` says when each phase of steps with at most `MICRO_BATCHES` began. Each further
-    micro-batch counts as long as the second one, which is neither the first nor the last.
+    micro-batch is assumed to take as long as the second one, which is neither the first nor the
+    last.
     """
     starts = [index for index, (name, _) in enumerate(times) if name == "data"]
     steps = []

@@ -30,7 +30,7 @@ CUBLAS_WORKSPACES = 2 * 32 * 2**20
 """Bytes that PyTorch allocates for cuBLAS in the threads of the forward and the backward pass.
 Before compute capability 9.0 they are 8.125 MiB each."""
 OVER, UNDER = 0.05, 0.02
-"""By how much the planned peak may exceed, or fall below, the measured one."""
+"""Shares of the measured peak by which the planned peak may exceed it, or fall below it."""
 
 
 def pinned(size: int) -> int:
@@ -149,7 +149,7 @@ class Plan:
     checkpoints: int
     """Number of checkpoints on disk at the same time."""
     notes: tuple[str, ...]
-    """What the plan leaves out or estimates."""
+    """Notes on what the plan does not count, or estimates."""
     before: int = 0
     """Bytes of tensors on one device at the peak of a teacher's pass, which ends before the model is
     loaded. An estimate."""

@@ -38,7 +38,8 @@ def write_plan(plan: Json, file: Path) -> None:
     sections: list[Section] = [
         bars("Memory at the peak of each phase", peaks, bytes_as_text, line=line),
         Charts([curve_figure("Tensors during a step", labels, sizes)]),
-        *([_configurations(plan)] if plan["search"] is not None else []),
-        Text("The whole plan", "\n".join(as_text(plan)), open=True),
     ]
+    if plan["search"] is not None:
+        sections.append(_configurations(plan))
+    sections.append(Text("The whole plan", "\n".join(as_text(plan)), open=True))
     write_page(file, f"Plan of {plan['recipe']}", sections, footer=f"launcher {__version__}")

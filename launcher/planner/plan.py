@@ -29,7 +29,7 @@ from launcher.planner.trace import UntraceableError, trace_step, with_compiled_b
 from launcher.planner.work import Work, state_bytes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.prepare import PreparedModel
+from launcher.training.model import PreparedModel
 
 MiB, GiB = 2**20, 2**30
 
@@ -83,9 +83,9 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
 
 
 def trace_ahead(recipes: Iterable[Recipe], machine: Machine) -> None:
-    """Traces recipes in one process per core, for later calls of `make_plan`, to which a trace that
-    fails is left. Does nothing on one core, or where copies of this process cannot trace: without
-    fork, or with GPUs."""
+    """Traces recipes in one process per core, so that later calls of `make_plan` find the results.
+    If a trace fails here, `make_plan` repeats it. Does nothing on one core, or if copies of this
+    process cannot trace: on systems without fork, or with GPUs."""
     missing = {_key(recipe, machine): recipe for recipe in recipes}
     missing = {key: recipe for key, recipe in missing.items() if key not in _STEPS}
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
@@ -123,7 +123,7 @@ def _trace(recipe: Recipe, machine: Machine) -> StepMemory:
 
 
 def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
-    """The plan by the analytic estimate, of a recipe that the profile covers."""
+    """The plan of a recipe that the profile covers, by the analytic estimate."""
     return _plan(profile, recipe, machine, estimate_memory(profile, recipe, ranks=machine.ranks))
 
 
@@ -154,8 +154,8 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
 
     The allocator gives memory that was freed on one stream only to the same stream. FSDP allocates
     gradient shards on the stream of its reductions, and all-gathered weights on another one, so
-    other tensors cannot take their place while they do not exist. That counts as far as it exceeds
-    the peak, which may be where all shards exist. docs/memory.md has measurements.
+    other tensors cannot take their place while they do not exist. This memory counts as far as it
+    exceeds the peak, because at the peak all shards may exist. docs/memory.md has measurements.
     """
     strategy = recipe.strategy
     if strategy.kind == "ddp" or recipe.uses_one_rank(ranks):
@@ -167,8 +167,8 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
     whole = step.phases["optimizer"].components.gradients
 
     def unused(moment: Moment) -> int:
-        """Bytes of shards that do not exist at this moment: other gradients are unsharded, at most
-        of the largest unit and of another one."""
+        """Bytes of gradient shards that do not exist at this moment. The other gradients there are
+        unsharded: at most those of the largest unit and of another unit."""
         of_moment = moment.components.gradients
         before = step.phases["forward"].components.gradients  # of an earlier micro-batch
         return whole - min(whole, max(before, of_moment - gathered))
@@ -200,7 +200,8 @@ def _host(
 
 
 def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """The pass that computes the log-probabilities by the initial weights, before the first step."""
+    """A note on the pass before the first step that computes log-probabilities with the initial
+    weights."""
     objective = make_objective(recipe, trained=False)
     if not objective.needs_reference:
         return
@@ -231,7 +232,7 @@ def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
 
 
 def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """The pass of a teacher over the data, before the model is on the device."""
+    """A note on the pass of a teacher over the data, before the model is on the device."""
     if (settings := recipe.distillation) is None:
         return
     size = bytes_as_text(_teacher_peak(recipe, machine))
@@ -244,7 +245,7 @@ def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
 
 
 def _experts_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """What expert parallelism saves, by the estimate."""
+    """A note on what expert parallelism saves, by the estimate."""
     strategy = recipe.strategy
     if strategy.expert_parallel_size == 1:
         return

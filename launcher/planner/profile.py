@@ -21,7 +21,7 @@ from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.tensor_parallel import (
-    PlannedRank,
+    PlannedMesh,
     divides_attention,
     find_layers,
 )
@@ -33,8 +33,8 @@ from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.fake_tensors import Replacements
+from launcher.training.model import PreparedModel, prepare_model
 from launcher.training.operators import Saved, saved_of_blocks
-from launcher.training.prepare import PreparedModel, prepare_model
 
 Device = Literal["cuda", "cpu"]
 COLLECTIVES = (
@@ -42,7 +42,7 @@ COLLECTIVES = (
     (dist, "all_gather"),
     (tensor_collectives, "all_gather_single"),
 )
-"""What layers that are divided call, and a profile, which has no process group, leaves out."""
+"""Functions that divided layers call. A profile skips them, because it has no process group."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class WeightGroup:
         return any(weight.expert for weight in self.parameters)
 
     def on_each_of(self, ranks: int) -> WeightGroup:
-        """The weights without the experts that the other ranks of a group hold."""
+        """These weights without the experts that the other ranks of an expert parallel group
+        hold."""
         divided = (
             dataclasses.replace(w, shape=(w.shape[0] // ranks, *w.shape[1:])) if w.expert else w
             for w in self.parameters
@@ -187,12 +188,13 @@ class ModelProfile:
     """What a block saves for one sequence with DDP, by class. DDP computes in 16 bits by autocast:
     norms and sums stay in float32, and adapters read casts of their inputs. Empty if `saved` is."""
     undivided: ModelProfile | None = None
-    """The whole model, where this is the part of a tensor parallel rank."""
+    """The profile of the whole model, if this is the profile of a tensor parallel rank's part."""
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
-        """The weights of each block, then of the embedding and of the root: all that are used."""
-        return [*(self.classes[kind] for kind in self.block_classes), self.embedding, self.root]
+        """All weights that are used: those of each block, then of the embedding and of the root."""
+        blocks = [self.classes[kind] for kind in self.block_classes]
+        return [*blocks, self.embedding, self.root]
 
     @cached_property
     def orthogonalized(self) -> list[tuple[int, ...]]:
@@ -230,9 +232,9 @@ _PREPARED: dict[str, PreparedModel] = {}
 
 
 def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
-    """What `prepare_model` returns, which is cached, and must not be changed."""
+    """The result of `prepare_model`. It is cached, so it must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
-    model = dataclasses.replace(recipe.model, keep_logits="auto")  # not a part of it
+    model = dataclasses.replace(recipe.model, keep_logits="auto")  # it does not change the model
     depends = (model, recipe.lora, recipe.data, recipe.checkpoint, seed)
     objective = [getattr(recipe, name) for name in SECTIONS]
     key = repr((depends, objective, strategy.kind, strategy.mixed_precision, device))
@@ -246,8 +248,9 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
 def prepared_model(
     recipe: Recipe, *, device: Device, blocks: Collection[int] | None = None
 ) -> PreparedModel:
-    """What `prepare_model` returns, of a copy of the model: building it takes a second. With
-    `blocks`, the others are empty modules, to be deleted: copying them takes as long as a trace."""
+    """The result of `prepare_model` with a copy of the model, because building the model again
+    takes a second. With `blocks`, all other blocks are empty modules, which the caller must delete:
+    copying them would take as long as a trace."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     prepared = original_model(recipe, device=device)
@@ -292,14 +295,14 @@ def _profile(recipe: Recipe, device: Device) -> ModelProfile:
 
 
 def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device) -> ModelProfile:
-    """The profile of a prepared model without what its blocks save. With tensor parallelism it
-    is that of the first rank's part. Raises RecipeError if the model has none of this size."""
+    """The profile of a prepared model without what its blocks save. With tensor parallelism it is
+    the profile of the first rank's part. Raises RecipeError if the model has none of this size."""
     whole = _profile_of_shapes(prepared, prepared.model, recipe, device=device)
     size = recipe.strategy.tensor_parallel_size
     if size == 1 or recipe.strategy.kind == "ddp":
         return whole
     model = copy.deepcopy(prepared.model)
-    divide_layers(model, tensor_mesh=PlannedRank(size))
+    divide_layers(model, tensor_mesh=PlannedMesh(size))
     part = _profile_of_shapes(prepared, model, recipe, device=device)
     heads, head_size = whole.heads
     if divides_attention(find_layers(model)):
@@ -359,7 +362,7 @@ def _profile_of_shapes(
 
 
 def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
-    """The mean over all tokens."""
+    """The number of logits per token, as a mean over all tokens."""
     vocabulary = 0 if recipe.model.classifies else prepared.vocabulary or 0
     return round(vocabulary * prepared.objective.target_share)
 
@@ -377,7 +380,7 @@ def with_saved(
     if profile.undivided is not None:
         divide_layers(
             prepared.model,
-            tensor_mesh=PlannedRank(recipe.strategy.tensor_parallel_size),
+            tensor_mesh=PlannedMesh(recipe.strategy.tensor_parallel_size),
         )
         with Replacements() as replaced:
             for module, name in COLLECTIVES:

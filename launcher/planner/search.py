@@ -31,9 +31,10 @@ from launcher.recipe.schema import Lora, Recipe
 from launcher.recipe.validate import check
 
 EQUAL_SPEED = 0.02
-"""Of configurations whose speeds differ by less, relatively, the simplest is chosen."""
+"""Relative difference of speeds: of configurations that differ by less, the simplest is chosen."""
 LESS_MEMORY = 0.8
-"""Each configuration shown needs at most this share of the memory of the one before."""
+"""Each configuration that is shown needs at most this share of the memory of the configuration
+before it."""
 SHOWN = 7
 TRACES = 5
 """Maximum number of traces in the search for the fastest configuration."""
@@ -51,8 +52,8 @@ class SearchResult:
 
     written: Configuration
     configurations: tuple[Configuration, ...]
-    """The fastest first, each with clearly less memory than the one before, and the recipe as
-    written. Where nothing fits: the smallest."""
+    """The fastest configurations that fit, each with clearly less memory than the one before, and
+    the recipe as written. If nothing fits, the configurations that need the least memory."""
     best: Configuration | None
     """The fastest configuration that fits, traced; None if nothing fits or no memory is known."""
     evaluated: int
@@ -61,7 +62,7 @@ class SearchResult:
 
 
 def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) -> SearchResult:
-    """Estimates all configurations, and traces `traced` of those that are shown.
+    """Estimates all configurations, and traces `traced` of the configurations that are shown.
 
     Raises RecipeError as `prepare_model`.
     """
@@ -215,7 +216,8 @@ class _Search:
         return fastest + shown
 
     def may_fit(self, estimated: Configuration, *, with_room: bool = False) -> bool:
-        """Whether the corrected estimate fits, where memory is known, also with its room."""
+        """Whether the corrected estimate fits the memory, if its size is known. With `with_room`,
+        the room for the allocator must fit, too."""
         plan = estimated.plan
         extra = (self._scales.get(_like(estimated.recipe), OPTIMISM) - 1) * plan.tensors
         extra += plan.room if with_room else 0
@@ -223,8 +225,8 @@ class _Search:
         return host_fits and (plan.spare is None or extra <= plan.spare)
 
     def fastest(self, candidates: Sequence[Configuration]) -> Configuration | None:
-        """The fastest whose traced plan fits: with room for the allocator, if any does, and with
-        CPU offload only where nothing fits without."""
+        """The fastest configuration whose traced plan fits: with room for the allocator if any such
+        plan fits, and with CPU offload only if nothing fits without it."""
         if self._machine.memory is None and self._machine.host_memory is None:
             return None
         for offloads, with_room in itertools.product((False, True), (True, False)):
@@ -256,8 +258,9 @@ class _Search:
         return self.trace(option) if faster else None
 
     def divided(self) -> list[list[Configuration]]:
-        """For each key of `PARALLEL_KEYS`, estimates of the configurations without CPU offload of
-        the smallest size with which one fits with room, or else fits."""
+        """For each key of `PARALLEL_KEYS`, estimates of the configurations without CPU offload, for
+        one size: the smallest with which a configuration fits with room, or else the smallest with
+        which one fits."""
         found = []
         for recipes in larger_sizes(self._written, self._machine):
             for with_room, recipe in itertools.product((True, False), recipes):
@@ -284,10 +287,11 @@ class _Search:
 
 
 def _like(recipe: Recipe) -> tuple[object, ...]:
-    """A key that is equal for recipes whose estimates have similar errors."""
+    """A key that is the same for recipes whose estimates have similar errors."""
     strategy, checkpointing = recipe.strategy, recipe.activation_checkpointing
     mode = None if checkpointing is None else checkpointing.mode
-    return strategy.kind, mode, *(getattr(strategy, key) for key in PARALLEL_KEYS)
+    sizes = tuple(getattr(strategy, key) for key in PARALLEL_KEYS)
+    return strategy.kind, mode, sizes
 
 
 def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) -> Configuration:

@@ -1,17 +1,16 @@
 """Estimates the time of a training step with closed formulas, to rank configurations.
 
-- A block's forward pass takes the time of its products and attention, plus that of all other
-  traffic at the memory bandwidth; at least the time to launch its kernels. The backward pass
-  computes the products twice where weights are trained. Recomputation is another forward pass;
-  selective checkpointing saves attention and half of the products.
-- `model.compile` fuses the other operators: less traffic, fewer kernels.
-- A collective over n ranks moves (n - 1) / n of its bytes through each of them. It overlaps with
-  compute, which it slows down. DDP's reduction overlaps with the backward pass of the last
-  micro-batch only.
-- FSDP copies weights out of, and gradients into, the buffers of its collectives. Nothing overlaps
-  with that. On one rank, where it has no collectives, it casts and copies weights (10 bytes for a
-  parameter in 16 bits) and gradients (14 bytes; torch 2.11 to 2.13, `foreach_reduce`).
-- Of copies between host and device only what exceeds compute counts.
+- A block's forward pass takes the time of its products and attention, plus the time that all other
+traffic takes at the memory bandwidth; at least the time to launch its kernels. The backward pass
+computes the products twice where weights are trained. Recomputation is another forward pass;
+selective checkpointing saves attention and half of the products. - `model.compile` fuses the other
+operators: less traffic, fewer kernels. - A collective over n ranks moves (n - 1) / n of its bytes
+through each of them. It overlaps with compute, which it slows down. DDP's reduction overlaps with
+the backward pass of the last micro-batch only. - FSDP copies weights out of, and gradients into,
+the buffers of its collectives. Nothing overlaps with that. On one rank, where it has no
+collectives, it casts and copies weights (10 bytes for a parameter in 16 bits) and gradients (14
+bytes; torch 2.11 to 2.13, `foreach_reduce`). - Copies between host and device run beside compute:
+only the time by which they exceed it counts.
 
 docs/speed.md compares the estimates with published figures.
 """
@@ -38,7 +37,8 @@ LAUNCH_SELECTIVE = 85e-6
 selective checkpointing, where Python code decides about each operator: the host of an H100 took 574
 ms for a step whose kernels took 475."""
 BACKWARD_LAUNCHES = 2.2
-"""Ratio of kernels in the backward pass of a Llama block to those in its forward pass: 82 to 38."""
+"""Ratio of the kernels in the backward pass of a Llama block to the kernels in its forward pass: 82
+to 38."""
 BACKWARD_MOVED = 2.4
 """Ratio of the bytes that operators other than matrix products and attention move in the backward
 pass to the bytes that they move in the forward pass: 11.8 to 4.8 GB for a block of Llama 3 8B with
@@ -52,12 +52,14 @@ MI210 and MI250 (Lee et al., 2025, arXiv 2507.03114)."""
 LATENCY = 20e-6
 """Seconds before the first byte of a collective arrives. An estimate."""
 ATTENTION = 0.5
-"""Rate of attention relative to that of matrix products: FlashAttention-2 reaches 35 % of an
+"""Rate of attention, relative to the rate of matrix products: FlashAttention-2 reaches 35 % of an
 H100's peak (Shah et al., 2024), products 70 %."""
 ATTENTION_BACKWARD = 2.5
-"""Ratio of products in the backward pass of attention to those in its forward pass (Dao, 2023)."""
+"""Ratio of the products in the backward pass of attention to the products in its forward pass (Dao,
+2023)."""
 FLOAT32_PRODUCTS = 1 / 8
-"""Rate of float32 products without TF32, relative to that with it: A100 and H100, data sheets."""
+"""Rate of float32 products without TF32, relative to their rate with TF32: A100 and H100, data
+sheets."""
 DEQUANTIZE = {"cuda": 33 / 64, "cpu": 20.5}
 """Bytes that `nf4.dequantize` moves for a number, without writing the result: a kernel on GPUs,
 torch's operators on CPUs."""
@@ -87,7 +89,8 @@ class StepTime:
     recomputation: float
     # Time that does not overlap with compute
     communication: float
-    """With the copies of FSDP, and the time by which collectives slow compute down."""
+    """Seconds of communication, with the copies of FSDP and the time by which collectives slow
+    compute down."""
     offload: float
     """Copies between device and host."""
     optimizer: float
@@ -229,7 +232,8 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         gather = _collective(own, ranks, machine, blocks, sharing=sharing)
         reduce = _collective(work.reduce * own_trained, ranks, machine, blocks, sharing=sharing)
         weights, trained = weights - own, trained - own_trained
-    # Tensor parallel ranks are neighbours, and shard each their part with ranks of other nodes
+    # Tensor parallel ranks are neighbours. Each of them shards its part of the layers together with
+    # ranks of other nodes
     across = work.shards * work.tensor_ranks > machine.gpus_per_node
     sharing = work.tensor_ranks if across else 1
     gather += _collective(weights, work.shards, machine, groups, sharing=sharing)
@@ -297,7 +301,7 @@ def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float
         masters = sum(sum(group.sizes(work.size)) for group in profile.groups) / work.shards
         upload = masters / rates.host_bandwidth
         forward, backward = (upload * times for times in _gathers(work))
-        if work.shards == 1:  # nothing hides them: FSDP2 copies on the stream that computes
+        if work.shards == 1:  # compute waits for them: FSDP2 copies on the stream that computes
             forward, backward, waits = 0.0, 0.0, forward + backward
         download = 4 * trained / rates.host_bandwidth
         addition = ADD_BYTES / ADAMW_BYTES * trained / rates.host_adamw

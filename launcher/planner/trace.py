@@ -53,12 +53,13 @@ from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.strategies.fsdp import Fsdp
 from launcher.training.loop import Update, train_steps
+from launcher.training.model import PreparedModel, row_part
 from launcher.training.operators import shapes_of
-from launcher.training.prepare import PreparedModel, row_part
 
 EDGE = 2
-"""A deep model is traced with its first and last two blocks, whose neighbours differ from those of
-other blocks, and one between; two with Muon, whose matrices are shared out among the ranks."""
+"""A deep model is traced with its first and last two blocks, whose neighbours differ from the
+neighbours of other blocks, and with one block between; with two between for Muon, whose matrices
+are assigned to the ranks."""
 CPU = torch.device("cpu")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -98,8 +99,8 @@ def trace_step(
         keep_blocks(prepared.model, prepared.blocks, range(depth))
         traced = run(prepared)
         between = frozenset(names[ends // 2 : depth - ends // 2])
-        # What the smaller model holds between steps and in the optimizer's step; its forward and
-        # backward passes are those of the larger one without the blocks between
+        # The smaller model is traced between steps and in the optimizer's step. Its forward and
+        # backward passes are taken from the larger model, without the blocks in between
         small = traced.step_memory(run(smaller, only_update=True), between)
         return _extrapolated(small, traced.step_memory(), (ends, depth), names)
 
@@ -192,7 +193,8 @@ def _run(
 def _logits_label(
     prepared: PreparedModel, data: SyntheticData, *, tensor_parallel_size: int
 ) -> Callable[[torch.Tensor], Label | None]:
-    """A function that labels logits, by their shape, of which each rank has a part."""
+    """A function that labels logits by their shape. Each tensor parallel rank has a part of
+    them."""
     widths, positions = set(), data.tensors.get("target_positions")
     tokens = data.tokens if positions is None else len(positions)
     if vocabulary := prepared.vocabulary:
@@ -331,8 +333,9 @@ class _Observer:
     def step_memory(
         self, updated: _Observer | None = None, without: frozenset[str] = frozenset()
     ) -> StepMemory:
-        """Memory of the second step. With `updated`, that of its model: its own update, and these
-        forward and backward passes without the events in the modules `without`."""
+        """Memory of the second step. With `updated`, the observer of a smaller model, it is the
+        memory of this smaller model. Its optimizer's step is from `updated`. Its forward and
+        backward passes are from this observer, without the events in the modules `without`."""
         own, tracker, (first, last) = updated or self, self._tracker, self._step_from[1:3]
         held = own._tracker.at(own._step_from[1])
         moments = tracker.replay(first, last, held=held, without=without)
@@ -363,8 +366,8 @@ def _extrapolated(
 ) -> StepMemory:
     """Extrapolates two traces linearly to a model with a block for each name.
 
-    The blocks of the smaller one are the first and the last blocks of the model. No moments are
-    computed for the blocks between them: their memory lies between that of their neighbours.
+    The blocks of the smaller trace are the first and the last blocks of the model. No moments are
+    computed for the blocks between them: their memory lies between the memory of their neighbours.
     """
     further = (len(names) - depths[0]) / (depths[1] - depths[0])
 
@@ -376,7 +379,7 @@ def _extrapolated(
         return Components(**{name: line(*pair) for name, pair in pairs.items()})
 
     def in_model(place: Place) -> Place:
-        """A place of the traced model in the whole one."""
+        """The place in the whole model for a place in the traced model."""
         index = names.index(place.where) if place.where in names else 0
         later = len(names) - depths[1] if index >= depths[0] // 2 else 0
         return place._replace(where=names[index + later]) if later else place

@@ -1,7 +1,8 @@
 """Follows every storage of a step from allocation to release.
 
-What a storage is for is often known only later: activations are what is held when the forward pass
-has ended. So labels are read when the recorded allocations and releases are replayed.
+The purpose of a storage is often known only later: activations are the storages that still exist
+when the forward pass has ended. So labels are read when the recorded allocations and releases are
+replayed.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from launcher.planner.memory import COMPONENTS, Component, Phase
 from launcher.planner.memory import pinned as pinned_bytes
 
 Label = Component | Literal["host"]
-"""What a storage is for."""
+"""The purpose of a storage."""
 HOST: Literal["host"] = "host"
 """The label of storages in host memory while the device is a GPU."""
 
 _COPIED = {"c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
-"""Collectives of which gloo copies an argument, with its index."""
+"""Collectives of which gloo copies an argument, and the index of this argument."""
 _COMMUNICATES = ("fsdp::all_gather_copy_in", "fsdp::chunk_cat", *_COPIED)
-"""Operators whose arguments are buffers of FSDP, except for those that have another label."""
+"""Operators whose arguments are buffers of FSDP, except for arguments that have another label."""
 _COPIES: Mapping[Label, Component] = {
     "parameters": "gathered",
     "gradients": "gradients",
@@ -136,7 +137,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record
 
     def mark(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
-        """Labels storages, and records those that are new."""
+        """Labels storages, and records new ones."""
         for tensor in tensors:
             self.see(tensor, label=label)
 

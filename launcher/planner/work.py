@@ -33,8 +33,8 @@ SCORES = 64
 """Bytes that are saved for each attention score where no kernel avoids them, rounded up (51 with
 dropout in float32)."""
 MOVED = 3.0
-"""Bytes that operators other than products and attention move, relative to those that autograd
-saves."""
+"""Bytes that operators other than matrix products and attention move, relative to the bytes that
+autograd saves."""
 LAUNCHES = 40
 """Kernels of a block's forward pass."""
 
@@ -52,8 +52,8 @@ def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
 
 
 def with_most_saved(profile: ModelProfile, recipe: Recipe) -> ModelProfile:
-    """The profile with more than what blocks with packed attention save: three times the usual
-    bytes around matrices, and on a CPU the scores of attention."""
+    """The profile with sizes that exceed what any block with packed attention saves: three times
+    the usual bytes around matrices, and on a CPU the scores of attention."""
     length, dtype = recipe.data.sequence_length, compute_dtype(recipe.strategy)
     scores = SCORES * profile.heads[0] * length**2 if profile.device == "cpu" else 0
     saved = {}
@@ -83,7 +83,7 @@ class Pass:
     casts: int
     """Copies of weights under autocast."""
     moved: float
-    """Read and written by operators other than products and attention."""
+    """Bytes that operators other than matrix products and attention read and write."""
     launches: int = 0
     """Number of kernels."""
     products: float
@@ -95,7 +95,8 @@ class Pass:
     quantized: int = 0
     """Elements of weights in NF4."""
     dequantized: int = 0
-    """The largest of them in the compute dtype, on CPUs with the working space of dequantization."""
+    """Bytes of the largest of these weights in the compute dtype; on CPUs, the working space of
+    dequantization counts, too."""
 
 
 class Work:

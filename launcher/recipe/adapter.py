@@ -20,9 +20,19 @@ PEFT_KEYS = {
 }
 """Keys of `lora`, by those of peft's adapter_config.json."""
 _UNSUPPORTED = (
-    *("rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices"),
-    *("layers_to_transform", "layer_replication", "exclude_modules", "lora_bias", "use_qalora"),
-    *("arrow_config", "alora_invocation_tokens", "monteclora_config", "velora_config"),
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "layers_to_transform",
+    "layer_replication",
+    "exclude_modules",
+    "lora_bias",
+    "use_qalora",
+    "arrow_config",
+    "alora_invocation_tokens",
+    "monteclora_config",
+    "velora_config",
 )
 """Settings of peft that must be off."""
 _INITIAL = (None, True, False, "gaussian", "orthogonal")

@@ -221,7 +221,9 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
             del places[place]
     for length in range(1, len(path)):
         places.setdefault(path[:length], argument)
-    places |= dict.fromkeys([path, *((*path, *inner) for inner in lines)], argument)
+    places[path] = argument
+    for inner in lines:
+        places[*path, *inner] = argument
     for part in reversed(path):
         value = {part: value}
     plain |= merged(plain, value)

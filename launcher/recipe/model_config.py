@@ -14,9 +14,18 @@ from launcher.recipe.section import LARGEST_INT
 IMAGE_TEXT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types of images and text whose text model can be trained, with their own class."""
 _SIZES = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-    *("n_embd", "n_layer", "n_head", "n_positions"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_positions",
 }
 """Keys whose errors transformers finds late, without naming the key."""
 _SET_ELSEWHERE = {
@@ -29,12 +38,37 @@ _SET_WITH_PATH = {
     "torch_dtype": "strategy.mixed_precision",
 }
 _OF_WEIGHTS = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "n_embd", "n_layer", "n_head", "n_inner"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
-    *("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "hidden_act"),
-    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    *("architectures", "quantization_config", "n_positions", "depth", "num_heads", "patch_size"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_intermediate_size",
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "tie_word_embeddings",
+    "hidden_act",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "architectures",
+    "quantization_config",
+    "n_positions",
+    "depth",
+    "num_heads",
+    "patch_size",
 }
 """Keys that decide which weights there are, their shapes, or what they compute."""
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")

@@ -79,8 +79,15 @@ _ANSWERS = {
     "batch.micro_batch_size and the number of ranks",
     **dict.fromkeys(
         (
-            *("num_processes", "num_machines", "nproc_per_node", "nnodes", "ranks", "world_size"),
-            *("num_gpus", "n_gpus", "ngpus"),
+            "num_processes",
+            "num_machines",
+            "nproc_per_node",
+            "nnodes",
+            "ranks",
+            "world_size",
+            "num_gpus",
+            "n_gpus",
+            "ngpus",
         ),
         "the command has the options gpus and nodes",
     ),

@@ -1,8 +1,9 @@
 """Whether all ranks train the same thing: recipe, versions, files.
 
-Machines that start by hand, each with its own command, may differ. Replicas of a model would then
-drift apart without an error, or the ranks would wait for each other for ever. A reduction of a few
-bytes compares digests. What differs is exchanged only if they do.
+Machines on which a user starts the ranks by hand, each with its own command, may differ. Replicas
+of a model would then drift apart without an error, or the ranks would wait for each other for ever.
+A reduction of a few bytes compares digests. If the digests differ, the ranks exchange what the
+digests are made of.
 """
 
 from __future__ import annotations
@@ -33,25 +34,34 @@ from launcher.recipe.load import argument_digests
 from launcher.recipe.schema import Recipe
 
 _OWN = (
-    *("run.name", "run.dir", "slurm", "logging.wandb", "logging.tensorboard", "data.cache"),
-    *("data.workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
+    "run.name",
+    "run.dir",
+    "slurm",
+    "logging.wandb",
+    "logging.tensorboard",
+    "data.cache",
+    "data.workers",
+    "data.prefetch_factor",
+    "data.persistent_workers",
+    "data.pin_memory",
     "data.processes",
 )
-"""Sections and keys that may differ: of a machine, or such that only those of rank 0 are used."""
+"""Sections and keys that may differ: they are about one machine, or only rank 0 uses them."""
 _BLOCKS, _BLOCK_BYTES = 16, 2**12
-"""What is read of a file of weights, evenly spaced."""
+"""A sample of a file of weights: so many blocks, evenly spaced, of so many bytes."""
 _SHOWN = 12
 """Most differences that a message lists."""
 _LARGEST = 2**63 - 1
 _SALT = "ranks"
-"""Of digests of arguments from the environment, the same on all ranks."""
+"""Salt of the digests of arguments from the environment. It is the same on all ranks."""
 
 
 def compare_recipes(recipe: Recipe, ranks: RankLayout, *, several_machines: bool) -> None:
     """Compares the recipe and the versions of all ranks. Every rank must call this.
 
-    Of a text with slashes only what follows the last one is compared: machines may keep the same
-    file in other folders. Raises RecipeError on every rank, with the keys and ranks that differ.
+    If a text has slashes, only the part after the last slash is compared: machines may have the
+    same file in different folders. Raises RecipeError on every rank, with the keys and ranks that
+    differ.
     """
     found: dict[str, object] = dict(_flat(dataclasses.asdict(recipe)))
     if several_machines:
@@ -65,8 +75,9 @@ def compare_content(
     recipe: Recipe, data: RunData, ranks: RankLayout, *, several_machines: bool, reads: bool
 ) -> None:
     """Compares what the ranks have read: data, and on several machines weights and the user's code.
-    Every rank must call this. `reads`: this rank reads files for the comparison (one of a machine).
-    Raises RecipeError on every rank, with the files and ranks that differ."""
+    Every rank must call this. `reads`: whether this rank reads files for the comparison, as one
+    rank of each machine does. Raises RecipeError on every rank, with the files and ranks that
+    differ."""
     found = dict(_of_data("data.train", data.fingerprint))
     for name, validation in data.validation.items():
         found |= dict(_of_data(f"data.validation, {name}", validation.fingerprint))
@@ -76,7 +87,7 @@ def compare_content(
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """The values of nested sections by dotted key, without those of `_OWN`."""
+    """The values of nested sections by dotted key, without the keys in `_OWN`."""
     if any(path == name or path.startswith(f"{name}.") for name in _OWN):
         return
     if isinstance(value, Mapping):
@@ -93,7 +104,7 @@ def _last_parts(value: object) -> object:
 
 
 def _versions() -> dict[str, object]:
-    """Of launcher, with a digest of its code, torch and transformers."""
+    """The versions of launcher, with a digest of its code, of torch and of transformers."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
@@ -105,8 +116,8 @@ def _versions() -> dict[str, object]:
 
 
 def _of_data(key: str, fingerprint: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """A fingerprint (`TokenStore.fingerprint`): the digest of the tokens in place of the files, if
-    there is one."""
+    """A fingerprint (`TokenStore.fingerprint`), in which the digest of the tokens, if there is one,
+    takes the place of the files."""
     for name, value in fingerprint.items():
         if name == "parts":
             for part, inner in value.items():

@@ -39,21 +39,24 @@ from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile
 from launcher.strategies.base import compute_dtype, dtype_name
-from launcher.training.prepare import PreparedModel
+from launcher.training.model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
-"""Keys of `strategy`. Their `auto` becomes false if `ROOM` then stays free, else true."""
+"""Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
+else true."""
 ROOM = 0.15
 """Share of the memory that must stay free by estimate, which is good to some 10 %."""
 CPU_ROOM = 0.5
 """Share of the host memory that must stay free on CPUs, where other processes need memory too. It
 also holds for the configuration that `auto` chooses."""
 CPU_SECONDS = 20.0
-"""Most seconds of a micro-batch that `auto` chooses on CPUs: progress is logged after each."""
+"""Most seconds of a micro-batch that `auto` chooses on CPUs: progress is logged after each
+micro-batch."""
 SLOW_STEP = 60.0
-"""Seconds of a step by plan from which a choice for CPUs names a smaller batch."""
+"""If a step takes as many seconds by plan, the message of a choice for CPUs names a smaller
+batch."""
 SECONDS = 300
 """Time limit of the choice."""
 OWN_CONTEXT = 2**30
@@ -234,7 +237,8 @@ def resolve_collectives(
 def _profiles(
     recipe: Recipe, prepared: PreparedModel, machine: Machine
 ) -> tuple[ModelProfile, Callable[[], ModelProfile]]:
-    """The profiles that `choose_collectives` takes: from shapes, and a function that traces one."""
+    """The two profiles that `choose_collectives` takes: one from shapes, and a function that traces
+    one."""
     shapes = profile_of_shapes(prepared, recipe, device=machine.device)
 
     @cache
@@ -254,14 +258,14 @@ def choose_collectives(
     earlier: Mapping[str, Any] | None = None,
     failed: bool = False,
 ) -> tuple[Recipe, str]:
-    """The fewest collectives that leave `ROOM` by estimate, in place of `auto` in `COLLECTIVES`. On
-    CPUs a node's host memory, with that for data and checkpoints, must suffice, too. On GPUs it
-    does not depend on the collectives.
+    """Replaces `auto` in `COLLECTIVES` by the fewest collectives with which `ROOM` of the memory
+    stays free by estimate. On CPUs the host memory of a node must suffice for them, too, together
+    with data and checkpoints. On GPUs the host memory does not depend on the collectives.
 
-    `profiles` are the model's profile without what blocks save and, called if it is needed, with
-    it. `earlier` is the strategy of the checkpoint that is resumed from, if a resume can be exact.
-    `failed`: fewer collectives ran out of memory before. Returns the recipe, and the overrides that
-    produce it with the reason.
+    `profiles` are the model's profile without what blocks save, and a function that returns it with
+    what they save, which is called if it is needed. `earlier` is the strategy of the checkpoint
+    that the run resumes from, if a resume can be exact. `failed`: whether fewer collectives ran out
+    of memory before. Returns the recipe, and a text: the overrides that produce it, and the reason.
     """
     keys = open_collectives(recipe, ranks=machine.ranks)
     # Reducing once a step comes first: with several micro-batches it saves as much traffic or more
@@ -278,7 +282,7 @@ def choose_collectives(
     chosen, why = most, f"{what} would leave less than {ROOM:.0%} of {memory} free"
     traced = cache(profiles[1])
     host_needed: list[int] = []
-    """Of choices that leave enough of a device, and for which a node has too little."""
+    """The host memory that a node would need, of each choice that fits a device but not a node."""
 
     def leaves(share: float, choice: Recipe) -> bool:
         short = 0
@@ -319,13 +323,13 @@ def choose_logits(
     *,
     failed: bool = False,
 ) -> tuple[Recipe, str] | None:
-    """`model.keep_logits` in place of `auto`: true if that leaves `ROOM` by estimate, on CPUs
-    `CPU_ROOM`. None if it is not `auto`, if no logits would be computed again, or if the size of
-    the memory is not known.
+    """Replaces `auto` in `model.keep_logits`: by true if `ROOM` of the memory, on CPUs `CPU_ROOM`,
+    stays free by estimate with kept logits. Returns None if the key is not `auto`, if no logits
+    would be computed again, or if the size of the memory is not known.
 
     A resume need not keep the choice, which changes no bits. `profiles` are as in
-    `choose_collectives`. `failed`: with kept logits an earlier start ran out of memory. Returns the
-    recipe, and the override that produces it with the reason.
+    `choose_collectives`. `failed`: whether an earlier start ran out of memory with kept logits.
+    Returns the recipe, and a text: the override that produces it, and the reason.
     """
     chunked = Work(profiles[0], recipe, ranks=machine.ranks).chunked
     if recipe.model.keep_logits != "auto" or recipe.distillation is not None or not chunked:
@@ -357,8 +361,8 @@ def _with_strategy(recipe: Recipe, values: Mapping[str, bool]) -> Recipe:
 def _estimates(
     recipe: Recipe, machine: Machine, profiles: tuple[ModelProfile, Callable[[], ModelProfile]]
 ) -> Iterator[Plan]:
-    """Estimates of the memory: first one that is too high but quick, then a good one. None for
-    models of the user's own code, of which only a trace knows what they save."""
+    """Estimates of the memory: first a quick one that is too high, then a good one. There are no
+    estimates for models of the user's own code: only a trace finds out what such a model saves."""
     shapes, checkpointing = profiles[0], recipe.activation_checkpointing
     if recipe.model.builder is not None or recipe.data.builder is not None:
         return
@@ -387,7 +391,7 @@ def _choose(
         problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
         result = search_configurations(recipe, machine)
         suggestions = result.suggestions
-        if (best := result.best) is not None:  # in which more changes than what is auto
+        if (best := result.best) is not None:  # it changes more keys than those that are auto
             suggestions = (
                 f"{strategy_text(best.recipe, machine.ranks)}: {' '.join(best.overrides)}",
             )
@@ -398,7 +402,8 @@ def _choose(
 def choose(
     recipe: Recipe, machine: Machine, *, failed: int | None = None
 ) -> tuple[Recipe, Sequence[str], str] | None:
-    """The fastest configuration that was measured, or else that fits by plan, in place of `auto`.
+    """Replaces `auto` by the fastest configuration that was measured. Without measurements, by the
+    fastest one that fits by plan.
 
     `failed` is the smallest micro-batch that ran out of memory. Returns the recipe without `auto`,
     the overrides that produce it, and why it was chosen; None if nothing fits, or if the size of
@@ -429,8 +434,8 @@ def choose(
 def _fastest_on_cpu(
     recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None
 ) -> Configuration | None:
-    """`fastest_that_fits` into half of the memory if anything does, with micro-batches of at most
-    `CPU_SECONDS`."""
+    """Like `fastest_that_fits`, but with micro-batches of at most `CPU_SECONDS`, and in half of the
+    memory if a configuration fits there."""
 
     def half(size: int | None) -> int | None:
         return None if size is None else round(CPU_ROOM * size)

@@ -67,7 +67,7 @@ class CheckpointManager:
         self._best: Json = {}
         """Step and value of the best checkpoint that was saved (checkpoint.keep_best)."""
         self._candidate = self._best
-        """`_best` once the save in progress has succeeded."""
+        """The value of `_best` after the save in progress, if it succeeds."""
         self.trouble: str | None = None
         """Why the last save failed, or None."""
         self.saved_step: int | None = None
@@ -116,7 +116,7 @@ class CheckpointManager:
         NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
         if isinstance(start, From):
-            with files.reading(start.path):  # another run, which trains, must not delete it
+            with files.reading(start.path):  # another run that is training must not delete it
                 return self._restore(start, at_most=at_most)
         return self._restore(start, at_most=at_most)
 
@@ -128,7 +128,8 @@ class CheckpointManager:
         before = recipe_of_state(state)
         now = recipe_to_compare(self._training.recipe, state.get("environment"))
         allow = self._settings.allow_changes
-        # `decide` has compared the newest one, which may be damaged: this one may be of another
+        # `decide` has compared the recipe of the newest checkpoint. If that is damaged, this is an
+        # older one, which may be of another recipe
         check_recipe(path, before, now, allow=allow)
         changes = recipe_changes(before, now)
         changes += check_content(
@@ -155,7 +156,7 @@ class CheckpointManager:
             name = f"{state['step']}/{self._ranks.tensor_parallel_group_index}"
             torch.manual_seed(derived_seed(self._training.recipe.run.seed, name))
         self.saved_step = state["step"]
-        # Damaged checkpoints, and those of steps that will be repeated
+        # Damaged checkpoints, and checkpoints of steps that will be repeated
         if self._ranks.rank == 0:
             refused = -1.0
             if start == Latest():
@@ -199,13 +200,13 @@ class CheckpointManager:
         """Starts a save, whose outcome `report` logs. Raises the same errors as `report`, and
         TrainingError if copies of parameters differ between ranks: nothing is saved then.
 
-        `scores` are the results of an evaluation after this step; `evaluated` is False if that was
-        interrupted.
+        `scores` are the results of an evaluation after this step; `evaluated` is False if this
+        evaluation was interrupted.
         """
         self._replicas.check()
         step, metric = position.step, self._settings.keep_best
         if metric is not None:
-            self.finish()  # whether the previous one was saved decides which is the best
+            self.finish()  # the best checkpoint depends on whether the previous save succeeded
         best = self._best
         value = None if metric is None else scores.get(metric)
         if metric and value is not None and is_better(metric, value, best.get(metric)):

@@ -27,8 +27,8 @@ COST = "each block then launches some 60 more kernels in a micro-batch"
 def resolve_compile(recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder) -> Recipe:
     """The recipe with true or false in place of `model.compile: auto`; every rank must call this.
 
-    A run that resumes keeps what the checkpoint of its start was trained with,
-    if that is possible here: compiled blocks round differently.
+    A run that resumes keeps the value that its checkpoint was trained with, if this machine can
+    compile: compiled blocks round differently.
     """
     if recipe.model.compile != "auto":
         return recipe
@@ -63,7 +63,7 @@ class Compilation:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Follows everything that is compiled inside."""
+        """A context in which everything that is compiled is counted and timed."""
         with compilation_observed(self._begin, self._end):
             yield
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 
 EVERY_STEPS = 50
-"""Steps between collections of what survived a step."""
+"""Steps between two collections of the objects that survived a step."""
 
 
 class GarbageCollection:
     """A context in which garbage is collected between steps only.
 
-    Python collects when enough objects were made, in the middle of a step and in another one on
-    each rank, and all ranks wait for the one that does. What exists after the first step lives as
-    long as the run: it is not searched again.
+    By default Python collects when enough objects were made: in the middle of a step, and on each
+    rank in another step, so that all ranks wait for the rank that collects. Objects that exist
+    after the first step live as long as the run, and are not searched again.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,9 @@ class GarbageCollection:
             gc.enable()
 
     def step_done(self, step: int, *, everything: bool) -> None:
-        """Collects the garbage of a step, whose cycles may hold activations; with `everything`,
-        after an evaluation or a checkpoint, also what survived earlier steps."""
+        """Collects the garbage of a step: its reference cycles may hold activations. With
+        `everything`, after an evaluation or a checkpoint, collects the objects that survived
+        earlier steps, too."""
         if everything or not self._frozen:
             gc.collect()
         else:

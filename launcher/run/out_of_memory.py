@@ -76,11 +76,11 @@ class DeviceMemory(NamedTuple):
     """Bytes of a GPU."""
 
     allocated: int
-    """By this rank, for tensors."""
+    """Used by this rank for tensors."""
     reserved: int
-    """By this rank's allocator."""
+    """Reserved by this rank's allocator."""
     used: int
-    """By all processes."""
+    """Used by all processes."""
     total: int
 
 
@@ -100,7 +100,7 @@ def take_inventory(
     requested: int,
 ) -> dict[str, int]:
     """Bytes that this rank holds and requested, by the keys of `_NAMES`. On CPUs `gpu` is None.
-    With `buckets`, as in DDP, all gradients have memory, also those that are None."""
+    With `buckets`, as in DDP, gradients that are None have memory, too."""
     device = "cpu" if gpu is None else "cuda"
     rows, everywhere = _states(module, optimizer, device, buckets)
     if gpu is None:
@@ -155,7 +155,7 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
 
 
 class MemoryPostMortem:
-    """Examines this rank after memory ran out. The run tells it what is known by then."""
+    """Examines this rank after memory ran out. The run sets what is known at that time."""
 
     def __init__(self, recipe: Recipe, environment: Environment, run: RunFolder) -> None:
         self._recipe, self._environment, self._run = recipe, environment, run
@@ -211,7 +211,8 @@ class MemoryPostMortem:
         return self._account(self._machine, text, helps, phase=phase, rows=rows, measured=measured)
 
     def killed(self, process: str, step: int) -> Account | None:
-        """The kernel ended another process, such as `rank 1 of 2`."""
+        """The report on a process that the kernel ended, such as `rank 1 of 2`; None if no machine
+        is known."""
         if self._machine is None:
             return None
         left = host_memory.available()
@@ -230,7 +231,7 @@ class MemoryPostMortem:
         rows: dict[str, int] | None = None,
         measured: int | None = None,
     ) -> Account:
-        """The account, with suggestions. `helps` says whether a smaller micro-batch would help."""
+        """The report, with suggestions. `helps` says whether a smaller micro-batch would help."""
         recipe, rows = self._recipe, rows or {}
         smaller = helps and self._restarts_smaller and recipe.batch.micro_batch_size != 1
         restarts_now = smaller and self._environment.restarts_left > 0
@@ -240,7 +241,7 @@ class MemoryPostMortem:
             if not restarts_now:
                 try:
                     lines = run_in_process(seconds, explain, recipe, machine, phase, rows, measured)
-                except Exception as error:  # whatever it is, the rest of the report matters
+                except Exception as error:  # whatever the error is, the rest of the report matters
                     lines += [f"what would fit is not known: {error}"]
             return "\n".join([*lines, _NEXT] if smaller else lines)
 
@@ -253,9 +254,9 @@ def explain(
 ) -> list[str]:
     """A table of the memory held and planned, and the fastest configurations that need less.
 
-    The rows are those of `take_inventory`; `measured` are the bytes of tensors on the device, with
-    the request. Where memory held exceeds the plan, the suggestions are for a device smaller by as
-    much.
+    `rows` is the result of `take_inventory`. `measured` are the bytes of tensors on the device,
+    with the request. If the memory held exceeds the plan, the suggestions are for a device that is
+    smaller by the excess.
     """
     plan = make_plan(recipe, machine)
     # In preparation, what the rank holds is not known yet

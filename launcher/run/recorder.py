@@ -28,12 +28,20 @@ TIMED_EVERY = 10
 SENSOR_SECONDS = 5.0
 """Seconds between two readings of a GPU's sensors."""
 GATHERED = (
-    *("loss", "waited", "cpu", "peak", "reserved", "retries", "own"),
-    *("power", "temperature", "busy"),
+    "loss",
+    "waited",
+    "cpu",
+    "peak",
+    "reserved",
+    "retries",
+    "own",
+    "power",
+    "temperature",
+    "busy",
 )
-"""What each rank contributes: its part of the loss; seconds waited for data; CPU seconds; peaks of
-allocated and reserved memory; retried allocations; `_Interval.own_seconds`; values of
-`GpuSensors`."""
+"""The values that each rank contributes: its part of the loss; seconds waited for data; CPU
+seconds; peaks of allocated and reserved memory; retried allocations; `_Interval.own_seconds`;
+values of `GpuSensors`."""
 
 Timestamp = float | torch.cuda.Event
 """A point in time: on CUDA an event, because the host runs ahead of the device."""
@@ -63,9 +71,10 @@ class _Interval:
 
     def __init__(self, begin: Timestamp) -> None:
         self.steps = self.timed_steps = 0
-        """All, and those in which waits for other ranks were measured."""
+        """The number of all steps, and of the steps in which waits for other ranks were
+        measured."""
         self.tokens = 0
-        """Over all ranks."""
+        """Tokens over all ranks."""
         self.squared_lengths = 0
         """See `StepTotals`."""
         self.waited = 0.0
@@ -74,16 +83,16 @@ class _Interval:
         """Retried allocations of this rank."""
         self.cpu_before = time.process_time()
         self.skipped: list[torch.Tensor] = []
-        """For each step, 1 if it was skipped."""
+        """For each step, a tensor: 1 if the step was skipped."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """By phase, and `communication`, which is part of the phases. Complete after `read` once
-        the device has reached the end."""
+        """Seconds by phase, and of `communication`, which is part of the phases. They are complete
+        if `read` is called after the device has reached the end of the interval."""
         self.marks: deque[tuple[str, Timestamp]] = deque([("logging", begin)])
         """Each phase, and when it began."""
         self.waits: deque[tuple[Timestamp, Timestamp]] = deque()
 
     def read(self) -> None:
-        """Adds up what the device has passed. Does not wait."""
+        """Adds up the phases that the device has finished. Does not wait for it."""
         while len(self.marks) > 1 and _passed(self.marks[1][1]):
             phase, begin = self.marks.popleft()
             self.seconds[phase] += _seconds(begin, self.marks[0][1])
@@ -335,7 +344,8 @@ class StepRecorder:
         }
 
     def _by_source(self, gathered: dict[str, torch.Tensor]) -> Json:
-        """`losses`: the mean loss of each source of a mixture, null without a target of it."""
+        """`losses`: the mean loss of each source of a mixture; null for a source without a
+        target."""
         if not self.sources:
             return {}
         losses = {}
@@ -345,7 +355,7 @@ class StepRecorder:
         return {"losses": losses}
 
     def _most_retries(self, interval: _Interval, by_rank: torch.Tensor) -> int | None:
-        """Retried allocations of the rank with the most; None on a CPU."""
+        """The largest number of retried allocations of a rank; None on a CPU."""
         # Null GPUs gather no values; this rank's own need no device
         return int(max(interval.retries, float(by_rank.nan_to_num().max()))) if self._cuda else None
 

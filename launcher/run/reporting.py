@@ -47,7 +47,8 @@ _LAST_RECORD_SECONDS = 1.0
 
 
 class Reporter:
-    """Logs steps and evaluations. Every rank has one for its numbers; rank 0 writes and prints."""
+    """Logs steps and evaluations. Every rank has a reporter, which gathers its numbers. Only rank 0
+    writes and prints."""
 
     def __init__(
         self, training: Training, folder: RunFolder, recorder: StepRecorder, *, first_step: int
@@ -60,13 +61,13 @@ class Reporter:
         self._first_step = self._last_step = first_step
         self._started = time.monotonic()
         self._losses: list[float] = []
-        """The first and the last one of this start."""
+        """The first and the last loss of this start."""
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._peak = 0
         """Largest peak of a rank in the last record, in bytes."""
         self._logged, self._retries, self._retry_steps = first_step, 0, 0
-        """The last logged step; retried allocations after `WARM_UP_STEPS`, and in how many
-        steps."""
+        """The last logged step; the number of retried allocations after `WARM_UP_STEPS`, and the
+        number of steps that had them."""
         self._pending: PendingRecord | None = None
         self._micro_batches, self._judged = 1, False
         self._progress = ProgressLine(self._steps)
@@ -138,7 +139,7 @@ class Reporter:
 
     @contextmanager
     def excluded(self, what: str = "evaluation") -> Iterator[None]:
-        """Around an evaluation or a checkpoint: the time inside belongs to no step."""
+        """A context for an evaluation or a checkpoint: the time inside of it belongs to no step."""
         self.flush()
         with self._recorder.excluded(what):
             yield
@@ -259,7 +260,7 @@ class Reporter:
         self._recent.append(loss)
 
     def state(self) -> Json:
-        """For a checkpoint: the values that detect divergence."""
+        """The state for a checkpoint: the values that detect divergence."""
         return {
             "skipped": self._recorder.skipped,
             "skipped_in_a_row": self._recorder.skipped_in_a_row,
@@ -314,7 +315,8 @@ class Reporter:
     def resumed(
         self, resumed: Resumed, data: RunData, *, diverged: DivergedError | None = None
     ) -> None:
-        """The run continues with `data` from a checkpoint, to which it goes back if it diverged."""
+        """Reports that the run continues with `data` from a checkpoint: it was resumed, or it goes
+        back to the checkpoint because it has `diverged`."""
         observed, step, ranks = resumed.observed, resumed.position.step, len(self._hosts)
         if data.steps != self._steps:  # fewer samples are left of the epochs
             self._steps, self._progress = data.steps, ProgressLine(data.steps)
@@ -361,8 +363,9 @@ class Reporter:
             sink.close(state)
 
     def abort(self) -> None:
-        """The run fails: logs the last step if its numbers arrive, and closes the sinks. For any
-        thread. A rank that fails first waits too, so that its numbers reach the others."""
+        """Reports that the run fails: logs the last step if its numbers arrive, and closes the
+        sinks. Any thread may call it. The rank that fails first waits, too, so that its numbers
+        reach the others."""
         pending, self._pending = self._pending, None
         deadline = time.monotonic() + _LAST_RECORD_SECONDS
         with suppress(Exception):  # the device may have failed, or another run may own the folder

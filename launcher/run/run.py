@@ -47,7 +47,7 @@ from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
-from launcher.training.prepare import PreparedModel, prepare_model
+from launcher.training.model import PreparedModel, prepare_model
 from launcher.training.setup import Hooks, assemble
 
 logger = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ class TrainingRun:
         return {}
 
     def _evaluate(self, step: int) -> Scores | None:
-        """None if it was interrupted, because the run is stopped."""
+        """Evaluates after a step. Returns None if the run was stopped meanwhile."""
         evaluator = self._training.evaluator
         if evaluator is None:
             return {}
@@ -369,7 +369,7 @@ class TrainingRun:
         if checkpoints is None:
             return
         checkpoints.report()
-        # Two batches contain one request: the second was counted before the first was read
+        # One request is in two batches: the second batch counted it before the first batch was read
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
         if last or stopping or requested_now or checkpoints.due(step.number):
@@ -423,7 +423,7 @@ class TrainingRun:
         self._reporter.warn(checkpoints.trouble)
 
     def _export(self) -> str | None:
-        """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of it."""
+        """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of the export."""
         checkpoint = self._recipe.checkpoint
         if checkpoint.export is None:
             return None

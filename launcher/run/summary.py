@@ -37,7 +37,9 @@ from launcher.training.setup import Training
 def summarize(training: Training, derived: Mapping[KeyPath, str]) -> Iterator[str]:
     """Paragraphs on model, data and batch, for the console. `derived` are `Origins.derived`."""
     yield "\n".join(_model(training))
-    yield "\n".join([*_data(training), *(f"      {dotted(k)}: {v}" for k, v in derived.items())])
+    lines = list(_data(training))
+    lines += [f"      {dotted(key)}: {value}" for key, value in derived.items()]
+    yield "\n".join(lines)
     yield "\n".join(_batch(training))
 
 
@@ -84,7 +86,8 @@ def _revisions(recipe: Recipe) -> Json:
 
 
 def _held(training: Training) -> dict[str, list[torch.Tensor]]:
-    """What a rank holds between steps. For the gradients, the parameters of their size."""
+    """What a rank holds between steps. Parameters stand for their gradients, which have the same
+    sizes."""
     parameters = list(training.wrapped.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     state = [tensor for each in training.optimizer.state.values() for tensor in each.values()]
@@ -92,7 +95,7 @@ def _held(training: Training) -> dict[str, list[torch.Tensor]]:
 
 
 def _model(training: Training) -> Iterator[str]:
-    """Model, strategy and memory, of the wrapped model rather than of the recipe."""
+    """Lines on model, strategy and memory. They describe the wrapped model, not the recipe."""
     recipe, device, held = training.recipe, training.ranks.device, _held(training)
     module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)

@@ -39,12 +39,12 @@ class StepProfile:
 
 
 def step_shares(totals: Mapping[str, float], *, recomputed_share: float) -> dict[str, float]:
-    """Shares of a step on rank 0, which add up to 1: those of TOLERATED, and compute, which is
-    forward and backward without communication and recomputation. With CPU offload, communication
-    includes copies between host and device.
+    """Shares of a step on rank 0, which add up to 1: the parts in TOLERATED, and compute. Compute
+    is the forward and the backward pass without communication and recomputation. With CPU offload,
+    communication includes copies between host and device.
 
-    totals are those of `StepRecorder`. recomputed_share is the share of the operations of forward
-    and backward that are recomputation.
+    totals are from `StepRecorder`. recomputed_share is the share of the operations of forward and
+    backward that are recomputation.
     """
     shares = {name: totals[name] / totals["step"] for name in ("data", "optimizer", "logging")}
     waits = totals["communication"] / totals["timed"] if totals["timed"] else 0.0

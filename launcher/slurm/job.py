@@ -128,17 +128,24 @@ class Job:
         interface, number = self.slurm.interface, int(os.environ["SLURM_JOB_ID"])
         # Each start has another port: ranks of a lost node may still hold the last one
         port = (10000 if preflight else 20000) + (number * 7 + self.restart) % 12000
-        return [
-            *(self.python, "-m", "launcher.slurm.agent"),
-            *(("--interface", interface) if interface else ()),
-            *(self.python, "-m", "launcher.distributed.torchrun"),
-            *("--nnodes", self.nodes, "--nproc-per-node", str(ranks_per_node(self.slurm))),
-            *("--max-restarts", str(restarts)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(interface)}:{port}"),
-            *("--rdzv-id", f"{number}.{self.restart}" + (".preflight" if preflight else "")),
-            *("--rdzv-conf", "is_host={is_host}", "--local-addr", "{address}"),
-            *("-m", *words),
-        ]
+        suffix = ".preflight" if preflight else ""
+        agent = [self.python, "-m", "launcher.slurm.agent"]
+        if interface:
+            agent += ["--interface", interface]
+        torchrun = [self.python, "-m", "launcher.distributed.torchrun"]
+        options = {
+            "--nnodes": self.nodes,
+            "--nproc-per-node": str(ranks_per_node(self.slurm)),
+            "--max-restarts": str(restarts),
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": f"{address(interface)}:{port}",
+            "--rdzv-id": f"{number}.{self.restart}{suffix}",
+            "--rdzv-conf": "is_host={is_host}",
+            "--local-addr": "{address}",
+        }
+        for name, value in options.items():
+            torchrun += [name, value]
+        return [*agent, *torchrun, "-m", *words]
 
     def preflight(self) -> list[str]:
         """Checks each node alone, then all together. Returns the nodes that are not fit."""
@@ -167,7 +174,8 @@ class Job:
         """
         deadline = time.monotonic() + seconds
         with log_file.open("w") as output:
-            process = self.srun(*(self.slurm.srun_extra or ()), *command, output=output)
+            extra = self.slurm.srun_extra or ()
+            process = self.srun(*extra, *command, output=output)
             while process.poll() is None and not self.stopping and time.monotonic() < deadline:
                 self.wait(1.0)
             if process.poll() is not None:
@@ -184,10 +192,9 @@ class Job:
         words = ["launcher.train", f"recipe={self.recipe}"]
         command = self.torchrun(*words, restarts=self.slurm.max_restarts)
         output = f"--output={str(self.logs).replace('%', '%%')}/node_%N.log"
-        process = self.srun(
-            *("--kill-on-bad-exit=1", "--wait=60", output, *(self.slurm.srun_extra or ())),
-            *("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash", *command),
-        )
+        extra = self.slurm.srun_extra or ()
+        shell = ("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash")
+        process = self.srun("--kill-on-bad-exit=1", "--wait=60", output, *extra, *shell, *command)
         while process.poll() is None and not self.stopping:
             self.wait(3600.0)
         stopping_since = time.monotonic()

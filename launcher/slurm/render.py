@@ -71,7 +71,9 @@ def _options(job: JobScript) -> list[str]:
         "output": job.log,
     }
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
-    return [*options, "--requeue", "--open-mode=append", *(slurm.sbatch_extra or ())]
+    options += ["--requeue", "--open-mode=append"]
+    options += slurm.sbatch_extra or ()
+    return options
 
 
 def quote_for_sbatch(option: str) -> str:

@@ -38,7 +38,7 @@ class Kept(NamedTuple):
 
     attention: bool
     calls: frozenset[tuple[OpOverload, int]]
-    """An operator, and the number of its call among its calls in the block, from 0."""
+    """An operator, and the number of a call, from 0, among the block's calls of this operator."""
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:

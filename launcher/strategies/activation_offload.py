@@ -1,9 +1,9 @@
 """Activation offload: inputs of blocks in host memory between their forward and backward pass.
 
-Unlike those of `torch.autograd.graph.save_on_cpu`, copies run on a separate stream: the input of a
-block is copied to the host while the block computes, and freed when the next block starts. When a
-block starts its backward pass, the input of the block before it is copied back. The device holds
-two inputs at a time, and the host never waits.
+Copies run on a separate stream, unlike the copies of `torch.autograd.graph.save_on_cpu`: the input
+of a block is copied to the host while the block computes, and freed when the next block starts.
+When a block starts its backward pass, the input of the block before it is copied back. The device
+holds two inputs at a time, and the host never waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class _Input:
     def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
-        """On the device; None between the two copies."""
+        """The input on the device; None between the copy to the host and the copy back."""
         self.device, self.buffer = tensor.device, buffer
         self.host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self.copied: torch.cuda.Event | None = None

@@ -33,8 +33,8 @@ def graph_breaks() -> list[str]:
 
 
 def eager_functions() -> list[str]:
-    """Why dynamo has left functions eager so far, each reason once; that `RECOMPILE_LIMIT` was
-    exceeded is one."""
+    """The reasons why dynamo has not compiled functions so far, each once. One possible reason is
+    that `RECOMPILE_LIMIT` was exceeded."""
     return _reasons("unimplemented")
 
 

@@ -44,7 +44,7 @@ class Ddp(WrappedModel):
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         no_buffers: dict[str, Any] = {buffers: False}
-        self._ddp: Any = model  # DDP refuses a model without a trained parameter: a teacher
+        self._ddp: Any = model  # DDP refuses a model without trained parameters, such as a teacher
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._ddp = DistributedDataParallel(
                 model,
@@ -106,11 +106,12 @@ class Ddp(WrappedModel):
 
 
 Pairs = list[tuple[nn.Parameter, nn.Parameter]]
-"""Each whole parameter with its shard, a DTensor, which is the parameter of the optimizer."""
+"""Pairs of a whole parameter and its shard, a DTensor, which is a parameter of the optimizer."""
 
 
 def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A view of this rank's rows as a DTensor, divided as by FSDP. A scalar has no rows."""
+    """A view of this rank's rows as a DTensor. The rows are divided as FSDP divides them. A scalar
+    has no rows."""
     size, rank = mesh.size(), mesh.get_local_rank()
     chunk = -(-whole.shape[0] // size)
     mine = whole.detach()[rank * chunk : (rank + 1) * chunk]

@@ -47,10 +47,11 @@ class FsdpPolicy:
 class HostSums:
     """Sums the gradients of micro-batches in host memory.
 
-    FSDP would do so, too, but from the second micro-batch on it copies to pageable memory and waits
-    for each copy, because it adds them at once: on an H100 at 1.4 GB/s, where page-locked memory
-    gets 55. Here each group's gradients are copied like those of a first micro-batch, and are added
-    after the next group's reduction has been started.
+    FSDP sums them there, too. But from the second micro-batch on, FSDP adds the gradients of a
+    group at once. So it copies them to pageable memory, and waits for each copy: on an H100 at 1.4
+    GB/s, where copies to page-locked memory reach 55 GB/s. This class makes FSDP copy the gradients
+    of every micro-batch like those of the first one, and adds them after the reduction of the next
+    group has been started.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,8 @@ class HostSums:
         self._copied = group
 
     def after_backward(self, *, last: bool) -> None:
-        """Adds what is left; after the last micro-batch, the sums become the gradients."""
+        """Adds the gradients of the last group. After the last micro-batch, the sums become the
+        gradients."""
         self._add()
         if last:
             for parameter, total in self._sums.items():
@@ -101,9 +103,9 @@ class Fsdp(WrappedModel):
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        """`experts` are divided by expert parallelism, `partial` are modules and names of the
-        parameters that every tensor parallel rank has whole, and of whose gradients each computes
-        a part."""
+        """`experts` are the modules that expert parallelism has divided. `partial` are the
+        parameters, as modules and names, that every tensor parallel rank has whole. Each of these
+        ranks computes a part of their gradients."""
         self._policy, self._ranks = policy, ranks
         policies: dict[str, Any] = {
             "mesh": ranks.shard_mesh,
@@ -128,7 +130,8 @@ class Fsdp(WrappedModel):
         for unit in embedding:
             assert isinstance(unit, FSDPModule)
             unit.set_unshard_in_backward(False)  # its gradient does not depend on its weight
-            # In place of the unit before it: the head, if there was a micro-batch before
+            # By default FSDP would gather the unit that ran before the embedding: the head, if
+            # there was a micro-batch before
             unit.set_modules_to_backward_prefetch([unit])
         # Used at the end of the forward pass and the start of the backward pass: the last norm and
         # the head stay unsharded in between, and so does the root (None), to which their weights
@@ -253,5 +256,5 @@ class Fsdp(WrappedModel):
 
 
 def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """Of all tensors together; None if there are none."""
+    """The squared norm of all tensors together; None if there are none."""
     return joint_norm(tensors).square() if tensors else None

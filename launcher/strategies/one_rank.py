@@ -2,9 +2,10 @@
 compute dtype.
 
 Forward and backward passes use the copies, which are made once per step (6 bytes moved for a
-parameter in 16 bits). The gradient of a micro-batch is added to that of the master, in float32, as
-soon as it is complete (6 bytes in the first micro-batch of a step, 10 in later ones), and is freed.
-FSDP2 over one rank casts and copies weights for each pass and gradients for each micro-batch.
+parameter in 16 bits). The gradient of a micro-batch is added to the gradient of the master, in
+float32, as soon as it is complete (6 bytes in the first micro-batch of a step, 10 in later ones),
+and is freed. FSDP2 over one rank casts and copies weights for each pass and gradients for each
+micro-batch.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class OneRank(WrappedModel):
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        """The inputs of the model and of its `units` are cast, as by FSDP. Weights of `unused`
-        modules are not."""
+        """The inputs of the model and of its `units` are cast, as FSDP casts them. The weights of
+        `unused` modules are not cast."""
         init_fn(model, ranks.device, ranks.device)
         super().__init__(model, module=model, ranks=ranks)
         self._param_dtype = param_dtype
@@ -78,7 +79,7 @@ class OneRank(WrappedModel):
         )
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """The module has the weights in the compute dtype."""
+        """A context in which the module has the weights in the compute dtype."""
         return self._computing()
 
     @contextmanager
@@ -100,7 +101,7 @@ class OneRank(WrappedModel):
                 self._place({})
 
     def _place(self, copies: Mapping[torch.Tensor, nn.Parameter]) -> None:
-        """Gives the modules these copies of their weights, or the masters."""
+        """Sets the weights of the modules: these copies, or the masters."""
         for module, name, master in self._uses:
             module._parameters[name] = copies.get(master, master)
 
@@ -126,7 +127,7 @@ class OneRank(WrappedModel):
 
 
 def _add_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
-    """Adds the gradient of a copy to that of its master, and frees it."""
+    """Adds the gradient of a copy to the gradient of its master, and frees it."""
     gradient, weight.grad = weight.grad, None
     assert gradient is not None
     if master.grad is None:

@@ -26,10 +26,10 @@ class Evaluated:
     """Loss and scores of a validation set."""
 
     loss: float
-    """Mean over `tokens`, those with a target, by their weights."""
+    """Mean loss of the `tokens` with a target, weighted by their weights."""
     tokens: int
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Other metrics by name: means over `scored` samples, but for a classifier's F1."""
+    """Other metrics by name. Each is a mean over `scored` samples, except a classifier's F1."""
     scored: int = 0
     samples: Sequence[Mapping[str, object]] = ()
     """Generated answers, on rank 0."""
@@ -81,7 +81,7 @@ class Evaluator:
         heartbeat: Callable[[str], None] = lambda phase: None,
     ) -> dict[str, Evaluated]:
         """The loss and scores of each set over all ranks, in the order of the recipe. Empty if a
-        stop was requested on any rank, which the ranks exchange at each micro-batch."""
+        stop was requested on any rank: the ranks exchange their requests at each micro-batch."""
         device, ranks = self._ranks.device, self._ranks
         stop_requests: StepStatistics | None = None
         totals = torch.zeros(len(self._loaders), 3, dtype=torch.float64, device=device)
@@ -139,7 +139,7 @@ class Evaluator:
 
 
 def refuse_without_targets(objective: Objective, where: str) -> None:
-    """Raises RecipeError for validation data without a token with loss, which `where` names."""
+    """Raises RecipeError: the validation data that `where` names has no token with loss."""
     raise RecipeError(objective.no_targets(where, "data.validation"))
 
 
@@ -187,10 +187,11 @@ class EarlyStopping:
         return self._stop_after is not None and self._since >= self._stop_after
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint: the best value, and the evaluations since."""
+        """The state for a checkpoint: the best value, and the number of evaluations since then."""
         return {"early_stopping": [self._metric, self._best, self._since]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint, which may be for another metric."""
+        """Restores the state of a checkpoint. Starts again if the checkpoint counted for another
+        metric."""
         metric, best, since = state.get("early_stopping", (None, None, 0))
         self._best, self._since = (best, since) if metric == self._metric else (None, 0)

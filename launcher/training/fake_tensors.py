@@ -1,4 +1,4 @@
-"""A model on fake tensors runs the operators of the device that it is meant for."""
+"""Makes a model on fake tensors run the operators of the device that it is planned for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from launcher.objectives.synthetic import SyntheticData
 
 
 class Replacements(ExitStack):
-    """A context in which attributes are replaced; those that the installed version lacks are
-    skipped."""
+    """A context in which attributes of modules are replaced. It skips attributes that the installed
+    version of a library does not have."""
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replaces an attribute until the context ends."""
@@ -66,7 +66,7 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
 def uniform_counts(
     ranked: torch.Tensor, here: int, group: dist.ProcessGroup
 ) -> tuple[list[int], list[int], torch.Tensor]:
-    """What `experts.exchange_counts` returns if every expert gets as many tokens as the others."""
+    """The result of `experts.exchange_counts` if all experts get the same number of tokens."""
     rows, ranks = ranked.numel(), group.size()
     counts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
     return counts, counts, ranked

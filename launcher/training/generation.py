@@ -19,7 +19,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -35,7 +35,7 @@ class Scored(TypedDict, total=False):
 
 
 class Prompt(NamedTuple):
-    """A document up to its last answer, and that answer."""
+    """A prompt, which is a document up to its last answer, and this answer."""
 
     ids: list[int]
     reference: list[int]
@@ -92,8 +92,9 @@ class Generator:
         ranks: RankLayout,
         proceed: Callable[[], bool],
     ) -> Scored | None:
-        """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store; None
-        if `proceed`, called before each token, is false on a rank. Every rank must call it."""
+        """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store. Calls
+        `proceed` before each token, and returns None if it is false on any rank. Every rank must
+        call it."""
         most, rows = self._settings.max_new_tokens, self._rows
         prompts = self.prompts(store)
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
@@ -131,8 +132,8 @@ class Generator:
         *,
         width: int,
     ) -> torch.Tensor | None:
-        """The new tokens of each row, (rows, max_new_tokens), -1 after the end. All ranks make as
-        many forward passes as the one with the longest answer."""
+        """The new tokens of each row, (rows, max_new_tokens), -1 after the end. Each rank makes as
+        many forward passes as the rank with the longest answer."""
         ids = torch.zeros(self._rows, width, dtype=torch.int64)
         lengths = torch.ones(self._rows, dtype=torch.int64)
         ends = {self._tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}

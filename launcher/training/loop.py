@@ -23,16 +23,16 @@ class Step:
 
     number: int
     loss: torch.Tensor
-    """This rank's part of the global batch's token mean: the sum over ranks is the loss. NaN if the
-    batch has no target."""
+    """This rank's part of the mean loss of the global batch's tokens: the sum over ranks is the
+    loss. NaN if the batch has no target."""
     grad_norm: torch.Tensor
-    """Before clipping; not finite if the step was skipped."""
+    """The norm before clipping; not finite if the step was skipped."""
     skipped: torch.Tensor
     """1 if the gradients were not finite and nothing was updated, else 0."""
     learning_rate: float
     batch: GlobalBatch
     metrics: torch.Tensor | None = None
-    """As `loss`, of the further metrics that the loss function returns: a vector."""
+    """A vector: this rank's parts of the further metrics that the loss function returns."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Update:
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Clips the gradients, updates the weights, and frees the gradients.
 
-        `norm` is that of the scaled gradients, on the optimizer's device (the host with offload).
-        Without targets in the global batch nothing changes, by weight decay or momentum either.
-        Returns the unscaled norm, 1 if gradients were not finite (else 0), and the learning rate.
+        `norm` is the norm of the scaled gradients, on the optimizer's device (the host with
+        offload). If the global batch has no targets, no weight changes, not even by weight decay or
+        momentum. Returns the norm of the unscaled gradients, 1 if gradients were not finite (else
+        0), and the learning rate.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
         divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None
@@ -86,10 +87,11 @@ def train_steps(
 ) -> Iterator[Step]:
     """Trains on each global batch and yields it as a Step. Calls `heartbeat` with each phase.
 
-    The loss of a global batch is the sum over its tokens, divided by the weights of all its tokens
-    with a target (without weights their number), of all micro-batches and ranks. The strategy
-    averages gradients over `ranks`, hence the factor.
-    `copies` of each of these ranks compute the same tokens.
+    The loss of a global batch is the sum of the losses of its tokens, divided by the sum of the
+    weights of its tokens with a target, or without weights by their number. Both sums are over all
+    micro-batches and ranks. The strategy averages gradients over `ranks`, so the loss is multiplied
+    by `ranks` before the backward pass. With tensor parallelism, `ranks` is the number of groups,
+    and `copies` the number of ranks of a group, which compute the same tokens.
     """
     model = wrapped.model
     model.train()

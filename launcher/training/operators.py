@@ -55,7 +55,7 @@ class Operator:
 
     function: OpOverload
     call: int
-    """0-based, among the block's calls of this function."""
+    """The number of the call, from 0, among the block's calls of this function."""
     size: int
     """Bytes of its results."""
     cost: float
@@ -75,11 +75,11 @@ class Saved:
     cost: float = 0.0
     """Cost of all operators."""
     moved: int = 0
-    """Read and written by all operators but products and attention."""
+    """Bytes that all operators except matrix products and attention read and write."""
     launches: int = 0
     """Number of operators that compute something."""
     operators: list[Operator] = field(default_factory=list)
-    """Operators that recomputation runs, and whose results could be kept instead."""
+    """Operators that recomputation runs, unless their results are kept."""
     compiled: int | None = None
     """Bytes that the block saves if it is compiled; None: not known."""
 
@@ -96,8 +96,8 @@ class Saved:
 
 
 def _knapsack(operators: Sequence[Operator], capacity: int) -> list[Operator]:
-    """The operators of at most `capacity` bytes together whose sum of costs is highest, by dynamic
-    programming over sizes: to within 1 % of the capacity."""
+    """Chooses the operators with the highest sum of costs whose results take at most `capacity`
+    bytes together. Dynamic programming over sizes finds them to within 1 % of the capacity."""
     if capacity <= 0:
         return []
     unit = -(-capacity // STEPS)
@@ -272,7 +272,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, weights: set[int], seen: dict[int, torch.UntypedStorage], operations_per_byte: int
     ) -> None:
-        """`weights` are ids of the model's parameters, and `seen` storages saved before, by id."""
+        """`weights` are ids of the model's parameters, and `seen` the storages that were saved
+        before, by id."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._seen = set(weights), seen
         self._operations_per_byte = operations_per_byte
@@ -280,13 +281,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: list[tuple[Operator, list[torch.UntypedStorage]]] = []
         """Operators with the storages of their results."""
         self._needed = 0
-        """How many of them recomputation runs: it stops at the last one that autograd saves
-        from."""
+        """The number of operators that recomputation runs. It stops after the last operator of
+        which autograd saves a tensor."""
         self._kept = self._selected = self._products = self._moved = 0
         self._written: set[int] = set()
 
     def see(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts what autograd saves, each storage once. Casts of weights are no activations."""
+        """Counts the storages that autograd saves, each once. Casts of weights are not
+        activations."""
         self._needed = len(self._made)
         if id_of(tensor) not in self._seen and id_of(tensor) not in self._weights:
             self._seen[id_of(tensor)] = tensor.untyped_storage()

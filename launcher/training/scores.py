@@ -28,5 +28,5 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def ratio(common: float, both: float) -> float:
-    """F1: twice what is common, of what is in both; 1 if both are empty."""
+    """F1: twice the number of common items / the number of items of both; 1 if both are empty."""
     return 2 * common / both if both else 1.0

@@ -1,4 +1,7 @@
-"""Builds everything that a run trains with: model, strategy, data, optimizer, evaluator."""
+"""Builds everything that a run trains with: model, strategy, data, optimizer, evaluator.
+
+`training/model.py` builds the model alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from launcher.strategies.base import WrappedModel
 from launcher.training.evaluation import Evaluator
 from launcher.training.generation import Generator
 from launcher.training.loop import Step, Update, train_steps
-from launcher.training.prepare import (
+from launcher.training.model import (
     PreparedModel,
     prepare_model,
     prepare_teacher,
@@ -56,9 +59,9 @@ class Flops:
     model: TokenFlops
     """Forward and backward."""
     recomputed: TokenFlops = field(default_factory=TokenFlops)
-    """Of recomputed activations; 0 if they are not known."""
+    """For the recomputation of activations; 0 if it is not known."""
     peak: float | None = None
-    """A device's per second; None: not known."""
+    """The most that a device computes per second; None: not known."""
 
     def recomputed_share(self, document_length: float) -> float:
         """Share of all operations that recompute activations, for tokens of such documents."""
@@ -68,7 +71,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that the training loop calls; `heartbeat` with the phase that begins."""
+    """Functions that the training loop calls. It passes the phase that begins to `heartbeat`."""
 
     stop_requested: Callable[[], bool] = lambda: False
     save_requested: Callable[[], bool] = lambda: False
@@ -93,7 +96,8 @@ class Training:
     """Writes the weights as a Hugging Face folder. Every rank must call it."""
 
     def steps_from(self, position: Position) -> Iterator[Step]:
-        """Trains a step for each item, from the position of model and optimizer."""
+        """Trains from a position on, which model and optimizer must have reached. Yields each
+        step."""
         optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data.starting(position)
         peak = optimizer.learning_rate
         rate = learning_rate(self.recipe.schedule, peak=peak, steps=data.steps)
@@ -112,7 +116,8 @@ class Training:
         )
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Around an evaluation: the averages of the weights in their place with evaluation.ema."""
+        """A context for evaluations. With evaluation.ema, the averages of the weights take their
+        place."""
         return averages_in_place(self.optimizer) if self.recipe.evaluation.ema else nullcontext()
 
     @property
@@ -134,10 +139,10 @@ def assemble(
     check_data: Callable[[RunData], None] = lambda data: None,
 ) -> Training:
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
-    Calls `heartbeat` with each part that it begins to build, and `check_data` when the data is open.
-    With `build_data` this process tokenizes what is not cached (one process of a node).
-    `skipped_rows` is a file for the rows of a stream that cannot be used; `kept_file` has what the
-    objective computes before the first step, or gets it."""
+    Calls `heartbeat` with each part that it begins to build, and `check_data` when the data is
+    open. With `build_data` this process tokenizes what is not cached (one process of a node).
+    `skipped_rows` is a file for the rows of a stream that cannot be used; The objective reads from
+    `kept_file` what it computes before the first step, or writes it there."""
     ranks = ranks.with_sizes(recipe.strategy)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model, objective = prepared.model, prepared.objective
@@ -204,8 +209,8 @@ def _load_teacher(recipe: Recipe, prepared: PreparedModel, ranks: RankLayout) ->
 
 
 def _seed_generators(seed: int) -> None:
-    """Dropout and the user's own code draw different random numbers on each rank, but the same ones
-    on the ranks of a tensor parallel group."""
+    """Seeds the generators. Dropout and the user's own code draw different random numbers on each
+    rank, but the ranks of a tensor parallel group draw the same ones."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -214,7 +219,8 @@ def _seed_generators(seed: int) -> None:
 def _make_export(
     prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: RankLayout
 ) -> Callable[[Path], None]:
-    """`Training.export`. The tokenizer is loaded now, because it may be missing."""
+    """Makes `Training.export`. The tokenizer is loaded now, so that a run without it ends at its
+    start."""
     tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
         tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
@@ -237,7 +243,8 @@ def _count_flops(
     recipe: Recipe,
     ranks: RankLayout,
 ) -> Flops:
-    """Checkpointed blocks are recomputed, and with a chunked loss the logits that are not kept."""
+    """Counts the operations of a token. Recomputed are the checkpointed blocks and, with a chunked
+    loss, the logits that are not kept."""
     model, recomputed = prepared.model, TokenFlops()
     checkpointing, tokens = recipe.activation_checkpointing, recipe.data.sequence_length
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]

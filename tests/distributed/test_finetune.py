@@ -12,7 +12,7 @@ import pytest
 from launcher.cli.main import main
 from launcher.cli.rows import _losses, _open, _recipe
 from launcher.data.origins import trained_rows
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
 from tests.distributed.layouts import MODELS

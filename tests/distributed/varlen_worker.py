@@ -112,7 +112,7 @@ def main(folder, cases):
     results["latent fsdp"] = train(
         folder, ["strategy.kind=fsdp", "activation_checkpointing={mode: selective}", *latent], ranks
     )
-    attention.why_masked = lambda model, device, compute_dtype: None  # in bfloat16 too
+    attention.missing_for_varlen = lambda model, device, compute_dtype: None  # in bfloat16 too
     shared = [*STRATEGIES["fsdp"], "strategy.context_parallel_size=2"]
     bfloat16 = ["strategy.mixed_precision={param_dtype: bfloat16}"]
     results["context parallel"] = train(folder, shared, ranks)

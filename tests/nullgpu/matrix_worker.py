@@ -219,12 +219,12 @@ def main(folder):
 
     from launcher.distributed import process_group
     from launcher.distributed.rank_layout import RankLayout
-    from launcher.training import prepare
+    from launcher.training import model
     from tests.nullgpu.devices import preloaded
 
     count_attention()
     # The check compares logits, which have no values on null GPUs
-    prepare.check_isolation = lambda model, **what: None
+    model.check_isolation = lambda _, **what: None
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     environment = read_environment()

@@ -1,22 +1,27 @@
 """Atomic writes: a process that is killed at any moment leaves the old content or the new one."""
 
 import os
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from launcher.files import (
     checksum_of,
     checksum_of_file,
+    mode_of_umask,
     replace_file,
     replace_folder,
     replace_text,
     write_file,
 )
 from launcher.metrics.sinks import Wandb
+from launcher.models.safetensors_files import write_tensors
+from launcher.objectives.kept_files import ReferenceFile
 from launcher.recipe import schema
+from tests.killed_writer import killed
 
 
 def text_is_replaced(folder, content):
@@ -33,28 +38,6 @@ def folder_is_replaced(folder, content):
         (scratch / "model").write_text(content)
 
 
-def killed(action, folder, moment):
-    """Calls `action` in a child process that exits before the given file operation. Returns its
-    exit status: 9, or 0 if it has fewer operations."""
-    left = [moment]
-
-    def hook(event, arguments):
-        if event in ("open", "os.rename", "os.mkdir") and str(folder) in str(arguments[0]):
-            left[0] -= 1
-            if left[0] < 0:
-                os._exit(9)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            sys.addaudithook(hook)
-            action(folder, "new")
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("action", "read"),
@@ -67,7 +50,7 @@ def test_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path, action, read
     action(tmp_path, "old")
     statuses = []
     while 0 not in statuses:
-        statuses.append(killed(action, tmp_path, len(statuses)))
+        statuses.append(killed(lambda: action(tmp_path, "new"), tmp_path, len(statuses)))
         assert read(tmp_path) == ("new" if statuses[-1] == 0 else "old")
     assert statuses[:-1] == [9] * (len(statuses) - 1) != []
 
@@ -78,12 +61,58 @@ def test_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
     statuses = []
     while 0 not in statuses:
         folder_is_replaced(tmp_path, "old")
-        statuses.append(killed(folder_is_replaced, tmp_path, len(statuses)))
+        statuses.append(
+            killed(lambda: folder_is_replaced(tmp_path, "new"), tmp_path, len(statuses))
+        )
         found = [file.read_text() for file in sorted(tmp_path.glob("hf*/model"))]
         assert {"old", "new"} & {*found}
     assert found == ["new"]
     folder_is_replaced(tmp_path, "last")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    """Else a crash of the machine after the rename leaves empty files in the place of the old ones."""
+    flushed, unflushed, sync = set(), [], os.fsync
+
+    def fsync(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def rename(path, target):
+        (scratch,) = tmp_path.glob("hf.writing-*")
+        items = [path for path in scratch.rglob("*") if path.is_file() or path.is_dir()]
+        unflushed.append([item.name for item in items if item.stat().st_ino not in flushed])
+        os.rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "hf/card").mkdir(parents=True)
+    (tmp_path / "hf/card/README.md").write_text("by the user")
+    (tmp_path / "hf/link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "hf/pipe")
+    with replace_folder(tmp_path / "hf", written=("model",)) as scratch:
+        (scratch / "model").write_text("new")
+        (scratch / "templates").mkdir()
+        (scratch / "templates/tool.jinja").write_text("{{ messages }}")
+    assert unflushed == [[], []]  # as the old folder makes room, and as the new one takes its place
+    assert {tmp_path.stat().st_ino, (tmp_path / "hf").stat().st_ino} <= flushed
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == ["card", "link", "model", "pipe", "templates"]
+
+
+def test_safetensors_files_have_the_mode_of_other_new_files(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        with replace_file(tmp_path / "arrays") as scratch, mode_of_umask(scratch):
+            save_file({"x": np.zeros(3)}, scratch)
+        ReferenceFile(tmp_path / "reference.safetensors", "weights").write({"x": np.zeros(3)})
+        (tmp_path / "hf").mkdir()
+        write_tensors(tmp_path / "hf", [("x", torch.zeros(3), torch.float32)])
+    finally:
+        os.umask(mask)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o640] * 3
 
 
 def test_failed_writer_leaves_no_scratch_file(tmp_path):

@@ -159,7 +159,7 @@ WHOLE_RECIPE = {
     "objectives": "answers base distillation kto make masked next_token preference teacher",
     "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search speed"
     " trace work",
-    "training": "prepare setup",
+    "training": "model setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,
 assemble, take the sections of an objective, decide whether to resume, or read what a checkpoint was written with."""
@@ -187,7 +187,7 @@ TENSOR_PARALLEL_SIZE = {
     "models/tensor_parallel.py": "the implementation",
     "models/context_parallel.py": "attention heads are divided by both sizes",
     "models/changes.py": "passes it to context parallelism",
-    "training/prepare.py": "applies it",
+    "training/model.py": "applies it",
     "strategies/fsdp.py": "its gradient norm",
     "training/setup.py": "the loop is told how many ranks compute the same tokens",
     "run/checkpoint_manager.py": "compares with the recipe that a checkpoint was written with",

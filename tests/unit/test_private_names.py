@@ -2,6 +2,9 @@
 
 import ast
 import functools
+import multiprocessing
+import queue
+from multiprocessing import queues
 from types import SimpleNamespace
 
 import pytest
@@ -52,10 +55,19 @@ def own_names():
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
+                if ast.unparse(node.value) == "self":  # else it may be an object of a library
+                    names.add(node.attr)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
     return names
+
+
+@functools.cache
+def names_of_models():
+    """What the classes of models define, which a tuple of keys for `getattr` may name."""
+    from transformers import GenerationConfig, PreTrainedModel
+
+    return {*dir(PreTrainedModel), *vars(GenerationConfig())} - own_names()
 
 
 def uses(tree):
@@ -82,6 +94,8 @@ def uses(tree):
             dotted = node.value.replace(".", "").isidentifier()
             if node.value.startswith(LIBRARIES) and dotted and node.value not in ALLOWED_TEXTS:
                 names = node.value.split(".")
+            elif is_private(node.value) and node.value in names_of_models():
+                names = [node.value]
         if any(is_private(name) and name not in ALLOWED for name in names):
             yield f"{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
@@ -104,13 +118,16 @@ def test_only_one_module_uses_private_names():
         "from torch.nn.modules.batchnorm import _NormBase",
         "import torch._dynamo",
         "getattr(model, '_no_split_modules', None)",
+        "queues.Queue._on_queue_feeder_error = handle",
+        "keys = ('_keep_in_fp32_modules',)",
+        "stored.pop('_from_model_config')",
         "replaced.set(moe, '_can_use_grouped_mm', grouped)",
         "logging.getLogger('torch._subclasses.fake_tensor')",
         "aten._to_copy.default",
     ],
 )
 def test_uses_are_found(code):
-    assert len(list(uses(ast.parse(code)))) == 1
+    assert list(uses(ast.parse(code)))
 
 
 def test_the_allowed_names_are_used():
@@ -221,6 +238,19 @@ def test_torch_has_the_names_of_compilation():
     assert private.compile_counters()["stats"]["unique_graphs"] >= 1
 
 
+def test_python_calls_the_function_for_objects_that_a_queue_cannot_pass_on(monkeypatch):
+    monkeypatch.setattr(queues.Queue, "_on_queue_feeder_error", None)  # fails if there is none
+    refused = queue.SimpleQueue()
+    private.handle_queue_errors(lambda _, error, dropped: refused.put((type(error), dropped)))
+    waiting = multiprocessing.get_context("spawn").Queue()
+    unpicklable = lambda: None  # noqa: E731
+    waiting.put(unpicklable)
+    kind, dropped = refused.get(timeout=60)
+    assert (issubclass(kind, Exception), dropped) == (True, unpicklable)
+    waiting.close()
+    waiting.join_thread()
+
+
 def test_transformers_has_the_names():
     from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
@@ -253,6 +283,9 @@ def test_transformers_has_the_names():
         lambda model: private.names_in_float32(model, torch.float16),
     ):
         assert not set(names(model)) & set(model.state_dict())
+    assert model.generation_config.to_dict()[private.GENERATION_IS_DERIVED] is True
+    private.keep_generation_config(model.generation_config)
+    assert model.generation_config.to_dict()[private.GENERATION_IS_DERIVED] is False
     module, name = private.grouped_product_check()
     assert callable(getattr(module, name))
     tokens, weight = torch.ones(4, 8), torch.ones(2, 8, 8)

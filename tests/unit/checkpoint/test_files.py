@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +31,7 @@ from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
+from tests.killed_writer import killed
 
 RANK_0 = files.rank_file(0)
 
@@ -143,35 +143,11 @@ def test_each_file_is_checked_by_one_rank(tmp_path):
     assert "index.json" in verify(path)
 
 
-def killed_while_saving(folder, moment):
-    """Saves step 5 in a child process that exits before the given file operation.
-
-    Returns its exit status.
-    """
-    left = [moment]
-
-    def hook(event, args):
-        if event in ("open", "os.rename", "os.mkdir") and str(folder) in str(args[0]):
-            left[0] -= 1
-            if left[0] < 0:
-                os._exit(9)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            sys.addaudithook(hook)
-            write(folder, 5)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_killed_save_leaves_no_damaged_checkpoint(tmp_path):
     older, newer, statuses = write(tmp_path, 4), tmp_path / "step_00000005", []
     while 0 not in statuses:
-        statuses.append(killed_while_saving(tmp_path, len(statuses)))
+        statuses.append(killed(lambda: write(tmp_path, 5), tmp_path, len(statuses)))
         assert newest_valid(list_checkpoints(tmp_path)) == (newer if newer.exists() else older)
         if newer.exists():  # killed after the rename
             files.discard(newer)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from launcher.cli.chat_model import ChatModel
 from launcher.cli.main import main
 from launcher.data.run_data import tokenizer_to_keep
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.recipe.schema import Data, Model
-from launcher.training.chat import ChatModel
 from tests.unit.models.test_export import (
     create_checkpoint,
     export_model,

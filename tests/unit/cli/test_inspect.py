@@ -16,7 +16,7 @@ from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
 from launcher.files import write_file
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from tests.datasets import dataset_of
 from tests.unit.data.rows import write
 from tests.unit.small_recipe import SMALL

@@ -21,7 +21,7 @@ from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from tests import REPOSITORY
 from tests.unit.data.rows import write

@@ -18,7 +18,7 @@ from launcher.data.tokenizer import (
     hugging_face_tokenizer,
 )
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.recipe.columns import first_row

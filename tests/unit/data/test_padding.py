@@ -19,13 +19,13 @@ from launcher.data.loader import expected_padding
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.inputs import IGNORED, RowPart
+from launcher.models.micro_batch import IGNORED, RowPart
 from launcher.objectives.classification import collate_classified
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.masked import collate_masked
 from launcher.recipe.schema import Data
 from launcher.training import setup
-from launcher.training.prepare import width_multiple
+from launcher.training.model import width_multiple
 from tests.datasets import objective_of
 from tests.unit.data.rows import write
 from tests.unit.models import test_preference as preference

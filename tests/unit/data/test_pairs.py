@@ -8,7 +8,7 @@ import pytest
 from launcher.data.pairs import with_shared_prompt
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from tests.datasets import objective_of
 from tests.unit.data.rows import write

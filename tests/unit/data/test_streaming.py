@@ -16,7 +16,7 @@ from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set

@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.models.applied import Applied, applied
 from launcher.recipe.load import load_recipe
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 from tests import REPOSITORY
 
 

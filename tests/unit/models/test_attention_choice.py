@@ -10,7 +10,7 @@ from launcher.errors import RecipeError
 from launcher.models.attention import check_isolation, planned_gpu
 from launcher.recipe import schema
 from launcher.training.fake_tensors import cuda_attention
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 
 CPU = torch.device("cpu")
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.errors import RecipeError
-from launcher.models.attention import VARLEN, isolate_documents, why_masked
+from launcher.models.attention import VARLEN, isolate_documents, missing_for_varlen
 from launcher.models.context_parallel import apply_context_parallel
-from launcher.models.inputs import IGNORED, RowPart
+from launcher.models.micro_batch import IGNORED, RowPart
 
 SIZES = {
     "vocab_size": 64,
@@ -58,9 +58,9 @@ def test_packed_rows_that_need_a_mask_are_refused_with_the_reason(device, dtype,
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
     where, group = torch.device(device), SimpleNamespace(size=lambda: 2)
     isolate_documents(model, sequence_length=32, device=where, compute_dtype=dtype)
-    lacks = why_masked(model, where, dtype)
+    missing = missing_for_varlen(model, where, dtype)
     with pytest.raises(RecipeError, match=f"packed rows need {named}"):
-        apply_context_parallel(model, group, sequence_length=32, lacks=lacks)
+        apply_context_parallel(model, group, sequence_length=32, missing_for_varlen=missing)
     with pytest.raises(RecipeError, match="not plain causal attention"):
         apply_context_parallel(model, group, sequence_length=32)
 

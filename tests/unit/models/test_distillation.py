@@ -13,7 +13,7 @@ from launcher.models import chunked_loss
 from launcher.models.build import build_model
 from launcher.models.chunked_loss import ChunkedHead, logits_transform
 from launcher.models.initialization import random_weights
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.distillation import Distillation as Objective
 from launcher.objectives.distillation import teacher_top_k
 from launcher.objectives.teacher import first_targets
@@ -21,7 +21,7 @@ from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe import schema
 from launcher.recipe.schema import Distillation, Model
-from launcher.training.prepare import prepare_model, prepare_teacher
+from launcher.training.model import prepare_model, prepare_teacher
 
 VOCABULARY, TOKENS = 300, 24
 

@@ -20,7 +20,7 @@ from launcher.models.lora import add_adapters
 from launcher.models.precision import kept_in_float32
 from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
-from launcher.training.prepare import prepare_model, prepare_teacher
+from launcher.training.model import prepare_model, prepare_teacher
 from tests.unit.models.test_export import create_checkpoint, recipe_of
 from tests.unit.models.test_load import CPU, FIELDS, LATENT, change, save
 

@@ -26,7 +26,7 @@ from launcher.models.safetensors_files import (
 )
 from launcher.recipe import schema
 from launcher.recipe.schema import Model
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 
 CPU = torch.device("cpu")
 FIELDS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

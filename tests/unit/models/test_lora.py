@@ -26,7 +26,7 @@ from launcher.recipe.adapter import other_base
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model, Optimizer
 from launcher.reliability.run_directory import RunFolder
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 from tests.unit.models.test_export import (
     create_checkpoint,
     create_run,

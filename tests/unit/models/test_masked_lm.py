@@ -25,8 +25,8 @@ from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.chunked_loss import ChunkedHead, logits_transform
-from launcher.models.inputs import IGNORED
 from launcher.models.load import starting_weights
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.masked import Masked, masking_vocabulary
 from launcher.objectives.target_loss import load_target_loss

@@ -15,7 +15,7 @@ from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step
 from launcher.recipe import schema
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 from tests.multimodal import MODELS
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from launcher.errors import RecipeError
 from launcher.models import chunked_loss
 from launcher.models.attention import isolate_documents
 from launcher.models.chunked_loss import ChunkedHead, Transform
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives import preference
 from launcher.objectives.answers import answer_log_probabilities, check_model
 from launcher.objectives.preference import pair_losses

@@ -16,7 +16,7 @@ from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
 from launcher.models.attention import VARLEN, varlen_attention
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.reward import Reward, TokenScores
 from launcher.recipe.schema import Data
 from tests import datasets

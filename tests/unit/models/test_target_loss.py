@@ -14,7 +14,7 @@ from launcher.models import chunked_loss
 from launcher.objectives.target_loss import load_target_loss
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Objective
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 from tests import REPOSITORY
 
 RECIPE = """

@@ -18,7 +18,7 @@ from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_c
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.base import joint_norm
 from launcher.strategies.ddp import Ddp
-from launcher.training.prepare import prepare_model
+from launcher.training.model import prepare_model
 
 
 class Block(nn.Module):

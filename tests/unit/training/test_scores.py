@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher.data.token_store import TokenStore
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives.classification import Classification
 from launcher.training.evaluation import (
     EarlyStopping,

@@ -22,7 +22,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
 from launcher.models.chunked_loss import ChunkedHead, Transform
-from launcher.models.inputs import IGNORED, RowPart
+from launcher.models.micro_batch import IGNORED, RowPart
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema

@@ -1,6 +1,7 @@
-"""Answers of a stored model to one person, token by token, for `launcher chat`.
+"""The model that `launcher chat` talks with: loads a stored model, and generates its answers.
 
-transformers generates: with a cache of keys and values, in one process.
+transformers generates them, with a cache of keys and values, in one process. `cli/chat.py` is the
+command: its arguments and the terminal.
 """
 
 from __future__ import annotations

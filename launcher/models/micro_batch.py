@@ -1,4 +1,7 @@
-"""What data and models agree on about a micro-batch. Imports neither torch nor transformers."""
+"""Names and types of a micro-batch that the data, which makes it, and the models share.
+
+Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Builds the model of a recipe on the meta device, and distributes it over the ranks."""
+"""The model of a recipe: built on the meta device, and then distributed over the ranks.
+
+`prepare_model` needs neither data, weights nor a process group, so the plan uses it, too.
+`training/setup.py` builds all that a run trains with around it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.attention import check_isolation, why_masked
+from launcher.models.attention import check_isolation, missing_for_varlen
 from launcher.models.build import (
     class_count,
     find_blocks,
@@ -33,8 +37,8 @@ from launcher.models.changes import (
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.context_parallel import check_context_parallel
 from launcher.models.initialization import clean_name
-from launcher.models.inputs import WHOLE_ROW, Masking, RowPart
 from launcher.models.load import ModelCheckpoint
+from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.models.precision import kept_in_float32
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
@@ -55,7 +59,8 @@ to 4,096 tokens then have 32 widths at most."""
 
 
 def width_multiple(device: torch.device) -> int:
-    """That of `ModelInputs`. On CPUs each token of padding costs time, and a new width costs none."""
+    """`ModelInputs.width_multiple` for a device. On CPUs each token of padding costs time, and a new
+    width costs none."""
     return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
 
 
@@ -66,7 +71,7 @@ def row_part(ranks: RankLayout) -> RowPart:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A model on the meta device, ready to be wrapped."""
+    """A model on the meta device, ready to be wrapped by a strategy."""
 
     model: nn.Module
     objective: Objective
@@ -77,8 +82,8 @@ class PreparedModel:
     packed: bool
     """Whether several documents share a row."""
     masking: Masking
-    lacks: str | None
-    """What packed rows lack to be computed without a mask; None: nothing, or no row is packed."""
+    missing_for_varlen: str | None
+    """See the function of this name. None if no row is packed."""
     vocabulary: int | None
     chunked_loss: bool
     """Whether the model computes the loss without full logits."""
@@ -87,7 +92,7 @@ class PreparedModel:
     unused: tuple[nn.Module, ...]
     """Modules that text does not use."""
     depth: int
-    """Number of blocks, also where a trace deletes some."""
+    """Number of blocks of the whole model, even if a trace has deleted some of them."""
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
 
@@ -108,7 +113,7 @@ class PreparedModel:
                 ranks.context_parallel_group,
                 sequence_length=recipe.data.sequence_length,
                 tensor_parallel_size=ranks.tensor_parallel_size,
-                lacks=self.lacks,
+                missing_for_varlen=self.missing_for_varlen,
             )
         if checkpointing is not None and checkpointing.budget is not None:
             # A slow import, which only a budget needs
@@ -145,7 +150,7 @@ class PreparedModel:
         )
 
     def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
-        """The recipe's optimizer for the wrapped model."""
+        """Makes the recipe's optimizer for the wrapped model."""
         return make_optimizer(
             wrapped.module,
             recipe.optimizer,
@@ -163,8 +168,8 @@ class PreparedModel:
         part: RowPart = WHOLE_ROW,
         documents: int = 2,
     ) -> SyntheticData:
-        """Micro-batches as full as the recipe's can be, without the data. A packed row has this number
-        of documents of equal length."""
+        """Makes micro-batches without the data, as full as the recipe's micro-batches can be. A
+        packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -181,7 +186,8 @@ class PreparedModel:
 
     def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
         """Raises RecipeError if the documents of a packed row are not kept apart, or if context
-        parallel ranks compute other logits than one that has the whole row. Every rank must call this."""
+        parallel ranks compute other logits than a rank that has the whole row. Every rank must call
+        this."""
         if self.vocabulary is None:
             return
         options: Any = {
@@ -200,7 +206,7 @@ class PreparedModel:
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
-    """FSDP shards the first dimension of a parameter."""
+    """Raises RecipeError for parameters without dimensions: FSDP shards the first dimension."""
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if strategy.kind == "fsdp" and scalars:
         raise RecipeError(
@@ -270,7 +276,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         masking=applied(model).masking,
-        lacks=why_masked(model, device, dtype) if packed else None,
+        missing_for_varlen=missing_for_varlen(model, device, dtype) if packed else None,
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
@@ -281,8 +287,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
 
 
 def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device) -> PreparedModel:
-    """The teacher of `checked_teacher`, whose weights are frozen in the dtype of forward passes.
-    Raises RecipeError if it cannot be used for the recipe's model, `own`."""
+    """Builds the teacher, and freezes its weights in the dtype of forward passes. Raises
+    RecipeError if it cannot teach the recipe's model, `own` (`checked_teacher`)."""
     prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
     kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.source)
     for name, parameter in prepared.model.named_parameters():
