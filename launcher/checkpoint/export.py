@@ -27,7 +27,8 @@ from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, merged_reader
 from launcher.models.new_rows import ids_of_adapter
-from launcher.models.nf4 import packable, round_trip
+from launcher.models.nf4 import round_trip
+from launcher.models.nf4_layers import packable
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,

@@ -31,7 +31,7 @@ from launcher.models.float8 import use_float8
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
-from launcher.models.nf4 import quantize_blocks
+from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
 from launcher.models.tensor_parallel import PlannedRank, apply_tensor_parallel
 from launcher.recipe import schema

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
-from launcher.models.nf4 import is_packed
-from launcher.models.shards import local_columns, local_rows, write
+from launcher.models.shards import local_columns, local_rows, takes_whole_rows, write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -135,7 +134,7 @@ class StoredTensors:
                 stored = self._file(part.file).get_slice(name)
                 rows = slice(start - part.first, stop - part.first)
                 target = local[start - first : stop - first]
-                if part.columns is None and (own is None or is_packed(target)):
+                if part.columns is None and takes_whole_rows(tensor):
                     write(target, stored[rows], own)
                     continue
                 width = self.tensors[name].shape[1]

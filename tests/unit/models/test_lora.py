@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
-from launcher.models import nf4
+from launcher.models import nf4_layers
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -47,7 +47,7 @@ def load(folder, *, trained=True, quantize=False, rounded=False, **options):
     found = open_checkpoint(folder, model)
     add_adapters(model, lora, base_dtype=torch.float32, base=str(folder))
     if quantize:
-        nf4.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model).values())
 
     def fill(*arguments):
         pretrained_weights(*arguments, checkpoint=found, seed=3)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from launcher.errors import RecipeError
-from launcher.models import nf4
+from launcher.models import nf4, nf4_layers
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model, find_blocks
 from launcher.models.initialization import clean_name, random_weights
@@ -22,6 +22,7 @@ from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training import setup
 from launcher.training.fake_tensors import computing_as_on
+from tests import REPOSITORY
 from tests.unit.models.test_export import export_model
 from tests.unit.models.test_load import CPU, logits, reference, save
 
@@ -102,6 +103,53 @@ def test_parts_of_rows_have_the_bits_of_whole_rows():
     assert not torch.equal(nf4.round_trip(weight[:, :512]), values[:, :512])  # another scale
 
 
+def test_a_weight_is_described_alike_in_nf4_or_not():
+    weight = weights("gauss")
+    made = packed(weight)
+    values = nf4.round_trip(weight)
+    assert (nf4.shape_of(made), nf4.dtype_of(made)) == (weight.shape, torch.float32)
+    assert (nf4.row_unit(made), nf4.row_unit(weight)) == (64, 1)
+    assert torch.equal(nf4.unpacked(made, torch.float32), values)
+    parts = torch.cat([packed(part) for part in weight.chunk(4, 1)], 1)
+    expected = torch.cat([nf4.round_trip(part) for part in weight.chunk(4, 1)], 1)
+    assert torch.equal(nf4.unpacked(parts, torch.float32, 4), expected)
+    assert nf4.with_parts(weight, 4) is nf4.unpacked(weight, torch.float32) is weight
+    half = weight.bfloat16()
+    assert (nf4.shape_of(half), nf4.dtype_of(half)) == (weight.shape, torch.bfloat16)
+    inputs = torch.randn(3, 2048)
+    torch.testing.assert_close(nf4.linear(inputs, made), nf4.linear(inputs, values))
+
+
+def test_only_writing_export_and_plan_ask_whether_a_weight_is_in_nf4():
+    """All others take its shape, dtype and numbers from `nf4`, in NF4 or not."""
+    files = (REPOSITORY / "launcher").rglob("*.py")
+    asking = {file.name for file in files if "is_packed" in file.read_text()}
+    own = {"nf4.py", "nf4_layers.py"}
+    assert asking == own | {"shards.py", "hugging_face_files.py", "profile.py"}
+
+
+def test_layers_in_nf4_stay_the_same_modules():
+    """With their hooks, and under the classes that others look for."""
+    config = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 3} | WIDE
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = build_model(Model(config=config), sequence_length=16)
+    blocks = find_blocks(model)
+    block = blocks["model.layers.0"]
+    model.requires_grad_(False)
+    query, experts = block.self_attn.q_proj, block.mlp.experts
+    kinds, called = (type(query), type(experts)), []
+    for module in (query, experts):
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    nf4_layers.quantize_blocks(blocks.values())
+    random_weights(model, CPU, CPU, seed=1)
+    assert block.self_attn.q_proj is query
+    assert block.mlp.experts is experts
+    assert isinstance(query, kinds[0])
+    assert isinstance(experts, kinds[1])
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert called == [query, experts]
+
+
 def test_traces_call_the_operators_that_the_kernel_needs():
     """A budget of activation checkpointing counts the calls of each operator in a trace on CPUs."""
     data = SimpleNamespace(tensors={"position_ids": None})
@@ -142,7 +190,7 @@ def build(config, *, quantize, **lora):
     model = build_model(Model(config=config), sequence_length=16)
     add_adapters(model, Lora(rank=4, **lora), base_dtype=torch.float32)
     if quantize:
-        nf4.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model).values())
     random_weights(model, CPU, CPU, seed=1)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -152,7 +200,7 @@ def build(config, *, quantize, **lora):
 
 
 def round_weights(model):
-    for module, name in nf4.packable(find_blocks(model).values()):
+    for module, name in nf4_layers.packable(find_blocks(model).values()):
         parameter = module.get_parameter(name)
         parameter.data = nf4.round_trip(parameter.data)
 
@@ -184,7 +232,7 @@ def test_model_computes_with_the_rounded_weights(kind, checkpointing):
 def test_backward_pass_keeps_packed_weights_only():
     layer = torch.nn.Linear(256, 256, bias=False, device="meta").requires_grad_(False)
     block = torch.nn.Sequential(layer)
-    nf4.quantize_blocks([block])
+    nf4_layers.quantize_blocks([block])
     layer.weight = torch.nn.Parameter(packed(torch.randn(256, 256)), requires_grad=False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -245,7 +293,7 @@ def load(folder, *, trained=True):
     model = build_model(Model(path=str(folder)), sequence_length=16)
     found = open_checkpoint(folder, model)
     add_adapters(model, Lora(rank=4, alpha=6.0), base_dtype=torch.float32, base=str(folder))
-    nf4.quantize_blocks(find_blocks(model).values())
+    nf4_layers.quantize_blocks(find_blocks(model).values())
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=3)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -343,6 +391,6 @@ def test_packed_rows_use_the_kernel_for_documents(kind, lora):
     model = build_model(Model(config=config), sequence_length=32)
     add_adapters(model, lora, base_dtype=torch.float32)
     if lora.quantize:
-        nf4.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model).values())
     options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     assert isolate_documents(model, sequence_length=32, **options) == "varlen"

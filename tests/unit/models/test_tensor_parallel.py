@@ -10,7 +10,7 @@ from launcher.errors import RecipeError
 from launcher.models.build import find_blocks
 from launcher.models.chunked_loss import Chunking, Transform, linear_cross_entropy
 from launcher.models.lora import add_adapters
-from launcher.models.nf4 import quantize_blocks
+from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.tensor_parallel import PlannedRank, apply_tensor_parallel
 from launcher.recipe.schema import Lora
 
