@@ -221,7 +221,7 @@ def _refuse_old_torch(*, fsdp: bool) -> None:
         raise RecipeError(
             "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 "
             f"of {torch.__version__} fails on frozen parameters of uint8; update it, or use "
-            "strategy.kind: ddp"
+            "strategy.kind=ddp"
         )
 
 

@@ -250,7 +250,7 @@ def in_dtype_of_autocast(inputs: torch.Tensor, name: str) -> torch.Tensor:
     if not inputs.is_floating_point():
         raise RecipeError(
             f"lora.quantize: {name} gets integers: the model's code casts its inputs to the dtype "
-            "of its weight; set lora.quantize: null for this model"
+            "of its weight; set lora.quantize=null for this model"
         )
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return inputs.to(torch.get_autocast_dtype(device)) if enabled else inputs

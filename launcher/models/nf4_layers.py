@@ -105,7 +105,7 @@ def quantize_blocks(blocks: Collection[nn.Module]) -> None:
         raise RecipeError(
             "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
             f"and layers of experts whose rows are a multiple of {BLOCK} wide, and the blocks have "
-            f"{_kinds_of_layers(blocks)}; set lora.quantize: null"
+            f"{_kinds_of_layers(blocks)}; set lora.quantize=null"
         )
 
 

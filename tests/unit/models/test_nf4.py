@@ -277,7 +277,7 @@ def test_a_model_without_layers_for_nf4_is_refused(config, layers):
     assert error.value.problems == [
         "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
         "and layers of experts whose rows are a multiple of 64 wide, and the blocks have "
-        f"{layers}; set lora.quantize: null"
+        f"{layers}; set lora.quantize=null"
     ]
 
 
