@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,11 +62,14 @@ class Nf4Experts(nn.Module):
         return summed
 
 
-def packable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+def packable(
+    blocks: Mapping[str, nn.Module], kept: Container[str] = ()
+) -> Iterator[tuple[nn.Module, str]]:
     """The weights of blocks that can be in NF4, each as its module and its name there: of linear
-    layers, and of experts that transformers computes in groups. Adapters are not among them."""
-    for block in blocks:
-        for name, module in block.named_modules():
+    layers, and of experts that transformers computes in groups. Adapters are not among them, nor
+    modules with a weight that is `kept`, by clean name."""
+    for path, block in blocks.items():
+        for name, module in block.named_modules(prefix=path):
             names: tuple[str, ...] = ()
             if type(module) is nn.Linear and ".lora_" not in name:
                 names = ("weight",)
@@ -74,15 +77,17 @@ def packable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
                 module, "has_post_expert_norm", False
             ):
                 names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-            if all(module.get_parameter(name).shape[-1] % BLOCK == 0 for name in names):
-                yield from ((module, name) for name in names)
+            if any(clean_name(f"{name}.{own}") in kept for own in names):
+                continue
+            if all(module.get_parameter(own).shape[-1] % BLOCK == 0 for own in names):
+                yield from ((module, own) for own in names)
 
 
-def quantize_blocks(blocks: Collection[nn.Module]) -> None:
-    """Replaces the weights of frozen blocks on the meta device by such in NF4. Raises RecipeError
-    if there are none."""
+def quantize_blocks(blocks: Mapping[str, nn.Module], kept: Container[str] = ()) -> None:
+    """Replaces the weights of frozen blocks on the meta device by such in NF4, but those that are
+    `kept`: see `packable`. Raises RecipeError if there are none."""
     made: dict[int, nn.Parameter] = {}  # by id of the weight, which modules may share
-    for module, name in packable(blocks):
+    for module, name in packable(blocks, kept):
         weight = module.get_parameter(name)
         if weight.requires_grad:
             raise RecipeError(
@@ -105,7 +110,7 @@ def quantize_blocks(blocks: Collection[nn.Module]) -> None:
         raise RecipeError(
             "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
             f"and layers of experts whose rows are a multiple of {BLOCK} wide, and the blocks have "
-            f"{_kinds_of_layers(blocks)}; set lora.quantize=null"
+            f"{_kinds_of_layers(blocks.values())}; set lora.quantize=null"
         )
 
 

@@ -64,7 +64,7 @@ def save_models(folder):
         made = transformers.AutoConfig.for_model(name, **config)
         model = transformers.AutoModelForCausalLM.from_config(made)
         model.save_pretrained(folder / name)
-        for module, weight in nf4_layers.packable(find_blocks(model).values()):
+        for module, weight in nf4_layers.packable(find_blocks(model)):
             parameter = module.get_parameter(weight)
             parameter.data = nf4.round_trip(parameter.data)
         model.save_pretrained(folder / f"{name} rounded")

@@ -47,7 +47,7 @@ def load(folder, *, trained=True, quantize=False, rounded=False, **options):
     found = open_checkpoint(folder, model)
     add_adapters(model, lora, base_dtype=torch.float32, base=str(folder))
     if quantize:
-        nf4_layers.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model))
 
     def fill(*arguments):
         pretrained_weights(*arguments, checkpoint=found, seed=3)
