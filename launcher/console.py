@@ -118,6 +118,14 @@ def bytes_as_text(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
+def count_as_text(number: int) -> str:
+    """`512`, `3.21 K`, `41.00 M`, `8.03 B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
     """The lines of a table with aligned columns, two spaces apart. `sides` has `<` or `>` for each
     column."""

@@ -27,7 +27,9 @@ from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, merged_reader
 from launcher.models.new_rows import ids_of_adapter
-from launcher.models.nf4 import packable, round_trip
+from launcher.models.nf4 import round_trip
+from launcher.models.nf4_layers import packable
+from launcher.models.precision import stored_in_float32
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -163,7 +165,7 @@ def open_checkpoint_weights(
             )
         read_frozen, dtype = source.reader(), source.stored.dtype()
         if (base or recipe.checkpoint.export_base) == "quantized":
-            read_frozen = _rounded(read_frozen, model, recipe)
+            read_frozen = _rounded(read_frozen, model, recipe, source)
     if recipe.lora is not None:
         adapt(
             model,
@@ -189,13 +191,12 @@ def open_checkpoint_weights(
     return StoredModel(model, read, dtype, source)
 
 
-def _rounded(read: Read, model: Any, recipe: Recipe) -> Read:
+def _rounded(read: Read, model: Any, recipe: Recipe, source: ModelCheckpoint) -> Read:
     """Reads weights with the rounding that a run with lora.quantize trained with."""
     if recipe.lora is None or recipe.lora.quantize is None:
         raise RecipeError("export: base: quantized: the run has no lora.quantize")
-    weights = {
-        id(module.get_parameter(name)) for module, name in packable(find_blocks(model).values())
-    }
+    packed = packable(find_blocks(model), stored_in_float32(source))
+    weights = {id(module.get_parameter(name)) for module, name in packed}
     names = {clean_name(name) for name, p in model.named_parameters() if id(p) in weights}
 
     def rounded(name: str) -> torch.Tensor:

@@ -152,7 +152,7 @@ def _write(
         else:
             step = valid
     if checkpoint is None and not exported:
-        what = "has neither checkpoints nor weights in hf (checkpoint.export: at_end)"
+        what = "has neither checkpoints nor weights in hf (checkpoint.export=at_end writes them)"
         what = "has no checkpoint" if ema else what
         if not run.is_dir():
             raise RecipeError(f"command line: {no_such('folder', str(run))}")

@@ -23,7 +23,7 @@ def problem_lines(
         of = ""
         if rows is not None:
             of = f" of {rows:,}" if complete else f" of the first {rows:,}"
-        skip = " (data.on_error: skip leaves them out)"
+        skip = " (data.on_error=skip leaves them out)"
         yield f"{len(skipped):,}{of} rows cannot be used{'' if len(skipped) == rows else skip}:"
         yield from (f"  {line}" for line in causes(skipped))
 

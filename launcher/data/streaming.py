@@ -183,7 +183,7 @@ class _Shard:
             if not any_document:
                 names = dict.fromkeys(part.name for part in stream.shards[self._number])
                 listed = first_names(names)
-                hint = "leave these files out, or use streaming: false"
+                hint = "leave these files out, or use data.streaming=false"
                 what = f"data.streaming: no document with text in {listed}"
                 what = no_targets(listed, stream.data) if dropped else what
                 raise RecipeError(f"{what}; {hint}")

@@ -138,7 +138,7 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(
             f"{torch.cuda.get_device_name(device)} does not compute in bfloat16; use float16, "
-            "whose loss scale keeps small gradients, or mixed_precision: null"
+            "whose loss scale keeps small gradients, or strategy.mixed_precision=null"
         )
 
 

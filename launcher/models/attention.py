@@ -61,7 +61,7 @@ def isolate_documents(
     """
     implementation = attention_implementation(model) or ""
     flash = implementation.startswith("flash_attention")
-    instead = "use packing: false"
+    instead = "use data.packing=false"
     refuse_other_layers(
         model, sequence_length, key="data.packing", instead=instead, packed=not flash
     )
@@ -431,11 +431,11 @@ def check_isolation(
         difference = float((after_first - after_other).abs().max() / after_first.abs().max())
     except TypeError:
         what = f"{name} takes no position_ids, so it cannot keep packed documents apart"
-        raise RecipeError(f"data.packing: {what}; use packing: false") from None
+        raise RecipeError(f"data.packing: {what}; use data.packing=false") from None
     finally:
         model.train(training)
     if not difference < max(1e-4, 4 * torch.finfo(dtype).eps):
         raise RecipeError(
             f"data.packing: in {name} a packed document sees the one before it (its logits change "
-            f"by {difference:.1e}); use packing: false, or another model.attention"
+            f"by {difference:.1e}); use data.packing=false, or another model.attention"
         )

@@ -189,7 +189,7 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
         instead = instead if model.path else "set model.config.is_decoder=true"
         raise RecipeError(
             f"{key}: {kind} is an encoder (is_decoder is false), whose tokens see the ones after "
-            f"them; {instead}, or model.task: masked_lm or sequence_classification"
+            f"them; {instead}, or model.task=masked_lm or model.task=sequence_classification"
         )
     where = f"{key}." if model.path is None else f"{key}: {model.path}/config.json: "
     if problems := [f"{where}{name}: {what}" for name, what in value_problems(config.to_dict())]:

@@ -31,8 +31,8 @@ from launcher.models.float8 import use_float8
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
-from launcher.models.nf4 import quantize_blocks
-from launcher.models.precision import kept_in_float32
+from launcher.models.nf4_layers import quantize_blocks
+from launcher.models.precision import kept_in_float32, stored_in_float32
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
@@ -112,7 +112,7 @@ def change_weights(
             # After adapters: peft knows the class of the layers, and this changes it
             if lora.quantize is not None:
                 _refuse_old_torch(fsdp=fsdp)
-                quantize_blocks(blocks.values())
+                quantize_blocks(blocks, stored_in_float32(source))
                 applied(model).nf4 = True
         if path is not None and (other := other_base(Path(path), str(section.path))):
             what = f"the adapter in {path} was trained on {other} (base_model_name_or_path)"
@@ -221,7 +221,7 @@ def _refuse_old_torch(*, fsdp: bool) -> None:
         raise RecipeError(
             "lora.quantize: nf4 with strategy.kind: fsdp needs torch 2.12 or newer, because FSDP2 "
             f"of {torch.__version__} fails on frozen parameters of uint8; update it, or use "
-            "strategy.kind: ddp"
+            "strategy.kind=ddp"
         )
 
 

@@ -50,9 +50,9 @@ def apply_context_parallel(
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1")
     config = model.config.get_text_config(decoder=True)
     if attention_implementation(model) != VARLEN:
-        why = f"packed rows need {missing_for_varlen}; use it, data.packing: false, or"
+        why = f"packed rows need {missing_for_varlen}; use it, data.packing=false, or"
         if attention_implementation(model) != "sdpa":
-            why = "it needs model.attention: sdpa; use it, or"
+            why = "it needs model.attention=sdpa; use it, or"
         elif missing_for_varlen is None:
             why = "it is not plain causal attention (biases, caps, wide heads or other masks); use"
         raise RecipeError(f"{KEY}: the attention of {name} cannot be divided: {why} 1")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.models.nf4 import dequantize, is_packed, without_autocast
+from launcher.models.nf4 import unpacked, without_autocast
 from launcher.models.shards import local_rows
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -30,7 +30,7 @@ class Dora:
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
         magnitude = module.lora_magnitude_vector[active_adapter].weight
         change = up(down(module.lora_dropout[active_adapter](x))) * scale
-        weight = dequantize(base.weight, result.dtype) if is_packed(base.weight) else base.weight
+        weight = unpacked(base.weight, result.dtype)
         norms = _row_norms(weight, down.weight, up.weight, scale)
         # Of what the layer computes, a small part: so it keeps its precision in 16 bits. Rounded
         # like the magnitudes, equal norms cancel
@@ -64,5 +64,5 @@ def set_magnitudes(model: nn.Module) -> None:
             base: Any = module.base_layer
             local, weight = (local_rows(tensor)[0] for tensor in (magnitude.weight, base.weight))
             if len(local):
-                rows = dequantize(weight, torch.float32) if is_packed(weight) else weight
+                rows = unpacked(weight, torch.float32)
                 local.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))

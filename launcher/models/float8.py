@@ -89,6 +89,7 @@ def use_float8(
         convert_to_float8_training(root, module_filter_fn=converts, config=config)
         for module in root.modules():
             if is_float8(module):
+                # torchao makes its own class and takes no other. Only the forward pass differs
                 module.__class__ = _linear_class()
                 vars(module)["compute_dtype"] = dtype
 

@@ -24,7 +24,7 @@ from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
-from launcher.models.nf4 import dequantize, is_packed, parts_of_rows, shape_of
+from launcher.models.nf4 import is_packed, parts_of_rows, shape_of, unpacked
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
@@ -106,9 +106,7 @@ def export_hugging_face(
         parts = parts_of_rows(tensor)
         if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
             tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
-        if not is_packed(tensor):
-            return tensor.cpu()
-        return torch.cat([dequantize(p, torch.float32) for p in tensor.cpu().chunk(parts, -1)], -1)
+        return unpacked(tensor.cpu(), torch.float32, parts)
 
     if rank != 0:
         for _ in exported_tensors(module, read, merged=merged, convert=False):

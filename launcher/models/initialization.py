@@ -26,7 +26,7 @@ from launcher.libraries.private import (
     tree_map_only,
 )
 from launcher.models import philox
-from launcher.models.nf4 import is_packed, shape_of
+from launcher.models.nf4 import dtype_of, shape_of
 from launcher.models.shards import (
     compute_device,
     copy_local_rows,
@@ -197,8 +197,8 @@ class InitialValues:
         """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed."""
         self.name, self.mine, self.shape = name, None if skip else mine.detach(), shape_of(mine)
         # float32 even for a weight of fewer bits, so that the draw is the same
-        number = mine.is_floating_point() or is_packed(mine)
-        self.dtype = torch.float32 if number else mine.dtype
+        dtype = dtype_of(mine)
+        self.dtype = torch.float32 if dtype.is_floating_point else dtype
         self.key = philox.named_key(seed, name)
         self.whole: torch.Tensor | None = None
         self._whole_list = whole
@@ -235,10 +235,9 @@ class InitialValues:
         elif self.mine is not None and self._operations:
             local, row = local_rows(self.mine)
             rows, columns = local.contiguous(), local_columns(self.mine)
-            if is_packed(local) or columns is not None:  # rows of the whole, as numbers
-                dtype = self.dtype if is_packed(local) else local.dtype
+            if local.shape[1:] != self.shape[1:]:  # rows of the whole, as numbers
                 shape = *local.shape[:1], *self.shape[1:]
-                rows = torch.empty(shape, dtype=dtype, device=local.device)
+                rows = torch.empty(shape, dtype=dtype_of(local), device=local.device)
             first = row * self.shape[1:].numel()
             self._apply(rows.view(-1), first, compute_device(self.mine))
             if rows is not local:

@@ -193,7 +193,7 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
     if wanted and not inside and lora.modules_to_save:
         raise RecipeError(
             f"lora.modules_to_save: {', '.join(lora.modules_to_save)}: this trains whole all layers "
-            "that could get an adapter; name fewer modules, or set lora: null to train all weights"
+            "that could get an adapter; name fewer modules, or set lora=null to train all weights"
         )
     refused = [name for name in inside if _is_refused(model, name)]
     if refused and len(refused) < len(inside):
@@ -319,7 +319,7 @@ def _refuse_dora(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
             kind = "the output layer" if module is head else f"a {type(module).__name__}"
             raise RecipeError(
                 f"lora.dora: not available for {name}, which is {kind}; name other layers in "
-                "lora.target_modules, or set lora.dora: false"
+                "lora.target_modules, or set lora.dora=false"
             )
 
 

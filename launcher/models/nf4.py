@@ -1,6 +1,7 @@
-"""Frozen weights in 4 bits: NF4 (Dettmers et al., 2023), for linear layers and experts of blocks.
+"""Frozen weights in 4 bits: NF4 (Dettmers et al., 2023). The only module that knows their bytes.
 
-A weight of shape (..., rows, features) is one uint8 parameter of shape (..., rows, bytes). A row
+Other modules take the shape, dtype and numbers of any weight from here, in NF4 or not. A weight of
+shape (..., rows, features) is one uint8 parameter of shape (..., rows, bytes). A row
 holds its codes (two of them in a byte), a byte of scale for each block of 64 numbers, and the row's
 own scale in float32: 4.125 bits for each number, and 4 bytes for each row. A row does not depend on
 others, so any shard by rows is complete, and has the same bytes on any number of ranks. Ranks that
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
 from launcher.errors import RecipeError
-from launcher.libraries.private import apply_gate, grouped_product
+from launcher.libraries.private import grouped_product
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,22 @@ def row_bytes(features: int) -> int:
 
 
 def shape_of(weight: torch.Tensor) -> torch.Size:
-    """The shape of a weight of a model, in NF4 or not, as if it were not."""
+    """The shape of a weight, in numbers. The weight may be in NF4 or not."""
     if not is_packed(weight):
         return weight.shape
     parts = parts_of_rows(weight)
     features = (weight.shape[-1] // parts - 4) // _BLOCK_BYTES * BLOCK * parts
     return torch.Size((*weight.shape[:-1], features))
+
+
+def dtype_of(weight: torch.Tensor) -> torch.dtype:
+    """The dtype of the values that are written to a weight: of one in NF4 it is float32."""
+    return torch.float32 if is_packed(weight) else weight.dtype
+
+
+def row_unit(weight: torch.Tensor) -> int:
+    """Numbers of a row that ranks cannot divide: 1 if the weight is not in NF4."""
+    return BLOCK if is_packed(weight) else 1
 
 
 def parts_of_rows(weight: torch.Tensor) -> int:
@@ -73,7 +83,10 @@ def parts_of_rows(weight: torch.Tensor) -> int:
 
 
 def with_parts(weight: torch.Tensor, parts: int) -> torch.Tensor:
-    """An empty weight in NF4 like this one, whose rows are in equal parts, one after the other."""
+    """An empty weight in NF4 like this one, whose rows are in equal parts, one after the other.
+    Other weights are returned: any part of their rows is complete."""
+    if not is_packed(weight):
+        return weight
     features = shape_of(weight)[-1]
     return weight.new_empty(*weight.shape[:-1], parts * row_bytes(features // parts))
 
@@ -141,6 +154,16 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = pairs.index_select(0, part[:, :codes].int().flatten()).view(-1, blocks, BLOCK)
         made.copy_(values.mul_(_scales(part, codes)).view(-1, shape[-1]))
     return out.view(shape)
+
+
+def unpacked(weight: torch.Tensor, dtype: torch.dtype, parts: int = 1) -> torch.Tensor:
+    """The numbers of a weight, (..., features). One in NF4 is dequantized to `dtype`; others are
+    returned. parts: those of the rows, one after the other, as `parts_of_rows`."""
+    if not is_packed(weight):
+        return weight
+    if parts == 1:
+        return dequantize(weight, dtype)
+    return torch.cat([dequantize(part, dtype) for part in weight.chunk(parts, -1)], -1)
 
 
 @cache
@@ -220,13 +243,14 @@ def _grouped(
     return grouped_product(inputs.contiguous(), weight, ends)
 
 
-def _prepared(inputs: torch.Tensor, name: str) -> torch.Tensor:
-    """Inputs in the dtype of autocast. Raises RecipeError if they are integers."""
+def in_dtype_of_autocast(inputs: torch.Tensor, name: str) -> torch.Tensor:
+    """The inputs of a layer with weights in NF4, in the dtype of autocast. Raises RecipeError, with
+    the `name` of the layer, if they are integers."""
     device = inputs.device.type
     if not inputs.is_floating_point():
         raise RecipeError(
             f"lora.quantize: {name} gets integers: the model's code casts its inputs to the dtype "
-            "of its weight; set lora.quantize: null for this model"
+            "of its weight; set lora.quantize=null for this model"
         )
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return inputs.to(torch.get_autocast_dtype(device)) if enabled else inputs
@@ -239,109 +263,27 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def linear(
-    inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear` of a frozen weight in NF4."""
-    inputs = _prepared(inputs, "a linear layer")
+    """`torch.nn.functional.linear` of a weight that is in NF4, and frozen, or not. Raises
+    RecipeError if it is in NF4 and the inputs are integers."""
+    if not is_packed(weight):
+        return nn.functional.linear(inputs, weight, bias)
+    inputs = in_dtype_of_autocast(inputs, "a linear layer")
     bias = None if bias is None else bias.to(inputs.dtype)
     with without_autocast(inputs):
         function: Any = _Product
-        made: torch.Tensor = function.apply(inputs, packed, bias)
+        made: torch.Tensor = function.apply(inputs, weight, bias)
     return made
 
 
-class Nf4Linear(nn.Linear):
-    """A frozen linear layer whose `weight` is in NF4."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return linear(inputs, self.weight, self.bias)
-
-
-class Nf4Experts(nn.Module):
-    """Mixed into a class of experts of transformers whose weights are in NF4."""
-
-    def forward(
-        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
-    ) -> torch.Tensor:
-        """Like `grouped_mm_experts_forward` of transformers: hidden_states are (tokens, hidden),
-        the others (tokens, experts of a token)."""
-        inputs, used = _prepared(hidden_states, "a layer of experts"), top_k_index.shape[-1]
-        experts, order = top_k_index.reshape(-1).sort(stable=True)
-        numbers = experts.float() if experts.device.type == "cpu" else experts.int()
-        counts = torch.histc(numbers, self.num_experts, min=0, max=self.num_experts - 1)
-        ends = counts.cumsum(0, dtype=torch.int32)
-
-        def product(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            with without_autocast(inputs):
-                arguments = getattr(self, name), ends, self.is_transposed
-                function: Any = _GroupedProduct
-                made: torch.Tensor = function.apply(inputs, *arguments)
-            if self.has_bias:
-                made = made + getattr(self, f"{name}_bias")[experts].to(made.dtype)
-            return made
-
-        up = product(inputs[order // used], "gate_up_proj" if self.has_gate else "up_proj")
-        up = apply_gate(self, up) if self.has_gate else self.act_fn(up)
-        made: torch.Tensor = product(up.to(inputs.dtype), "down_proj")
-        made = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        made = made[order.argsort()].view(*top_k_index.shape, -1).sum(1)
-        summed: torch.Tensor = made.to(hidden_states.dtype)
-        return summed
-
-
-def packable(blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """The weights of blocks that can be in NF4, each as its module and its name there: of linear
-    layers, and of experts that transformers computes in groups. Adapters are not among them."""
-    for block in blocks:
-        for name, module in block.named_modules():
-            names: tuple[str, ...] = ()
-            if type(module) is nn.Linear and ".lora_" not in name:
-                names = ("weight",)
-            elif hasattr(module, "is_transposed") and not getattr(
-                module, "has_post_expert_norm", False
-            ):
-                names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-            if all(module.get_parameter(name).shape[-1] % BLOCK == 0 for name in names):
-                yield from ((module, name) for name in names)
-
-
-def quantize_blocks(blocks: Collection[nn.Module]) -> None:
-    """Replaces the weights of frozen blocks on the meta device by such in NF4. Raises RecipeError
-    if there are none."""
-    made: dict[int, nn.Parameter] = {}  # by id of the weight, which modules may share
-    for module, name in packable(blocks):
-        weight = module.get_parameter(name)
-        if weight.requires_grad:
-            raise RecipeError(
-                "lora.modules_to_save: not available with lora.quantize for layers in blocks, whose "
-                "weights are in 4 bits; name modules outside of the blocks"
-            )
-        shape = (*weight.shape[:-1], row_bytes(weight.shape[-1]))
-        packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-        parameter = made.setdefault(id(weight), nn.Parameter(packed, requires_grad=False))
-        setattr(module, name, parameter)
-        if isinstance(module, nn.Linear):
-            module.__class__ = Nf4Linear
-        elif not isinstance(module, Nf4Experts):
-            own = type(module)
-            module.__class__ = type(own.__name__, (Nf4Experts, own), {})
-    if not made:
-        raise RecipeError(
-            "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
-            f"and layers of experts whose rows are a multiple of {BLOCK} wide, and the blocks have "
-            f"{_kinds_of_layers(blocks)}; set lora.quantize: null"
-        )
-
-
-def _kinds_of_layers(blocks: Iterable[nn.Module]) -> str:
-    """The kinds of layers with matrices in blocks, each with an example."""
-    kinds: dict[str, str] = {}
-    for block in blocks:
-        for name, module in block.named_modules():
-            if ".lora_" in name or all(p.ndim < 2 for p in module.parameters(recurse=False)):
-                continue
-            kind = type(module).__name__
-            if isinstance(module, nn.Linear):
-                kind += f" with rows of {module.in_features}"
-            kinds.setdefault(kind, name.removesuffix(".base_layer"))
-    return ", ".join(f"{kind} (such as {name})" for kind, name in kinds.items())
+def grouped_linear(
+    inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, *, transposed: bool
+) -> torch.Tensor:
+    """The products of experts with their frozen weights in NF4. inputs: (tokens, in), sorted by
+    expert, not cast by autocast. ends: the end of each expert's tokens. `transposed`: the weight is
+    (experts, in, out), else (experts, out, in)."""
+    with without_autocast(inputs):
+        function: Any = _GroupedProduct
+        made: torch.Tensor = function.apply(inputs, packed, ends, transposed)
+    return made

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
 from launcher.files import flush_path, mode_of_umask
-from launcher.models.nf4 import is_packed
-from launcher.models.shards import local_columns, local_rows, write
+from launcher.models.shards import local_columns, local_rows, takes_whole_rows, write
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -136,7 +135,7 @@ class StoredTensors:
                 stored = self._file(part.file).get_slice(name)
                 rows = slice(start - part.first, stop - part.first)
                 target = local[start - first : stop - first]
-                if part.columns is None and (own is None or is_packed(target)):
+                if part.columns is None and takes_whole_rows(tensor):
                     write(target, stored[rows], own)
                     continue
                 width = self.tensors[name].shape[1]
@@ -203,7 +202,7 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     if not (folder / INDEX).is_file():
         raise RecipeError(
             f"{key}: {folder} has neither {SINGLE} nor {INDEX}. For random weights, set "
-            "model.init: random. An adapter is merged by launcher export RUN_DIR OUT merged=true. "
+            "model.init=random. An adapter is merged by launcher export RUN_DIR OUT merged=true. "
             "Pickled weights can run code when loaded; if you trust them, "
             "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) converts them"
         )

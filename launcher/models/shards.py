@@ -37,13 +37,15 @@ def local_columns(tensor: torch.Tensor) -> range | None:
     """This rank's part of dimension 1, which tensor parallelism may divide; None: all of it. Of a
     weight in NF4, it is in numbers, not in bytes."""
     if isinstance(tensor, DTensor) and any(getattr(p, "dim", 0) == 1 for p in tensor.placements):
-        part = _local_range(tensor, 1)
-        if is_packed(tensor):
-            width = shape_of(tensor.to_local())[1]
-            first = part.start // len(part) * width
-            part = range(first, first + width)
-        return part
+        part, size, width = _local_range(tensor, 1), tensor.shape[1], shape_of(tensor)[1]
+        return range(part.start * width // size, part.stop * width // size)
     return None
+
+
+def takes_whole_rows(tensor: torch.Tensor) -> bool:
+    """Whether `write` needs whole rows of values for this rank's part of a tensor: all of a row's
+    numbers decide on its scale in NF4."""
+    return is_packed(tensor) or local_columns(tensor) is None
 
 
 def _local_range(tensor: DTensor, dimension: int) -> range:

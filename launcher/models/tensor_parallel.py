@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn import functional
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
@@ -28,7 +27,8 @@ from launcher.models import nf4
 from launcher.models.applied import applied
 from launcher.models.build import embeddings
 from launcher.models.experts import find_experts
-from launcher.models.nf4 import BLOCK, Nf4Linear, is_packed, shape_of, with_parts
+from launcher.models.nf4 import row_unit, shape_of, with_parts
+from launcher.models.nf4_layers import Nf4Linear
 from launcher.models.shards import chunks, local_part
 from launcher.models.tensor_collectives import copied, gathered, summed
 
@@ -137,7 +137,7 @@ class _Division:
             if parameter is None or dimension >= parameter.ndim:
                 continue
             whole, mesh = parameter.detach(), self._mesh
-            if is_packed(whole) and dimension == 1:
+            if dimension == 1:
                 whole = with_parts(whole, mesh.size())
             if isinstance(mesh, PlannedMesh):
                 part = whole.chunk(mesh.size(), dimension)[0].contiguous()
@@ -273,9 +273,10 @@ def _indivisible(model: nn.Module, styles: Styles, size: int) -> str | None:
     for path, style in styles.items():
         if style in _DIMENSION and path not in few:
             weight = _base(model.get_submodule(path)).weight
-            width, unit, what = shape_of(weight)[_DIMENSION[style]], 1, f"features of {path}"
-            if is_packed(weight) and _DIMENSION[style] == 1:
-                unit, what = BLOCK, f"{what}, in blocks of {BLOCK} for lora.quantize,"
+            dimension, what = _DIMENSION[style], f"features of {path}"
+            width, unit = shape_of(weight)[dimension], row_unit(weight) if dimension == 1 else 1
+            if unit > 1:
+                what = f"{what}, in blocks of {unit} for lora.quantize,"
             uneven = len(chunks(width, size)[-1]) == 0
             if style in (COLUMN, ROW) or unit > 1:
                 uneven = width % (unit * size) != 0
@@ -293,8 +294,7 @@ def _linear(
     if rows is not None:
         weight = weight[rows.start : rows.stop]
         bias = None if bias is None else bias[rows.start : rows.stop]
-    product: Forward = nf4.linear if is_packed(weight) else functional.linear
-    return product(x, weight, bias)
+    return nf4.linear(x, weight, bias)
 
 
 def _column(

@@ -236,7 +236,7 @@ def checked_teacher(
     _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0, planned=planned)
     if teacher.masking != own.masking:
         what = f"keeps packed documents apart by {teacher.masking}, the model by {own.masking}"
-        raise RecipeError(f"distillation.teacher: {what}; set data.packing: false")
+        raise RecipeError(f"distillation.teacher: {what}; set data.packing=false")
     return teacher
 
 

@@ -220,7 +220,7 @@ def _sizes(recipe: Recipe) -> Found:
             yield "model.config.vocab_size", f"{size} is too small; {what}"
         elif size < 260 and (asks or any(KINDS[source.kind].conversation for source in sources)):
             what = "the tokenizer `bytes` needs 260 for chats: three roles begin a turn"
-            what += "; data.prompt_format: text trains prompts without them" if asks else ""
+            what += "; data.prompt_format=text trains prompts without them" if asks else ""
             yield "model.config.vocab_size", f"{size} is too small; {what}"
 
 
@@ -243,7 +243,7 @@ def _new_tokens(recipe: Recipe) -> Found:
 def _micro_batch_tokens(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
     if tokens is not None and data.packing and KINDS[data.kind].loss_on != "class":
-        what = "needs data.packing: false; packed sequences are all as long"
+        what = "needs data.packing=false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
     if tokens is not None and tokens < data.sequence_length:
         what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"

@@ -252,7 +252,7 @@ class Reporter:
             raise DivergedError(
                 f"the loss of step {step}, {loss:.4g}, is more than run.max_loss_ratio="
                 f"{run.max_loss_ratio:g} times the median of the {len(self._recent)} before it, "
-                f"{median:.4g}; {lower}, or run.on_divergence: rewind",
+                f"{median:.4g}; {lower}, or run.on_divergence=rewind",
                 reason="loss_spike",
                 first_step=step - self._recipe.logging.every_steps + 1,
                 last_step=step,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from launcher import __version__
-from launcher.console import bytes_as_text
+from launcher.console import bytes_as_text, count_as_text
 from launcher.data.loader import expected_padding
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
@@ -19,8 +19,9 @@ from launcher.models.chunked_loss import computes_loss
 from launcher.models.config_overrides import config_changes
 from launcher.models.float8 import describe_float8
 from launcher.models.initialization import clean_name
-from launcher.models.nf4 import has_kernel, is_packed, shape_of
-from launcher.models.shards import compute_device, local_bytes
+from launcher.models.nf4 import shape_of
+from launcher.models.nf4_layers import describe_nf4
+from launcher.models.shards import local_bytes
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.hub import commit_of, is_model_id, model_folder
 from launcher.recipe.schema import Recipe
@@ -102,10 +103,10 @@ def _model(training: Training) -> Iterator[str]:
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
     sizes_of = ([shape_of(p).numel() for p in held[key]] for key in ("parameters", "gradients"))
     total, updates = map(sum, sizes_of)
-    share = f", {_count(updates)} of them trained ({updates / total:.2%})"
+    share = f", {count_as_text(updates)} of them trained ({updates / total:.2%})"
     cpu = f"CPU with {torch.get_num_threads()} thread(s)"
     yield (
-        f"model: {name}, {_count(total)} parameters{share if updates < total else ''}, "
+        f"model: {name}, {count_as_text(total)} parameters{share if updates < total else ''}, "
         f"{len(blocks)} blocks ({kind}); a rank is a "
         f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
     )
@@ -113,7 +114,7 @@ def _model(training: Training) -> Iterator[str]:
         yield f"model.config: {change}"
     yield training.wrapped.description()
     if recipe.lora is not None and recipe.lora.quantize is not None:
-        yield _quantized(blocks.values())
+        yield describe_nf4(blocks.values())
     precision = recipe.strategy.mixed_precision
     if precision is not None and precision.float8 is not None:
         yield describe_float8(module, blocks.values())
@@ -153,23 +154,6 @@ def _model(training: Training) -> Iterator[str]:
     if isinstance(training.wrapped, OneRank):
         beside = f"{bytes_as_text(training.wrapped.copied_bytes)} of weights to compute with"
     yield f"a rank holds {whole}: {parts}; plus activations and {beside}"
-
-
-def _quantized(blocks: Iterable[torch.nn.Module]) -> str:
-    named = [pair for block in blocks for pair in block.named_parameters()]
-    packed = [p for _, p in named if is_packed(p)]
-    others = [(n, p) for n, p in named if p.ndim > 1 and not p.requires_grad and not is_packed(p)]
-    numbers = sum(shape_of(p).numel() for p in packed)
-    text = f"nf4: {len(packed)} weights with {_count(numbers)} parameters"
-    if others:
-        elements = _count(sum(p.numel() for _, p in others))
-        text += (
-            f"; {len(others)} others of the blocks with {elements} are not quantized, such as "
-            f"{clean_name(others[0][0])} {list(others[0][1].shape)}"
-        )
-    if any(has_kernel(compute_device(p)) for p in packed):
-        text += "; dequantized by a Triton kernel"
-    return text
 
 
 def _data(training: Training) -> Iterator[str]:
@@ -246,10 +230,3 @@ def _batch(training: Training) -> Iterator[str]:
             f"note: the data are {data.order.samples:,} sequences, so each step sees them {many:.2g} "
             f"times; batch.global_batch_size={max(1, data.order.samples // 8)} makes more steps of them"
         )
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)

@@ -212,7 +212,7 @@ def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
         raise RecipeError(
             "strategy.kind: fsdp cannot shard parameters without dimensions: "
             f"{', '.join(scalars)}; "
-            "give each the shape (1,) in the model, or use strategy.kind: ddp"
+            "give each the shape (1,) in the model, or use strategy.kind=ddp"
         )
 
 
@@ -225,7 +225,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         what = (
             f"{recipe.objective.loss} needs logits, of which each rank has a part of the vocabulary"
         )
-        raise RecipeError(f"objective.loss: {what}: set strategy.tensor_parallel_size: 1")
+        raise RecipeError(f"objective.loss: {what}: set strategy.tensor_parallel_size=1")
     new_ids = new_token_ids(tokenizer_name(data, recipe.model))
     model = build_with_tokens(
         recipe.model,

@@ -14,7 +14,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.models import chunked_loss, nf4
+from launcher.models import chunked_loss, nf4, nf4_layers
 from launcher.models.build import find_blocks
 from tests.distributed.equivalence_worker import OFFLOAD, Worker
 from tests.distributed.launching import end_worker
@@ -64,7 +64,7 @@ def save_models(folder):
         made = transformers.AutoConfig.for_model(name, **config)
         model = transformers.AutoModelForCausalLM.from_config(made)
         model.save_pretrained(folder / name)
-        for module, weight in nf4.packable(find_blocks(model).values()):
+        for module, weight in nf4_layers.packable(find_blocks(model)):
             parameter = module.get_parameter(weight)
             parameter.data = nf4.round_trip(parameter.data)
         model.save_pretrained(folder / f"{name} rounded")

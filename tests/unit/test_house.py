@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 
+from launcher.recipe import schema
 from tests import REPOSITORY
 
 PACKAGE = REPOSITORY / "launcher"
@@ -242,3 +244,37 @@ def test_every_call_says_whether_code_of_a_checkpoint_may_run():
                 if "trust_remote_code" not in [keyword.arg for keyword in node.keywords]:
                     silent.append(f"{module_name(file)}:{node.lineno}: {ast.unparse(node)}")
     assert silent == []
+
+
+def texts(file):
+    """Yields the texts of a module that are no docstrings, with {} for their values."""
+    tree = ast.parse(file.read_text())
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in node.values}
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            yield "".join(parts)
+        elif isinstance(node, ast.Constant) and id(node) not in skipped:
+            if isinstance(node.value, str):
+                yield node.value
+
+
+def test_suggestions_can_be_typed():
+    """Messages suggest key=value, as an argument. What is set may be stated as key: value."""
+    keys = {name for section in vars(schema).values() for name in fields_of(section)}
+    pattern = re.compile(
+        r"\b(?:set|use|use it,|try|or) (?:[a-z_]+\.)*([a-z_]+): (?:[a-z0-9]|\{[a-z])"
+    )
+    found = [
+        f"{file.name}: {match.group()}"
+        for file in FILES
+        for text in texts(file)
+        for match in pattern.finditer(text)
+        if match.group(1) in keys
+    ]
+    assert found == []
+
+
+def fields_of(section):
+    return [field.name for field in fields(section)] if is_dataclass(section) else []

@@ -504,7 +504,7 @@ def test_the_causes_of_problems_are_counted():
     rows += [{"where": f"b:{n}", "problem": "no answer"} for n in range(6)]
     *first, count, most, few = problem_lines(rows, rows=400)
     assert first == [f"a:{n}: not JSON (column {n})" for n in range(5)]
-    assert count == "186 of 400 rows cannot be used (data.on_error: skip leaves them out):"
+    assert count == "186 of 400 rows cannot be used (data.on_error=skip leaves them out):"
     assert most == "  180 like a:0: not JSON (column 0)"
     assert few == "  6 like b:0: no answer"
     partly = list(problem_lines(rows, rows=10_000, complete=False))[5]

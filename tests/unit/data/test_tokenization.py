@@ -196,7 +196,7 @@ def test_several_bad_rows_are_reported_together(tmp_path, cache, open_files):
         open_files(file)
     *lines, count, cause = error.value.problems
     assert [line.split(": ")[0] for line in lines] == [f"{file}:{line}" for line in range(4, 9)]
-    assert count == "17 of 60 rows cannot be used (data.on_error: skip leaves them out):"
+    assert count == "17 of 60 rows cannot be used (data.on_error=skip leaves them out):"
     assert cause.startswith(f"  17 like {file}:4: not JSON: ")
     with pytest.raises(RecipeError) as error:
         open_files(write(file, "x\n\n[]\n"), on_error="skip")

@@ -128,10 +128,10 @@ def test_refusals_name_the_override():
     """The masks that transformers makes for gpt_oss do not keep documents apart."""
     prepared, model = prepare("gpt_oss", packing=True)
     with pytest.raises(
-        RecipeError, match=r"a packed document sees the one before it .*packing: false"
+        RecipeError, match=r"a packed document sees the one before it .*use data.packing=false"
     ):
         check_isolation(model, name="GptOss", vocabulary=prepared.vocabulary, device=CPU)
     with pytest.raises(RecipeError, match=r"^model.attention: .*; use auto, or eager$"):
         prepare("gemma2", packing=False, attention="sdpa")
-    with pytest.raises(RecipeError, match=r"^data.packing: .*; use packing: false$"):
+    with pytest.raises(RecipeError, match=r"^data.packing: .*; use data.packing=false$"):
         prepare("mamba", packing=True)

@@ -41,7 +41,7 @@ def test_models_without_context_parallelism_are_refused_by_name():
         f"{key}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"
     )
     assert refusal("llama", attention="eager").startswith(
-        f"{key}the attention of LlamaForCausalLM cannot be divided: it needs model.attention: sdpa"
+        f"{key}the attention of LlamaForCausalLM cannot be divided: it needs model.attention=sdpa"
     )
     assert "layers (linear_attention) that carry information" in refusal("qwen3_next")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}

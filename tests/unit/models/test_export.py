@@ -691,7 +691,7 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
     assert "Missing argument 'OUT'" in error_of(run)
     assert "no such folder: " in error_of(run, out)
     run.mkdir()
-    assert "checkpoint.export: at_end" in error_of(run, out)
+    assert "checkpoint.export=at_end" in error_of(run, out)
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
     assert "has no adapter to merge" in error_of(run, out, "merged=true")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
-from launcher.models import nf4
+from launcher.models import nf4_layers
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -47,7 +47,7 @@ def load(folder, *, trained=True, quantize=False, rounded=False, **options):
     found = open_checkpoint(folder, model)
     add_adapters(model, lora, base_dtype=torch.float32, base=str(folder))
     if quantize:
-        nf4.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model))
 
     def fill(*arguments):
         pretrained_weights(*arguments, checkpoint=found, seed=3)
@@ -274,14 +274,14 @@ REFUSED = [
     ({"modules_to_save": ("mlp",), "target_modules": ("q_proj", "up_proj")},
      "lora.target_modules: up_proj: model.layers.0.mlp.up_proj is trained whole, by lora.modules_to_save"),
     *[({"modules_to_save": names, **targets}, f"lora.modules_to_save: {', '.join(names)}: this trains whole all layers that "
-       "could get an adapter; name fewer modules, or set lora: null to train all weights")
+       "could get an adapter; name fewer modules, or set lora=null to train all weights")
       for names in (("model",), ("*",), ("layers", "norm"))
       for targets in ({}, {"target_modules": ("all-linear",)})],
     ({"target_modules": ("all-linear", "q_proj")}, "lora.target_modules: all-linear stands alone: leave out the others"),
     ({"target_modules": ("*.query",)}, "lora.target_modules: *.query matches no linear layer of the model; available: "
      "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
     ({"target_modules": ("lm_head",), "dora": True}, "lora.dora: not available for lm_head, which is the output layer; "
-     "name other layers in lora.target_modules, or set lora.dora: false"),
+     "name other layers in lora.target_modules, or set lora.dora=false"),
 ]  # fmt: skip
 
 

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from launcher.checkpoint import export
 from launcher.errors import RecipeError
-from launcher.models import nf4
+from launcher.models import nf4, nf4_layers
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model, find_blocks
 from launcher.models.initialization import clean_name, random_weights
@@ -22,6 +23,7 @@ from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training import setup
 from launcher.training.fake_tensors import computing_as_on
+from tests import REPOSITORY
 from tests.unit.models.test_export import export_model
 from tests.unit.models.test_load import CPU, logits, reference, save
 
@@ -102,6 +104,53 @@ def test_parts_of_rows_have_the_bits_of_whole_rows():
     assert not torch.equal(nf4.round_trip(weight[:, :512]), values[:, :512])  # another scale
 
 
+def test_a_weight_is_described_alike_in_nf4_or_not():
+    weight = weights("gauss")
+    made = packed(weight)
+    values = nf4.round_trip(weight)
+    assert (nf4.shape_of(made), nf4.dtype_of(made)) == (weight.shape, torch.float32)
+    assert (nf4.row_unit(made), nf4.row_unit(weight)) == (64, 1)
+    assert torch.equal(nf4.unpacked(made, torch.float32), values)
+    parts = torch.cat([packed(part) for part in weight.chunk(4, 1)], 1)
+    expected = torch.cat([nf4.round_trip(part) for part in weight.chunk(4, 1)], 1)
+    assert torch.equal(nf4.unpacked(parts, torch.float32, 4), expected)
+    assert nf4.with_parts(weight, 4) is nf4.unpacked(weight, torch.float32) is weight
+    half = weight.bfloat16()
+    assert (nf4.shape_of(half), nf4.dtype_of(half)) == (weight.shape, torch.bfloat16)
+    inputs = torch.randn(3, 2048)
+    torch.testing.assert_close(nf4.linear(inputs, made), nf4.linear(inputs, values))
+
+
+def test_only_writing_export_and_plan_ask_whether_a_weight_is_in_nf4():
+    """All others take its shape, dtype and numbers from `nf4`, in NF4 or not."""
+    files = (REPOSITORY / "launcher").rglob("*.py")
+    asking = {file.name for file in files if "is_packed" in file.read_text()}
+    own = {"nf4.py", "nf4_layers.py"}
+    assert asking == own | {"shards.py", "hugging_face_files.py", "profile.py"}
+
+
+def test_layers_in_nf4_stay_the_same_modules():
+    """With their hooks, and under the classes that others look for."""
+    config = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 3} | WIDE
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = build_model(Model(config=config), sequence_length=16)
+    blocks = find_blocks(model)
+    block = blocks["model.layers.0"]
+    model.requires_grad_(False)
+    query, experts = block.self_attn.q_proj, block.mlp.experts
+    kinds, called = (type(query), type(experts)), []
+    for module in (query, experts):
+        module.register_forward_hook(lambda module, *_: called.append(module))
+    nf4_layers.quantize_blocks(blocks)
+    random_weights(model, CPU, CPU, seed=1)
+    assert block.self_attn.q_proj is query
+    assert block.mlp.experts is experts
+    assert isinstance(query, kinds[0])
+    assert isinstance(experts, kinds[1])
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+    assert called == [query, experts]
+
+
 def test_traces_call_the_operators_that_the_kernel_needs():
     """A budget of activation checkpointing counts the calls of each operator in a trace on CPUs."""
     data = SimpleNamespace(tensors={"position_ids": None})
@@ -142,7 +191,7 @@ def build(config, *, quantize, **lora):
     model = build_model(Model(config=config), sequence_length=16)
     add_adapters(model, Lora(rank=4, **lora), base_dtype=torch.float32)
     if quantize:
-        nf4.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model))
     random_weights(model, CPU, CPU, seed=1)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -152,7 +201,7 @@ def build(config, *, quantize, **lora):
 
 
 def round_weights(model):
-    for module, name in nf4.packable(find_blocks(model).values()):
+    for module, name in nf4_layers.packable(find_blocks(model)):
         parameter = module.get_parameter(name)
         parameter.data = nf4.round_trip(parameter.data)
 
@@ -184,7 +233,7 @@ def test_model_computes_with_the_rounded_weights(kind, checkpointing):
 def test_backward_pass_keeps_packed_weights_only():
     layer = torch.nn.Linear(256, 256, bias=False, device="meta").requires_grad_(False)
     block = torch.nn.Sequential(layer)
-    nf4.quantize_blocks([block])
+    nf4_layers.quantize_blocks({"block": block})
     layer.weight = torch.nn.Parameter(packed(torch.randn(256, 256)), requires_grad=False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -229,7 +278,7 @@ def test_a_model_without_layers_for_nf4_is_refused(config, layers):
     assert error.value.problems == [
         "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
         "and layers of experts whose rows are a multiple of 64 wide, and the blocks have "
-        f"{layers}; set lora.quantize: null"
+        f"{layers}; set lora.quantize=null"
     ]
 
 
@@ -245,7 +294,7 @@ def load(folder, *, trained=True):
     model = build_model(Model(path=str(folder)), sequence_length=16)
     found = open_checkpoint(folder, model)
     add_adapters(model, Lora(rank=4, alpha=6.0), base_dtype=torch.float32, base=str(folder))
-    nf4.quantize_blocks(find_blocks(model).values())
+    nf4_layers.quantize_blocks(find_blocks(model))
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=3)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -297,17 +346,60 @@ def test_adapter_is_that_of_peft(base, tmp_path):
     assert (config["r"], config["lora_alpha"]) == (4, 6)
 
 
-def prepare(lora=None, strategy="ddp", **config):
+def prepare(lora=None, strategy="ddp", path=None, **config):
     sizes = {"model_type": "llama", "num_hidden_layers": 1} | WIDE | config
-    recipe = schema.Recipe(
+    return setup.prepare_model(recipe_with(lora, strategy, path, sizes), device=CPU)
+
+
+def recipe_with(lora, strategy, path, sizes):
+    return schema.Recipe(
         run=schema.Run(name="nf4", max_steps=1),
-        model=Model(config=sizes),
+        model=Model(path=str(path)) if path else Model(config=sizes),
         data=schema.Data(train=("x",), sequence_length=16),
         batch=schema.Batch(global_batch_size=1, micro_batch_size=1),
         strategy=schema.Strategy(kind=strategy),
         lora=lora or Lora(rank=4, quantize="nf4"),
     )
-    return setup.prepare_model(recipe, device=CPU)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A checkpoint in bfloat16 with one weight in float32, and the weight's name."""
+    folder = save(tmp_path / "llama", dtype=torch.bfloat16, num_hidden_layers=2, **WIDE)
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.gate_proj.weight"
+    stored = load_file(file)
+    save_file(stored | {name: stored[name].float()}, file, metadata={"format": "pt"})
+    return folder, name
+
+
+def plain_layers(folder):
+    """The linear layers of the blocks that are not in NF4."""
+    model = prepare(path=folder).model
+    return {
+        clean_name(name)
+        for name, p in model.named_parameters()
+        if "_proj" in name and ".lora_" not in name and not nf4.is_packed(p)
+    }
+
+
+def test_weights_that_a_checkpoint_has_in_float32_are_not_quantized(mixed):
+    """While most of it has 16 bits, as for routers of experts."""
+    folder, name = mixed
+    assert plain_layers(folder) == {name}
+    file = folder / "model.safetensors"
+    stored = {key: tensor.float() for key, tensor in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    assert plain_layers(folder) == set()
+
+
+def test_an_export_rounds_the_weights_that_were_quantized(mixed):
+    folder, name = mixed
+    model = build_model(Model(path=str(folder)), sequence_length=16)
+    source, recipe = open_checkpoint(folder, model), recipe_with(None, "ddp", folder, None)
+    read, stored = export._rounded(source.reader(), model, recipe, source), source.reader()
+    assert torch.equal(read(name), stored(name))
+    other = name.replace("gate", "down")
+    assert torch.equal(read(other), nf4.round_trip(stored(other)))
 
 
 def test_fsdp_needs_a_torch_that_gathers_bytes(monkeypatch):
@@ -343,6 +435,6 @@ def test_packed_rows_use_the_kernel_for_documents(kind, lora):
     model = build_model(Model(config=config), sequence_length=32)
     add_adapters(model, lora, base_dtype=torch.float32)
     if lora.quantize:
-        nf4.quantize_blocks(find_blocks(model).values())
+        nf4_layers.quantize_blocks(find_blocks(model))
     options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     assert isolate_documents(model, sequence_length=32, **options) == "varlen"

@@ -258,7 +258,7 @@ def test_varlen_is_used_only_if_the_kernel_supports_it(model_type, settings, exp
 
 def test_layers_that_mix_documents_are_refused(monkeypatch):
     """Layers with a recurrent state, and chunked attention if a row has several chunks."""
-    message = r"data\.packing: MambaForCausalLM has layers .* use packing: false"
+    message = r"data\.packing: MambaForCausalLM has layers .* use data.packing=false"
     with pytest.raises(RecipeError, match=message):
         isolate("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
     chunked = BASE | {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}

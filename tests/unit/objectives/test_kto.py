@@ -13,7 +13,7 @@ from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.sources import Row, SourcePart
 from launcher.data.token_store import TokenStore
-from launcher.models.inputs import IGNORED
+from launcher.models.micro_batch import IGNORED
 from launcher.objectives import kto
 from launcher.objectives.base import Example
 from launcher.recipe import schema

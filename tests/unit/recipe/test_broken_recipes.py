@@ -422,7 +422,7 @@ MISTAKES_IN_ARGUMENTS = [
      "batch.micro_batch_tokens=4096: batch.micro_batch_size is given too; set one to null: "
      "batch.micro_batch_size=null or batch.micro_batch_tokens=null"),
     (None, ["batch.micro_batch_size=null", "batch.micro_batch_tokens=4096"],
-     "batch.micro_batch_tokens=4096: needs data.packing: false; packed sequences are all as long"),
+     "batch.micro_batch_tokens=4096: needs data.packing=false; packed sequences are all as long"),
     (None, ["batch.micro_batch_size=null", "data.packing=false", "batch.micro_batch_tokens=40"],
      "batch.micro_batch_tokens=40: 40 does not hold a sequence of 2048 tokens ..."),
     (None, ["batch.micro_batch_size=null", "data.packing=false", "data.streaming=true", "batch.micro_batch_tokens=4096"],

@@ -1,0 +1,146 @@
+"""Layers of blocks whose frozen weights are in NF4: which they are, and how they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from launcher.console import count_as_text
+from launcher.errors import RecipeError
+from launcher.libraries.private import apply_gate
+from launcher.models.initialization import clean_name
+from launcher.models.nf4 import (
+    BLOCK,
+    grouped_linear,
+    has_kernel,
+    in_dtype_of_autocast,
+    is_packed,
+    linear,
+    row_bytes,
+    shape_of,
+)
+from launcher.models.shards import compute_device
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear layer whose `weight` is in NF4."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return linear(inputs, self.weight, self.bias)
+
+
+class Nf4Experts(nn.Module):
+    """Mixed into a class of experts of transformers whose weights are in NF4."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
+    ) -> torch.Tensor:
+        """Like `grouped_mm_experts_forward` of transformers: hidden_states are (tokens, hidden),
+        the others (tokens, experts of a token)."""
+        inputs = in_dtype_of_autocast(hidden_states, "a layer of experts")
+        used = top_k_index.shape[-1]
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        numbers = experts.float() if experts.device.type == "cpu" else experts.int()
+        counts = torch.histc(numbers, self.num_experts, min=0, max=self.num_experts - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+
+        def product(inputs: torch.Tensor, name: str) -> torch.Tensor:
+            made = grouped_linear(inputs, getattr(self, name), ends, transposed=self.is_transposed)
+            if self.has_bias:
+                made = made + getattr(self, f"{name}_bias")[experts].to(made.dtype)
+            return made
+
+        up = product(inputs[order // used], "gate_up_proj" if self.has_gate else "up_proj")
+        up = apply_gate(self, up) if self.has_gate else self.act_fn(up)
+        made: torch.Tensor = product(up.to(inputs.dtype), "down_proj")
+        made = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        made = made[order.argsort()].view(*top_k_index.shape, -1).sum(1)
+        summed: torch.Tensor = made.to(hidden_states.dtype)
+        return summed
+
+
+def packable(
+    blocks: Mapping[str, nn.Module], kept: Container[str] = ()
+) -> Iterator[tuple[nn.Module, str]]:
+    """The weights of blocks that can be in NF4, each as its module and its name there: of linear
+    layers, and of experts that transformers computes in groups. Adapters are not among them, nor
+    modules with a weight that is `kept`, by clean name."""
+    for path, block in blocks.items():
+        for name, module in block.named_modules(prefix=path):
+            names: tuple[str, ...] = ()
+            if type(module) is nn.Linear and ".lora_" not in name:
+                names = ("weight",)
+            elif hasattr(module, "is_transposed") and not getattr(
+                module, "has_post_expert_norm", False
+            ):
+                names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+            if any(clean_name(f"{name}.{own}") in kept for own in names):
+                continue
+            if all(module.get_parameter(own).shape[-1] % BLOCK == 0 for own in names):
+                yield from ((module, own) for own in names)
+
+
+def quantize_blocks(blocks: Mapping[str, nn.Module], kept: Container[str] = ()) -> None:
+    """Replaces the weights of frozen blocks on the meta device by such in NF4, but those that are
+    `kept`: see `packable`. Raises RecipeError if there are none."""
+    made: dict[int, nn.Parameter] = {}  # by id of the weight, which modules may share
+    for module, name in packable(blocks, kept):
+        weight = module.get_parameter(name)
+        if weight.requires_grad:
+            raise RecipeError(
+                "lora.modules_to_save: not available with lora.quantize for layers in blocks, whose "
+                "weights are in 4 bits; name modules outside of the blocks"
+            )
+        shape = (*weight.shape[:-1], row_bytes(weight.shape[-1]))
+        packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+        parameter = made.setdefault(id(weight), nn.Parameter(packed, requires_grad=False))
+        setattr(module, name, parameter)
+        # Another class, not another module: it computes differently, and has all else as it was:
+        # hooks, attributes, and the places that hold it. The class of experts has a constructor of
+        # each model's own
+        if isinstance(module, nn.Linear):
+            module.__class__ = Nf4Linear
+        elif not isinstance(module, Nf4Experts):
+            own = type(module)
+            module.__class__ = type(own.__name__, (Nf4Experts, own), {})
+    if not made:
+        raise RecipeError(
+            "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "
+            f"and layers of experts whose rows are a multiple of {BLOCK} wide, and the blocks have "
+            f"{_kinds_of_layers(blocks.values())}; set lora.quantize=null"
+        )
+
+
+def _kinds_of_layers(blocks: Iterable[nn.Module]) -> str:
+    """The kinds of layers with matrices in blocks, each with an example."""
+    kinds: dict[str, str] = {}
+    for block in blocks:
+        for name, module in block.named_modules():
+            if ".lora_" in name or all(p.ndim < 2 for p in module.parameters(recurse=False)):
+                continue
+            kind = type(module).__name__
+            if isinstance(module, nn.Linear):
+                kind += f" with rows of {module.in_features}"
+            kinds.setdefault(kind, name.removesuffix(".base_layer"))
+    return ", ".join(f"{kind} (such as {name})" for kind, name in kinds.items())
+
+
+def describe_nf4(blocks: Iterable[nn.Module]) -> str:
+    """How many weights of the blocks are in NF4, and which are not, for the summary of a run."""
+    named = [pair for block in blocks for pair in block.named_parameters()]
+    packed = [p for _, p in named if is_packed(p)]
+    others = [(n, p) for n, p in named if p.ndim > 1 and not p.requires_grad and not is_packed(p)]
+    numbers = sum(shape_of(p).numel() for p in packed)
+    text = f"nf4: {len(packed)} weights with {count_as_text(numbers)} parameters"
+    if others:
+        elements = count_as_text(sum(p.numel() for _, p in others))
+        text += (
+            f"; {len(others)} others of the blocks with {elements} are not quantized, such as "
+            f"{clean_name(others[0][0])} {list(others[0][1].shape)}"
+        )
+    if any(has_kernel(compute_device(p)) for p in packed):
+        text += "; dequantized by a Triton kernel"
+    return text
