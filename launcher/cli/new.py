@@ -42,7 +42,7 @@ _METHODS = {
 """Of each method: sequences per step, learning rate, and the section that it adds."""
 _LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
 """Methods that need less memory."""
-_NOT_PACKED = ("bloom", "gpt_oss")
+_NOT_PACKED = ("bloom",)
 """Model types that cannot keep packed documents apart, which only a run finds (docs/models.md)."""
 
 

@@ -77,6 +77,8 @@ class PreparedModel:
     packed: bool
     """Whether several documents share a row."""
     masking: Masking
+    recurrent: bool
+    """Whether recurrent layers compute each document of a packed row by itself."""
     lacks: str | None
     """What packed rows lack to be computed without a mask; None: nothing, or no row is packed."""
     vocabulary: int | None
@@ -173,6 +175,7 @@ class PreparedModel:
                 vocabulary=self.vocabulary,
                 classes=class_count(self.model),
                 masking=self.masking,
+                recurrent=self.recurrent,
                 part=part,
             ),
             packed=self.packed,
@@ -191,8 +194,10 @@ class PreparedModel:
             "dtype": self.compute_dtype,
         }
         with wrapped.forward_context():
-            if self.packed and self.masking == "mask":
-                check_isolation(wrapped.model, **options)
+            if self.packed and (self.masking == "mask" or self.recurrent):
+                check_isolation(
+                    wrapped.model, masking=self.masking, recurrent=self.recurrent, **options
+                )
                 wrapped.reshard()
             if ranks.context_parallel_size > 1:
                 check_context_parallel(wrapped.model, ranks.group, row_part(ranks), **options)
@@ -270,6 +275,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         masking=applied(model).masking,
+        recurrent=applied(model).recurrent,
         lacks=why_masked(model, device, dtype) if packed else None,
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
