@@ -57,7 +57,7 @@ def plain_loop(model, dataset):
     )
     losses, norms, documents = [], [], 0
     for step in range(STEPS):
-        total, count = 0.0, 0
+        total, count = torch.zeros(()), 0
         for index in range(step * BATCH, (step + 1) * BATCH):
             row = dataset[index % len(dataset)]
             starts = np.flatnonzero(row["position_ids"] == 0)[1:]

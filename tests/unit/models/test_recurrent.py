@@ -10,6 +10,7 @@ import torch
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.errors import RecipeError
 from launcher.models.attention import check_isolation, isolate_documents
+from launcher.models.build import find_blocks
 from launcher.models.recurrent import documents_at, recurrent_layers, separate_documents
 from launcher.objectives.loss import model_inputs
 from tests.unit.models.recurrent_families import FAMILIES, build
@@ -177,3 +178,22 @@ def test_the_layout_has_every_token_once_and_little_padding(sizes):
             number = starts.index(row[0])
             span = list(range(starts[number], starts[number + 1]))
             assert row == span + [span[-1]] * (len(row) - len(span))
+
+
+@pytest.mark.long
+def test_compiled_blocks_compute_recurrent_layers_as_they_are():
+    """Another micro-batch has other documents, and no graph depends on them."""
+    torch._dynamo.reset()
+    eager, compiled = build("lfm2").train(), build("lfm2").train()
+    for model in (eager, compiled):
+        packable(model)
+    for block in find_blocks(compiled).values():
+        block.compile(backend="aot_eager")
+    for sizes in (ROWS, [[20, 20], [50, 2, 2], [1, 80]]):
+        tensors = model_inputs(micro_batch(documents(sizes), masking="varlen", recurrent=True))
+        found, expected = (model(**tensors, use_cache=False).logits for model in (compiled, eager))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        found.sum().backward()
+        expected.sum().backward()
+    for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
