@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from launcher.data.collation import collate_sequences, make_sample
+from launcher.data.packing import pack_pairs
 from launcher.errors import RecipeError
 from launcher.models.attention import check_isolation, isolate_documents
 from launcher.models.build import find_blocks
 from launcher.models.recurrent import documents_at, recurrent_layers, separate_documents
+from launcher.objectives.answers import answer_log_probabilities
 from launcher.objectives.loss import model_inputs
+from launcher.objectives.preference import Preference
+from tests.datasets import dataset_of
 from tests.unit.models.recurrent_families import FAMILIES, build
+from tests.unit.models.test_preference import store_of
 
 CPU = torch.device("cpu")
 ROWS = ([7, 40, 1, 16, 20], [30, 3, 33], [84])
@@ -197,3 +202,37 @@ def test_compiled_blocks_compute_recurrent_layers_as_they_are():
         expected.sum().backward()
     for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
+    """Both are in one row, also without packing."""
+    generator = np.random.default_rng(0)
+    pairs = [
+        [generator.integers(3, 96, size).tolist() for size in (9, 4 + n, 20 - 5 * n)]
+        for n in range(3)
+    ]
+    store = store_of(pairs)
+    sequences = pack_pairs(
+        store.offsets, store.classes, store.targets, packing=packing, sequence_length=90
+    )
+    model, single = build("nemotron_h"), build("nemotron_h")
+    rows = dataset_of(
+        store,
+        sequences,
+        90,
+        packing,
+        objective=Preference(),
+        masking=packable(model),
+        recurrent=True,
+    )
+    made = rows.collate([rows[index] for index in range(len(rows))])
+    found, _ = answer_log_probabilities(model, made["tensors"])
+    for number, answers in zip(made["documents"].tolist(), found.tolist(), strict=True):
+        prompt, *texts = pairs[number]
+        for answer, log_probability in zip(texts, answers, strict=True):
+            ids = torch.tensor([prompt + answer])
+            logits = single(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            of_tokens = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+            assert log_probability == pytest.approx(float(of_tokens.sum()), abs=1e-5)
