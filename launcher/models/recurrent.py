@@ -93,13 +93,10 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, each in module.named_modules(prefix=block):
             inside = any(name.startswith(f"{outer}.") for outer in found)
             convolves = any(isinstance(child, nn.Conv1d) for child in each.children())
-            if not inside and (convolves or _has_state(each)):
+            decays = any(own == "A_log" for own, _ in each.named_parameters(recurse=False))
+            if not inside and (convolves or decays):
                 found[name] = each
     return found
-
-
-def _has_state(layer: nn.Module) -> bool:
-    return any(name == "A_log" for name, _ in layer.named_parameters(recurse=False))
 
 
 def can_separate_documents(model: nn.Module) -> bool:
@@ -145,7 +142,8 @@ def _kernels_take_bounds(layer: nn.Module) -> bool:
     called = set(inspect.unwrap(type(layer).forward).__code__.co_names)
     scans = called & _SCANS.keys()
     packages = {(_SCANS | _CONVOLUTION)[name] for name in called & (_SCANS | _CONVOLUTION).keys()}
-    if not packages or (_has_state(layer) and not scans):
+    has_state = any(name.endswith("A_log") for name, _ in layer.named_parameters())
+    if not packages or (has_state and not scans):
         return False
     return all(importlib.util.find_spec(package) is not None for package in packages)
 

@@ -1,15 +1,18 @@
 """Packed documents of models with recurrent layers equal single documents."""
 
 import copy
+import importlib.util
 import itertools
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.data.packing import pack_pairs
 from launcher.errors import RecipeError
+from launcher.models import recurrent
 from launcher.models.attention import check_isolation, isolate_documents
 from launcher.models.build import find_blocks
 from launcher.models.recurrent import documents_at, recurrent_layers, separate_documents
@@ -236,3 +239,52 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
             logits = single(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
             of_tokens = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
             assert log_probability == pytest.approx(float(of_tokens.sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "packages", "takes"),
+    [
+        ("qwen3_5_text", {"fla", "causal_conv1d"}, True),
+        ("qwen3_5_text", {"fla"}, False),
+        ("nemotron_h", {"mamba_ssm", "causal_conv1d"}, True),
+        ("nemotron_h", {"causal_conv1d"}, False),
+        ("lfm2", {"causal_conv1d"}, True),
+        ("lfm2", set(), False),
+        # Their kernels take no bounds
+        ("jamba", {"mamba_ssm", "causal_conv1d"}, False),
+        ("kimi_linear", {"fla", "causal_conv1d"}, False),
+    ],
+)
+def test_layers_whose_kernels_take_the_bounds_of_documents(
+    model_type, packages, takes, monkeypatch
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        recurrent.importlib.util,
+        "find_spec",
+        lambda name: object() if name in packages else None if "_" in name else find(name),
+    )
+    layers = recurrent_layers(build(model_type, "meta")).values()
+    assert {recurrent._kernels_take_bounds(layer) for layer in layers} == {takes}
+
+
+@torch.no_grad()
+def test_kernels_on_gpus_receive_one_row_and_the_bounds():
+    """The kernels themselves have not been run: this layer is a stand-in on a fake GPU."""
+    received = {}
+
+    def layer(hidden_states, **options):
+        received.update(options, shape=tuple(hidden_states.shape))
+        return hidden_states[..., :3]
+
+    current = recurrent._Current()
+    positions = np.array([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
+    current.documents = layout = documents_at(positions)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows = torch.empty(2, 5, 4, device="cuda")
+        out = recurrent._by_document(layer, current, True, rows, cu_seq_lens_q=None, cache=1)
+    assert tuple(out.shape) == (2, 5, 3)
+    assert received.pop("shape") == (1, 10, 4)
+    assert received == {"cache": 1, "cu_seq_lens_q": layout.bounds, "seq_idx": layout.numbers}
+    assert layout.bounds.tolist() == [0, 3, 5, 7, 10]
+    assert layout.numbers.tolist() == [[0, 0, 0, 1, 1, 2, 2, 3, 3, 3]]
