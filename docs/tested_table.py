@@ -17,7 +17,13 @@ from _pytest.mark import ParameterSet
 
 from tests import multimodal
 from tests.distributed import architectures_worker, layouts, nf4_worker, test_architectures
-from tests.unit.models import test_experts, test_lora, test_masked_lm, test_packed_attention
+from tests.unit.models import (
+    recurrent_families,
+    test_experts,
+    test_lora,
+    test_masked_lm,
+    test_packed_attention,
+)
 
 PAGE = Path(__file__).resolve().parent / "tested.md"
 HEAD = """\
@@ -40,8 +46,9 @@ Reward models and preference tuning have no architectures of their own; their te
 recipe=...` trains your own model for some steps under each strategy, and compares the losses.
 """
 FOOT = """
-With a type that is not in the table, run `launcher selftest` first. Where attention cannot keep packed documents
-apart, or layers cannot be divided, the start is refused with the name of the model, before a step is trained.
+With a type that is not in the table, run `launcher selftest` first. Where documents cannot be kept apart, packing is
+off or refused ([Packed documents](models.md#packed-documents)). Where layers cannot be divided, the start is refused
+with the name of the model, before a step is trained.
 """
 
 
@@ -72,7 +79,11 @@ def table() -> dict[str, dict[str, str]]:
     lora = [case.split()[1] for case in tests.LORA if case.split()[1] in trained]
     columns = {
         "trained": [trained[n] for n in tests.ROUND_TRIPS if n in trained] + [*multimodal.MODELS],
-        "packed": test_packed_attention.MODELS,
+        "packed": [
+            *test_packed_attention.MODELS,
+            *test_packed_attention.WITHOUT_POSITIONS,
+            *recurrent_families.FAMILIES,
+        ],
         "classes": marked(tests.test_new_classification_head_on_base_model),
         "masked": [config.model_type for config in test_masked_lm.CONFIGS],
         "LoRA": [*lora, *test_lora.MIXTURES],

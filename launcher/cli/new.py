@@ -24,6 +24,7 @@ from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import TOKEN_KINDS, guess, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
+from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import parse_yaml
@@ -48,8 +49,6 @@ _ROWS = {
 """The rows of methods that do not learn from tokens: data.kind, and what the rows must have."""
 _LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
 """Methods that need less memory."""
-_NOT_PACKED = ("bloom", "gpt_oss")
-"""Model types that cannot keep packed documents apart, which only a run finds (docs/models.md)."""
 
 
 def new(
@@ -104,7 +103,7 @@ def new(
         if sequence_length is None and (length := _positions(draft)) < LENGTH:
             wanted = replace(wanted, sequence_length=length)
             draft = load_text(wanted.text(machine.ranks), machine)
-        planned, note = plannable(draft, machine)
+        planned, note = plannable(draft)
         result = search_configurations(planned, machine)
         if result.best is None:
             print("\n".join(_nothing_fits(wanted, result, machine)), file=sys.stderr)
@@ -154,21 +153,13 @@ def _kind(data: str, method: str) -> str:
     return kind
 
 
-def plannable(recipe: Recipe, machine: Machine) -> tuple[Recipe, str]:
+def plannable(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with a known config in place of a model that is not here, and without packing if
     the model cannot have it; and a note or an empty text. Raises RecipeError."""
-    from launcher.planner.profile import profile_model
-
     planned, config, note = _with_config(recipe)
-    unpacked = dataclasses.replace(planned, data=dataclasses.replace(planned.data, packing=False))
-    if config.get("model_type") in _NOT_PACKED:
-        return unpacked, note
-    try:
-        profile_model(planned, device=machine.device)
-    except RecipeError as error:
-        if not str(error).startswith("data.packing"):
-            raise
-        return unpacked, note
+    if why_not_packed(config.get("model_type")) is not None:
+        unpacked = dataclasses.replace(planned.data, packing=False)
+        planned = dataclasses.replace(planned, data=unpacked)
     return planned, note
 
 
@@ -339,7 +330,7 @@ def _first_fit(changes: list[tuple[Wanted, Machine]]) -> str | None:
     from launcher.planner.search import smallest_that_fits
 
     for wanted, machine in changes:
-        recipe, _ = plannable(load_text(wanted.text(machine.ranks), machine), machine)
+        recipe, _ = plannable(load_text(wanted.text(machine.ranks), machine))
         if smallest_that_fits(recipe, machine) is not None:
             return wanted.command(machine)
     return None

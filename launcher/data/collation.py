@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, RowPart
+from launcher.models.recurrent import documents_at
 
 Sample = dict[str, npt.NDArray[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
@@ -55,6 +56,8 @@ class TextInputs:
     packed: bool = False
     """Whether a row is filled with several documents, and so is `length` tokens wide."""
     masking: Masking = "mask"
+    recurrent: bool = False
+    """See `ModelInputs`."""
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
     padding: int = 0
@@ -81,6 +84,7 @@ class TextInputs:
             length=length,
             packed=packed,
             masking=self.masking,
+            recurrent=self.recurrent,
             part=self.part,
             width_multiple=self.width_multiple,
         )
@@ -92,6 +96,7 @@ def collate_sequences(
     length: int,
     packed: bool,
     masking: Masking,
+    recurrent: bool = False,
     part: RowPart = WHOLE_ROW,
     width_multiple: int = 1,
 ) -> Collated:
@@ -101,7 +106,8 @@ def collate_sequences(
     If a row holds several documents, `position_ids` shows transformers' masks where each starts.
     For varlen attention there are also `cu_seq_lens_q`, `cu_seq_lens_k` (documents + 1,), int32,
     the starts in the flattened rows, and `max_length_q`, `max_length_k`, at least the tokens of the
-    longest document: transformers' names.
+    longest document: transformers' names. For recurrent layers there are `documents`, those of
+    `documents_at`.
 
     `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
     They are found on the host: on the device, this would need a synchronization.
@@ -135,6 +141,8 @@ def collate_sequences(
         # Padding is a document of its own: its positions start at 0 again
         positions = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
         tensors["position_ids"] = torch.from_numpy(positions)
+        if recurrent:
+            tensors["documents"] = documents_at(positions)
         if masking == "varlen":
             bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
             tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)

@@ -293,6 +293,7 @@ class StreamingDataset(IterableDataset[Collated]):
             data.sequence_length,
             packed=data.packing,
             masking=model.masking,
+            recurrent=model.recurrent,
             part=model.part,
             width_multiple=model.width_multiple,
         )

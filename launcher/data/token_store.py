@@ -94,6 +94,8 @@ class ModelInputs:
     padding: int = 0
     """Id of the padding token."""
     masking: Masking = "mask"
+    recurrent: bool = False
+    """Whether it takes the argument `documents` (`launcher/models/recurrent.py`)."""
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
     width_multiple: int = 1

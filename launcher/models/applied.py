@@ -29,6 +29,9 @@ class Applied:
     """The `TokenScores` of a reward model. (Both classes import this module.)"""
     masking: Masking = "mask"
     """How attention keeps the documents of a packed row apart."""
+    recurrent: bool = False
+    """Whether its recurrent layers compute each document of a packed row by itself, so that it takes
+    the argument `documents`."""
     chunked_head: Any = None
     """The `ChunkedHead`, with which the model computes the loss without full logits."""
     rows_divided: int = 1

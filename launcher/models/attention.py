@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import math
@@ -22,8 +23,14 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from launcher.errors import RecipeError
-from launcher.libraries.private import attention_choice, attention_implementation, is_stateful
+from launcher.libraries.private import (
+    attention_choice,
+    attention_implementation,
+    is_stateful,
+    tree_map_only,
+)
 from launcher.models.micro_batch import Masking
+from launcher.models.recurrent import can_separate_documents, documents_at
 from launcher.recipe.model_config import IMAGE_TEXT
 
 if TYPE_CHECKING:
@@ -37,6 +44,11 @@ _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 """What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that attend, in the layer_types of configs."""
+_WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
+"""Types of text models that do not show `position_ids` to the masks that they make, so that these
+do not keep documents apart (transformers 5.23)."""
 
 planned_gpu = ContextVar[str | None]("planned_gpu", default=None)
 """The name of the GPU that a plan is for; None: the one that is present."""
@@ -57,7 +69,8 @@ def isolate_documents(
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
     layers (which is tried here), and the device has a kernel. sequence_length is the number of
-    tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents.
+    tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents;
+    recurrent layers are separated before (`separate_documents`).
     """
     implementation = attention_implementation(model) or ""
     flash = implementation.startswith("flash_attention")
@@ -85,9 +98,12 @@ def isolate_documents(
         passed = _use_varlen(model, inputs, fits)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
+    decoder: nn.Module = model.get_decoder()
     if not passed and model.config.model_type == "qwen2_5_vl":
-        decoder = model.get_decoder()
         decoder.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
+    if not passed and getattr(decoder, "config", model.config).model_type in _WITHOUT_POSITIONS:
+        hook = functools.partial(_with_masks, compute_dtype)
+        decoder.register_forward_pre_hook(hook, with_kwargs=True)
     return "varlen" if passed else "mask"
 
 
@@ -100,6 +116,28 @@ def _with_text_positions(module: nn.Module, args: object, inputs: Call) -> tuple
     return args, inputs
 
 
+def _with_masks(
+    dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
+) -> tuple[object, Call]:
+    """Makes the masks of packed documents, for each kind of layer, as for `generate`: a model of
+    `_WITHOUT_POSITIONS` takes them. dtype: of computation."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    positions = inputs.get("position_ids")
+    if positions is None or inputs.get("attention_mask") is not None:
+        return args, inputs
+    # Of the embeddings only shape, dtype and device are read
+    embeddings = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
+    masks = create_masks_for_generate(
+        config=module.config,
+        inputs_embeds=embeddings,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    return args, inputs | {"attention_mask": masks}
+
+
 def refuse_other_layers(
     model: PreTrainedModel,
     sequence_length: int,
@@ -110,10 +148,11 @@ def refuse_other_layers(
 ) -> None:
     """Raises RecipeError, which names `key` and what to do `instead`, if a layer mixes tokens in
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
-    their documents apart by transformers' masks, which count chunks in each document."""
-    name, layer_types = type(model).__name__, set(_layer_types(model))
-    others = layer_types - {"full_attention", "sliding_attention", "chunked_attention"}
-    if others or is_stateful(model):
+    their documents apart: recurrent layers compute each by itself, and transformers' masks count
+    chunks in each."""
+    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION
+    recurrent = bool(others) or is_stateful(model)
+    if recurrent and not (packed and can_separate_documents(model)):
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
@@ -245,7 +284,8 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = attention_implementation(model)
-    layer_types = _layer_types(model) or ["attention"]
+    # Recurrent layers do not call attention
+    layer_types = [kind for kind in _layer_types(model) if kind in _ATTENTION] or ["attention"]
     fitting: list[bool] = []
 
     def trial(
@@ -270,12 +310,20 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
     # Models raise anything: if they do not take these arguments, or cannot run on meta beyond the
-    # recorded layers (most mixtures of experts)
+    # recorded layers
     with contextlib.suppress(Exception):
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        copy.deepcopy(model)(input_ids=ids, use_cache=False, **inputs)
+        tried = copy.deepcopy(model)
+        for module in tried.modules():
+            if hasattr(module, "has_gate"):  # experts: they read how many tokens each one has
+                module.forward = _same_shape
+        tried(input_ids=ids, use_cache=False, **inputs)
     ALL_ATTENTION_FUNCTIONS.register(name, before)
     return bool(fitting) and all(fitting)
+
+
+def _same_shape(hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(hidden_states)
 
 
 def _layer_types(model: PreTrainedModel) -> list[str]:
@@ -410,23 +458,32 @@ def check_isolation(
     vocabulary: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    masking: Masking = "mask",
+    recurrent: bool = False,
 ) -> None:
     """Raises RecipeError if the logits of a packed document depend on the document before it: some
     models take position_ids and still attend across documents.
 
     Every rank must call this. name is that of the model's class. dtype is that of the computation;
     differences within its rounding error are accepted, since kernels may add in another order.
+    recurrent: whether `separate_documents` has changed the model.
     """
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
     pairs = [torch.cat([before, second], dim=1).to(device) for before in (first, other)]
-    positions = torch.arange(8).repeat(2).unsqueeze(0).to(device)
+    positions = torch.arange(8).repeat(2).unsqueeze(0)
+    inputs: Call = {"position_ids": positions}
+    if recurrent:
+        inputs["documents"] = documents_at(positions.numpy())
+    if masking == "varlen":
+        bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
+        inputs |= dict(zip(_BOUNDS, (bounds, bounds, 8, 8), strict=True))
+    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
     training = model.training
     model.eval()
     try:
         after_first, after_other = (
-            model(input_ids=pair, position_ids=positions, use_cache=False).logits[:, 8:].float()
-            for pair in pairs
+            model(input_ids=pair, **inputs, use_cache=False).logits[:, 8:].float() for pair in pairs
         )
         difference = float((after_first - after_other).abs().max() / after_first.abs().max())
     except TypeError:

@@ -33,6 +33,7 @@ from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32, stored_in_float32
+from launcher.models.recurrent import separate_documents
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
@@ -159,6 +160,8 @@ def change_forward(
     """
     # After everything that adds or replaces layers: these run a copy of the model on meta
     if packed:
+        # Before attention, whose trial passes the bounds of documents to all layers
+        applied(model).recurrent = separate_documents(model, device)
         applied(model).masking = isolate_documents(
             model,
             sequence_length=sequence_length,

@@ -147,6 +147,7 @@ class Objective(ABC):
             data.sequence_length,
             packed=data.packing and self.trains_sequences,
             masking=model.masking,
+            recurrent=model.recurrent,
             part=model.part,
             padding=model.padding,
             width_multiple=model.width_multiple,
@@ -198,6 +199,8 @@ class Objective(ABC):
         text += f"of up to {dataset.length}"
         if dataset.packed:
             how = {"mask": "a mask", "varlen": "variable-length attention"}[dataset.inputs.masking]
+            if dataset.inputs.recurrent:
+                how += ", and one by one in recurrent layers"
             padding = 1 - tokens / (count * dataset.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
         if dataset.store.labels is not None and self.shows_loss:

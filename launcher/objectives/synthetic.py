@@ -54,6 +54,7 @@ def synthetic_data(
             data.sequence_length,
             packed=packed,
             masking=model.masking,
+            recurrent=model.recurrent,
             part=model.part,
             padding=model.padding,
         ),

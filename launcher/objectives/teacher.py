@@ -209,6 +209,10 @@ class Prepared(Protocol):
         """How packed documents are kept apart."""
 
     @property
+    def recurrent(self) -> bool:
+        """Whether recurrent layers compute each document of a packed row by itself."""
+
+    @property
     def vocabulary(self) -> int | None:
         """Rows of the embedding."""
 
@@ -234,8 +238,12 @@ def checked_teacher(
         raise RecipeError([f"distillation.teacher: {line}" for line in lines]) from None
     check_student(teacher.model, recipe.distillation, key="distillation.teacher")
     _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0, planned=planned)
-    if teacher.masking != own.masking:
-        what = f"keeps packed documents apart by {teacher.masking}, the model by {own.masking}"
+    if (teacher.masking, teacher.recurrent) != (own.masking, own.recurrent):
+        theirs, ours = (
+            each.masking + (" and in recurrent layers" if each.recurrent else "")
+            for each in (teacher, own)
+        )
+        what = f"keeps packed documents apart by {theirs}, the model by {ours}"
         raise RecipeError(f"distillation.teacher: {what}; set data.packing=false")
     return teacher
 

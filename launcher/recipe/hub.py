@@ -206,6 +206,22 @@ def _refuse_pipes(folder: str, key: str) -> None:
                 raise RecipeError(f"{key}: {path} is not a regular file")
 
 
+def config_file(name: str, *, fetch: bool) -> Path | None:
+    """The config.json of a model, of a folder or of the hub's cache; None: it is not here. fetch:
+    fetch it from the hub, without weights. Raises RecipeError if it cannot be fetched."""
+    if os.path.isdir(name):
+        return Path(name, "config.json")
+    if not is_model_id(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, revision = split_revision(name)
+    cached = try_to_load_from_cache(repository, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    return model_folder(name, key="model.path", weights=False) / "config.json" if fetch else None
+
+
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
     """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache of
     `owner/name` or `owner/name@revision`.

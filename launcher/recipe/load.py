@@ -6,6 +6,7 @@ makes a Recipe of the plain values, and `validate.py` has the rules that join se
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -41,7 +42,9 @@ from launcher.recipe.decode import (
     unit,
 )
 from launcher.recipe.find import find_recipe, shown_path
+from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
+from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.objectives import kinds_of_objective
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
@@ -75,11 +78,12 @@ class Origins:
 
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
+        if path in self.derived:
+            return self.derived[path]
         place = self.places.get(path)
         if isinstance(place, str):
             return "command line"
-        unset = self.derived.get(path, "default")
-        return unset if place is None or path in self.derived else f"{self.file}:{place}"
+        return "default" if place is None else f"{self.file}:{place}"
 
     def locate(self, path: KeyPath) -> str | int:
         """The place of a key, or else of the section around it; 0: neither."""
@@ -120,7 +124,8 @@ def load_recipe(
     arguments: `recipe=NAME` or `recipe=FILE`, and overrides `key=value`, in any order.
     ranks: data-parallel ranks of the run; None: the rules that need them are not checked.
     files: whether the data must exist; a plan does not need it.
-    hub: fetch a data set of the hub where data.kind is not given, to see its columns.
+    hub: fetch a data set of the hub where data.kind is not given, to see its columns, and the config
+    of a model of the hub.
     Raises RecipeError with all problems: those of the file first, by line, then those of the
     arguments.
     """
@@ -131,6 +136,7 @@ def load_recipe(
     problems = [problem for problem in refused if problem is not None]
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
+    problems += _decide_packing(plain, origins, hub=hub)
     problems += _characters(plain, {problem.path for problem in problems})
     problems += _continued_adapter(plain, origins)
     reported = {problem.path for problem in problems}
@@ -410,6 +416,42 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 origins.derived[path] = f"{kind}, by the columns of {shown(first[0])}"
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
+
+
+def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:
+    """Sets data.packing where it is `auto` or not given: false if the model cannot keep packed
+    documents apart. Yields what is wrong with a true for such a model."""
+    data, model = plain.get("data"), plain.get("model")
+    if not isinstance(data, dict) or not isinstance(model, dict):
+        return
+    given, task = data.get("packing", "auto"), model.get("task", "causal_lm")
+    if given == "auto":
+        data["packing"] = True
+    elif given is not True:
+        return
+    why = None
+    if task == "causal_lm":
+        why = why_not_packed(_model_type(model, hub=hub))
+    elif task == "masked_lm" and given == "auto":  # true has its own error
+        why = "attention of model.task: masked_lm goes to both sides"
+    if why is not None and given == "auto":
+        data["packing"] = False
+        origins.derived["data", "packing"] = f"false, because {why}"
+    elif why is not None:
+        yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
+
+
+def _model_type(model: Mapping[str, Any], *, hub: bool) -> str | None:
+    """`model_type` in model.config, or in the config of model.path; None: it is not known here."""
+    config, path = model.get("config"), model.get("path")
+    if isinstance(path, str) and not (isinstance(config, dict) and "model_type" in config):
+        # What is wrong with the path or its config is reported when the model is built
+        with contextlib.suppress(RecipeError, OSError, ValueError):
+            file = config_file(path, fetch=hub)
+            if file is not None and file.is_file():
+                config = json.loads(file.read_text(encoding="utf-8"))
+    found = config.get("model_type") if isinstance(config, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:

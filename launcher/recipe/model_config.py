@@ -13,6 +13,14 @@ from launcher.recipe.section import LARGEST_INT
 
 IMAGE_TEXT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types of images and text whose text model can be trained, with their own class."""
+_CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
+_SELECT_TOKENS = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
+_MASK_WITHOUT_DOCUMENTS = {
+    *("bert", "bert-generation", "big_bird", "bigbird_pegasus", "bloom", "camembert", "cpmant"),
+    *("data2vec-text", "electra", "ernie", "falcon", "megatron-bert", "mpt", "mvp", "openai-gpt"),
+    *("prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr"),
+    *("xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
 _SIZES = {
     "vocab_size",
     "hidden_size",
@@ -78,6 +86,18 @@ _SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3", None)
 
 Found = Iterator[tuple[tuple[str, ...], str]]
 """Paths of wrong keys, and what is wrong with each."""
+
+
+def why_not_packed(model_type: str | None) -> str | None:
+    """Why causal models of this type cannot keep the documents of a packed row apart; None: they can,
+    or the type is not known. Each type was tried with transformers 5.23."""
+    if model_type in _CARRY_A_STATE:
+        return f"layers of {model_type} carry a state from one document to the next"
+    if model_type in _SELECT_TOKENS:
+        return f"attention of {model_type} selects tokens without regard to documents"
+    if model_type in _MASK_WITHOUT_DOCUMENTS:
+        return f"attention masks of {model_type} do not tell documents apart"
+    return None
 
 
 def config_problems(config: Mapping[str, object]) -> Found:

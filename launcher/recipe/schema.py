@@ -44,6 +44,10 @@ DEFAULT_RUN_DIR = "runs/${run.name}"
 _NullIsText = BeforeValidator(
     lambda kind: "text" if kind is None else kind, json_schema_input_type=DataKind | None
 )
+_AutoIsTrue = BeforeValidator(
+    lambda value: True if value == "auto" else value,
+    json_schema_input_type=StrictBool | Literal["auto"],
+)
 
 
 class Run(Section):
@@ -211,8 +215,10 @@ class Data(Section):
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
     sequence_length: Annotated[PositiveInt, Field(ge=2)] = 2048
     """Tokens of a sequence."""
-    packing: StrictBool = True
-    """Fill sequences with several documents, attention and positions kept apart."""
+    packing: Annotated[StrictBool, _AutoIsTrue] = True
+    """Fill sequences with several documents, which are kept apart: in attention, positions and
+    recurrent layers. auto, the same as not given: true, but false if the model cannot keep documents
+    apart; the start then gives the reason. true: an error for such a model."""
     shuffle: StrictBool = True
     """false: keep the order of the files."""
     workers: Processes = 2

@@ -84,6 +84,8 @@ class PreparedModel:
     masking: Masking
     missing_for_varlen: str | None
     """See the function of this name. None if no row is packed."""
+    recurrent: bool
+    """Whether recurrent layers compute each document of a packed row by itself."""
     vocabulary: int | None
     chunked_loss: bool
     """Whether the model computes the loss without full logits."""
@@ -178,6 +180,7 @@ class PreparedModel:
                 vocabulary=self.vocabulary,
                 classes=class_count(self.model),
                 masking=self.masking,
+                recurrent=self.recurrent,
                 part=part,
             ),
             packed=self.packed,
@@ -197,8 +200,10 @@ class PreparedModel:
             "dtype": self.compute_dtype,
         }
         with wrapped.forward_context():
-            if self.packed and self.masking == "mask":
-                check_isolation(wrapped.model, **options)
+            if self.packed and (self.masking == "mask" or self.recurrent):
+                check_isolation(
+                    wrapped.model, masking=self.masking, recurrent=self.recurrent, **options
+                )
                 wrapped.reshard()
             if ranks.context_parallel_size > 1:
                 check_context_parallel(wrapped.model, ranks.group, row_part(ranks), **options)
@@ -276,6 +281,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         masking=applied(model).masking,
+        recurrent=applied(model).recurrent,
         missing_for_varlen=missing_for_varlen(model, device, dtype) if packed else None,
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),

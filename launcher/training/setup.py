@@ -158,6 +158,7 @@ def assemble(
             classes=class_count(model) if objective.trains_classes else None,
             padding=padding_id(model),
             masking=prepared.masking,
+            recurrent=prepared.recurrent,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
         ),

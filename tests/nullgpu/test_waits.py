@@ -59,6 +59,16 @@ EXPERTS = [
     "model.config.num_experts_per_tok=2",
     "model.config.moe_intermediate_size=64",
 ]
+RECURRENT = [
+    "model.config.model_type=qwen3_5_text",
+    "model.config.head_dim=16",
+    "model.config.layer_types=[linear_attention, full_attention]",
+    "model.config.linear_num_key_heads=2",
+    "model.config.linear_num_value_heads=2",
+    "model.config.linear_key_head_dim=16",
+    "model.config.linear_value_head_dim=16",
+]
+"""Without the kernels of its layers: documents become padded rows of them."""
 REDUCE_ONCE = ["strategy.sync_every_micro_batch=false"]
 STEADY = 7
 """First steady step. Earlier steps allocate memory, reorder DDP's buckets and pin memory for
@@ -248,6 +258,7 @@ def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
         "ddp": DDP,
         "offload": OFFLOAD,
         "offload_padded": [*OFFLOAD, *REDUCE_ONCE, *PADDED],
+        "recurrent": RECURRENT,
     }
     found = run_trainings(tmp_path, null_gpus(count=1), trainings, ranks=1)
     offload = {"pageable": True}
@@ -256,6 +267,7 @@ def test_one_rank_has_no_unexpected_waits(null_gpus, tmp_path):
         {
             "fsdp": {},
             "ddp": {},
+            "recurrent": {},
             "offload": {"each_step": ADD_WAITS, **offload},
             "offload_padded": {"each_step": COPY_WAITS, **offload},
         },

@@ -147,7 +147,13 @@ def test_unknown_models_data_and_gpus_are_refused(here, capsys, monkeypatch):
 
 @pytest.mark.long
 def test_a_model_that_cannot_be_packed(here, capsys):
-    config = CONFIG | {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}
+    config = {
+        "model_type": "bloom",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    }
     (here / "model/config.json").write_text(json.dumps(config))
     text = written(capsys, "data=chat.jsonl", "gpu=h100", "gpus=1", "sequence_length=256").out
     (here / "my.yaml").write_text(text)

@@ -170,6 +170,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
         model=torch.nn.Linear(1, 1),
         vocabulary=8,
         masking="mask",
+        recurrent=False,
         objective=objective_of(RECIPE.data),
     )
     with pytest.raises(StopIteration):

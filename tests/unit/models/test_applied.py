@@ -53,6 +53,7 @@ CHANGES = {
     "starting_weights",
     "add_adapters",
     "quantize_blocks",
+    "separate_documents",
     "isolate_documents",
     "drop_causal_mask",
     "ChunkedHead",

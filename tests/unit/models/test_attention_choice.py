@@ -21,6 +21,7 @@ MODELS = {
     "gpt_oss": GATED | {"num_local_experts": 2, "num_experts_per_tok": 1},
     "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "rwkv": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2},
     "llama": GATED,
 }
 
@@ -52,8 +53,8 @@ def eager(model, **changes):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("model_type", "packing"), [
-    ("gemma2", True), ("gemma2", False), ("gpt_oss", False), ("bloom", False), ("mamba", False),
-    ("llama", True),
+    ("gemma2", True), ("gemma2", False), ("gpt_oss", True), ("gpt_oss", False), ("bloom", False),
+    ("mamba", False), ("llama", True),
 ])  # fmt: skip
 def test_logits_are_those_of_eager_attention(model_type, packing):
     """With the soft cap of gemma2 and the sinks of gpt_oss; also if documents share a row."""
@@ -125,13 +126,13 @@ def test_the_soft_cap_and_the_sinks_matter_in_this_test():
 
 
 def test_refusals_name_the_override():
-    """The masks that transformers makes for gpt_oss do not keep documents apart."""
-    prepared, model = prepare("gpt_oss", packing=True)
+    """The masks that transformers makes for bloom do not keep documents apart."""
+    prepared, model = prepare("bloom", packing=True)
     with pytest.raises(
         RecipeError, match=r"a packed document sees the one before it .*use data.packing=false"
     ):
-        check_isolation(model, name="GptOss", vocabulary=prepared.vocabulary, device=CPU)
+        check_isolation(model, name="Bloom", vocabulary=prepared.vocabulary, device=CPU)
     with pytest.raises(RecipeError, match=r"^model.attention: .*; use auto, or eager$"):
         prepare("gemma2", packing=False, attention="sdpa")
     with pytest.raises(RecipeError, match=r"^data.packing: .*; use data.packing=false$"):
-        prepare("mamba", packing=True)
+        prepare("rwkv", packing=True)

@@ -42,6 +42,13 @@ MODELS = {
     "minicpm3": BASE | LATENT,
     "deepseek_v3": BASE | LATENT | EXPERTS,
 }
+MIXTURE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+KINDS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+WITHOUT_POSITIONS = {
+    "gpt_oss": BASE | MIXTURE | KINDS,
+    "afmoe": BASE | MIXTURE | KINDS | {"moe_intermediate_size": 16, "num_shared_experts": 1},
+}
+"""Models that make their masks without position_ids."""
 # Tokens of each document in each row; the last document of the first row is padding
 DOCUMENTS = [[5, 9, 2], [16]]
 
@@ -101,6 +108,29 @@ def test_packed_documents_match_separate_documents(model_type, attention):
     for one, other in zip(found, expected, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_POSITIONS)
+def test_masks_of_models_that_make_them_without_positions(model_type):
+    settings = WITHOUT_POSITIONS[model_type]
+    model = build(model_type, "eager", **settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    ids = torch.randint(64, (2, 16))
+    separate = [
+        torch.cat([model(input_ids=part[None], use_cache=False).logits for part in parts], dim=1)
+        for parts in (row.split(sizes) for row, sizes in zip(ids, DOCUMENTS, strict=True))
+    ]
+    positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
+    inputs = {"input_ids": ids, "position_ids": torch.stack(positions), "use_cache": False}
+    leaking = model(**inputs).logits
+    assert (leaking - torch.cat(separate)).abs().max() > 1e-2
+    options = {"sequence_length": 16, "device": CPU, "compute_dtype": torch.float32}
+    assert isolate_documents(model, **options) == "mask"
+    packed = model(**inputs).logits
+    torch.testing.assert_close(packed, torch.cat(separate), rtol=0, atol=5e-6)
+    check_isolation(model, name=model_type, vocabulary=64, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -258,9 +288,9 @@ def test_varlen_is_used_only_if_the_kernel_supports_it(model_type, settings, exp
 
 def test_layers_that_mix_documents_are_refused(monkeypatch):
     """Layers with a recurrent state, and chunked attention if a row has several chunks."""
-    message = r"data\.packing: MambaForCausalLM has layers .* use data.packing=false"
+    message = r"data\.packing: RwkvForCausalLM has layers .* use data.packing=false"
     with pytest.raises(RecipeError, match=message):
-        isolate("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
+        isolate("rwkv", vocab_size=64, hidden_size=32, num_hidden_layers=2)
     chunked = BASE | {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 8}
     assert isolate("llama4_text", **chunked)[0] == "varlen"
     assert isolate("llama4_text", sequence_length=17, **chunked)[0] == "mask"

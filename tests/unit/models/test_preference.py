@@ -14,6 +14,8 @@ from transformers import (
     MambaForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from launcher.data.batching import NO_SAMPLE
@@ -252,6 +254,9 @@ def test_dropout_is_refused_by_name():
 
 
 def test_a_model_with_a_state_is_refused():
-    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=48, state_size=4)
+    """Recurrent layers that compute each answer by itself are not."""
+    config = RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=48)
     with pytest.raises(RecipeError, match="both answers of a pair are in one row"):
-        check_model(MambaForCausalLM(config), LENGTH)
+        check_model(RwkvForCausalLM(config), LENGTH)
+    mamba = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=48, state_size=4)
+    check_model(MambaForCausalLM(mamba), LENGTH)
