@@ -51,7 +51,8 @@ def build_model(
     """The model on the meta device, with float32 parameters, those of model.freeze frozen.
 
     A model.builder is called with model.arguments under `torch.device("meta")` and returns any
-    torch.nn.Module. Its attribute `_no_split_modules` names the classes of its blocks;
+    torch.nn.Module; for data without data.builder, `forward(input_ids)` (rows, tokens) of a causal
+    model returns logits (rows, tokens, vocabulary). Its attribute `_no_split_modules` names the classes of its blocks;
     `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
 
     `labels` are the names of a classifier's classes, by default model.num_labels of them. Raises

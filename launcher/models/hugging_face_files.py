@@ -135,6 +135,10 @@ def write_weights(
     dtype: of the floating-point weights that the source has in the dtype of most. The others keep
     theirs; float32 stays what transformers keeps in float32.
     """
+    if not hasattr(model, "config"):  # of model.builder
+        weights = exported_tensors(model, read, merged=merged)
+        write_tensors(folder, ((name, tensor, dtype) for name, tensor in weights))
+        return
     folder_of_source = _source_folder(model, source)
     if (adapter := None if merged else peft_config(model)) is not None:
         tensors = ((name, t, dtype) for name, t in exported_tensors(model, read, merged=False))
@@ -180,6 +184,9 @@ def exported_tensors(
     """The tensors of an exported model or of its adapters, by the names of the hub or of peft. They
     are read by clean name. Without `convert` they are only read, for a rank that does not write."""
     names = list(named_weights(model))
+    if not hasattr(model, "config"):  # of model.builder: the names are its own
+        yield from ((name, read(name)) for name in names)
+        return
     if (config := peft_config(model)) is not None:
         stored = adapter_names(model)
         if not merged:

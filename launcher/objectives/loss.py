@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -137,7 +138,7 @@ def _losses_of(
         function = target_loss.of_head
         outputs = model(**inputs, head_function=function, reduction="none", use_cache=False)
         return outputs.loss, outputs
-    outputs = model(**inputs, use_cache=False)
+    outputs = _with_logits(model, inputs)
     logits = outputs.logits.flatten(0, 1)[positions].float()
     return target_loss.of_logits(logits, targets.flatten()[positions]), outputs
 
@@ -145,6 +146,17 @@ def _losses_of(
 def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
     """The arguments of the model's forward in a micro-batch."""
     return {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
+
+
+def _with_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """The outputs of a model, with `logits`. A module of model.builder that is no model of
+    transformers gets `input_ids` and returns logits."""
+    from transformers import PreTrainedModel
+
+    if isinstance(getattr(model, "module", model), PreTrainedModel):
+        return model(**inputs, use_cache=False)
+    outputs = model(inputs["input_ids"])
+    return SimpleNamespace(logits=outputs) if isinstance(outputs, torch.Tensor) else outputs
 
 
 def _cross_entropies(
@@ -156,7 +168,7 @@ def _cross_entropies(
         inputs |= {"targets": targets, "target_positions": micro_batch.get("target_positions")}
         outputs = model(**inputs, reduction=reduction, use_cache=False)
         return outputs.loss, outputs
-    outputs = model(**inputs, use_cache=False)
+    outputs = _with_logits(model, inputs)
     losses = nn.functional.cross_entropy(
         outputs.logits.float().flatten(0, 1),
         targets.flatten(),

@@ -40,7 +40,6 @@ def _kinds(holds: Callable[[RowKind], object]) -> str:
 
 _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("model.arguments", "model.builder", True),
-    ("model.builder", "data.builder", True),
     ("model.task model.num_labels model.attention model.init", "model.builder", False),
     ("model.trust_remote_code", "model.path", True),
     ("model.freeze", "lora", False),
@@ -91,7 +90,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ),
     ("checkpoint.keep_best", "data.validation data.validation_split data.builder", True),
     ("evaluation.generate", "data.validation data.validation_split", True),
-    ("evaluation.generate", "data.builder", False),
+    ("evaluation.generate", "data.builder model.builder", False),
     ("evaluation.generate", "data.loss_on", "assistant last"),
     ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
     ("checkpoint.export_merged", "lora", True),

@@ -50,7 +50,7 @@ OBJECTIVES = (
         rules=(
             ("objective", "model.task", "causal_lm masked_lm"),
             ("objective", "data.kind", _OF_TOKENS),
-            ("objective", "data.builder model.builder distillation", False),
+            ("objective", "data.builder distillation", False),
         ),
     ),
     ObjectiveRules(
@@ -83,7 +83,7 @@ OBJECTIVES = (
         rules=(
             ("preference", "data.kind", "preference"),
             ("preference", "model.task", "causal_lm"),
-            ("preference", "data.builder", False),
+            ("preference", "data.builder model.builder", False),
             ("preference.label_smoothing", "preference.loss", "robust"),
             ("preference.margin", "preference.loss", "simpo"),
             ("lora.dropout", "preference", False),
@@ -99,7 +99,7 @@ OBJECTIVES = (
         rules=(
             ("kto", "data.kind", "unpaired"),
             ("kto", "model.task", "causal_lm"),
-            ("kto", "data.builder", False),
+            ("kto", "data.builder model.builder", False),
             ("lora.dropout", "kto", False),
         ),
         no_row_losses="kind unpaired: the loss of an answer is not that of its tokens",

@@ -346,7 +346,10 @@ def _tokenizer(recipe: Recipe) -> Found:
         return
     what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
     if name is None and recipe.model.path is None:
-        yield "data.tokenizer", f"missing; a model.config has none of its own: {what}"
+        yield (
+            "data.tokenizer",
+            f"missing; a model.config or model.builder has none of its own: {what}",
+        )
     if name is not None and not is_model_id(name) and not os.path.isdir(name):
         yield "data.tokenizer", f"{no_such_name('folder', name)}; {what}"
 

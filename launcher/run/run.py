@@ -434,6 +434,8 @@ class TrainingRun:
                 raise TrainingError(self._export_failed(error), reason="export_failed") from None
         if self._recipe.lora is not None and not checkpoint.export_merged:
             return "the adapter, for peft's PeftModel.from_pretrained"
+        if not hasattr(self._training.wrapped.module, "config"):
+            return "the weights, model.safetensors, by the names of model.builder's model"
         return "the weights, for transformers' from_pretrained"
 
     def _export_failed(self, error: OSError) -> str:

@@ -55,7 +55,7 @@ MISTAKES_IN_A_FILE = [
     (10, "  tokenizer: gone",
      "10: data.tokenizer: no such folder: gone (looked for in CWD), and no hub id `owner/name`; give `bytes`, a "
      "folder with a tokenizer, or a hub id `owner/name`"),
-    (10, "", "8: data.tokenizer: missing; a model.config has none of its own: give `bytes`, ..."),
+    (10, "", "8: data.tokenizer: missing; a model.config or model.builder has none of its own: give `bytes`, ..."),
     (14, "strategy: {mixed_precision: {float8: tensorwise}}",
      "14: strategy.mixed_precision.float8: has one scale for a whole tensor, so that losses depend on how rows are "
      "divided over ranks; use rowwise or rowwise_with_gw_hp..."),
@@ -301,7 +301,12 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.train=null", "data.builder=a.b:c", "model.num_labels=3"],
      "model.num_labels=3: needs model.task: sequence_classification"),
     (None, ["data.arguments={x: 1}"], "data.arguments={x: 1}: needs data.builder"),
-    (None, ["model={config: null, builder: 'a:b'}"], "model.builder: needs data.builder"),
+    (None, ["model={config: null, builder: 'a:b'}", "data={train: data.txt, tokenizer: null}"],
+     "data.tokenizer: missing; a model.config or model.builder has none of its own: give `bytes`, ..."),
+    (None, ["model={config: null, builder: 'a:b'}", "data.packing=true"],
+     "data.packing=true: a model of model.builder gets a document in each row; set it to auto, or to false"),
+    (None, [*PREFER, "model={config: null, builder: 'a:b'}", "data.packing=false"],
+     "preference: not available with model.builder"),
     (None, ["model={config: null, builder: 'a:b', init: random}", "data={builder: 'a:b', train: null}"],
      "model.init: not available with model.builder"),
     (None, ["data.kind=classification"], "data.kind=classification: classification is not for model.task: causal_lm"),
