@@ -45,7 +45,11 @@ _GROUPED: dict[str, Any] = (
 )
 """What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers that attend, in the layer_types of configs."""
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_OF_ONE_TOKEN = {"mlp", "moe"}
+"""Kinds of layers, in the layer_types of configs: those that only attend, those that are recurrent,
+also beside attention (hybrid), and those that see each token for itself."""
+_NOT_ATTENDING = {"linear_attention", "conv", *_OF_ONE_TOKEN}
 _WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
 """Types of text models that do not show `position_ids` to the masks that they make, so that these
 do not keep documents apart (transformers 5.23)."""
@@ -150,9 +154,9 @@ def refuse_other_layers(
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
     their documents apart: recurrent layers compute each by itself, and transformers' masks count
     chunks in each."""
-    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION
-    recurrent = bool(others) or is_stateful(model)
-    if recurrent and not (packed and can_separate_documents(model)):
+    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION - _OF_ONE_TOKEN
+    separated = packed and others <= _RECURRENT and can_separate_documents(model)
+    if (others or is_stateful(model)) and not separated:
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
@@ -283,8 +287,8 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = attention_implementation(model)
-    # Recurrent layers do not call attention
-    layer_types = [kind for kind in _layer_types(model) if kind in _ATTENTION] or ["attention"]
+    kinds = (kind for kind in _layer_types(model) if kind not in _NOT_ATTENDING)
+    layer_types = list(kinds) or ["attention"]
     fitting: list[bool] = []
 
     def trial(
