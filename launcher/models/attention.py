@@ -34,7 +34,7 @@ from launcher.models.recurrent import can_separate_documents, documents_at
 from launcher.recipe.model_config import IMAGE_TEXT
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
@@ -102,12 +102,13 @@ def isolate_documents(
         passed = _use_varlen(model, inputs, fits)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
-    decoder: nn.Module = model.get_decoder()
     if not passed and model.config.model_type == "qwen2_5_vl":
+        decoder = model.get_decoder()
         decoder.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
-    if not passed and getattr(decoder, "config", model.config).model_type in _WITHOUT_POSITIONS:
-        hook = functools.partial(_with_masks, compute_dtype)
-        decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    text = model.config.get_text_config(decoder=True)
+    if not passed and text.model_type in _WITHOUT_POSITIONS:
+        hook = functools.partial(_with_masks, text, compute_dtype)
+        model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
     return "varlen" if passed else "mask"
 
 
@@ -121,10 +122,10 @@ def _with_text_positions(module: nn.Module, args: object, inputs: Call) -> tuple
 
 
 def _with_masks(
-    dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
+    config: PreTrainedConfig, dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
 ) -> tuple[object, Call]:
     """Makes the masks of packed documents, for each kind of layer, as for `generate`: a model of
-    `_WITHOUT_POSITIONS` takes them. dtype: of computation."""
+    `_WITHOUT_POSITIONS` takes them. config: of the text model. dtype: of computation."""
     from transformers.masking_utils import create_masks_for_generate
 
     positions = inputs.get("position_ids")
@@ -133,7 +134,7 @@ def _with_masks(
     # Of the embeddings only shape, dtype and device are read
     embeddings = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
     masks = create_masks_for_generate(
-        config=module.config,
+        config=config,
         inputs_embeds=embeddings,
         attention_mask=None,
         past_key_values=None,

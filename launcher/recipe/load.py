@@ -428,6 +428,8 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
     elif given is not True:
         return
     why = None
+    if data.get("builder") is not None:  # its samples are not packed
+        return
     if task == "causal_lm":
         why = why_not_packed(_model_type(model, hub=hub))
     elif task == "masked_lm" and given == "auto":  # true has its own error
