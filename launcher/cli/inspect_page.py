@@ -137,7 +137,13 @@ def _padding(dataset: SequenceDataset, recipe: Recipe, *, shuffle: bool) -> str:
     batch = recipe.batch
     if batch.micro_batch_size == "auto":
         batch = Batch(global_batch_size=batch.global_batch_size, micro_batch_size=1)
-    order = make_order(dataset, seed=recipe.run.seed, shuffle=shuffle, epochs=None)
+    order = make_order(
+        dataset,
+        seed=recipe.run.seed,
+        shuffle=shuffle,
+        epochs=None,
+        similar_lengths=recipe.data.similar_lengths,
+    )
     sampler = make_batch_sampler(batch, order=order, lengths=dataset.lengths, steps=64)
     return f"{expected_padding(dataset, sampler):.1%}"
 

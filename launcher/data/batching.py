@@ -165,7 +165,52 @@ class MixtureOrder:
         return [positions * count / _PERIOD / order.samples for count, order in counted]
 
 
-Order = SampleOrder | MixtureOrder | StreamOrder
+_WINDOW, _GROUP = 4096, 64
+"""Positions of a window of `SimilarLengths`, and rows of similar length in a row."""
+
+
+class SimilarLengths:
+    """Another order with rows of similar length in a row, so that they need little padding.
+
+    Each epoch is cut into windows. The samples of a window are sorted by length and cut into groups,
+    and the groups are shuffled. This depends on neither batch sizes nor ranks.
+    """
+
+    def __init__(
+        self, order: SampleOrder | MixtureOrder, lengths: Sequence[int], seed: int
+    ) -> None:
+        self.samples, self.epochs = order.samples, order.epochs
+        self._order, self._lengths, self._seed = order, lengths, seed
+        self._windows: dict[int, list[int]] = {}
+        """The samples of the windows that were used last, by their first position."""
+
+    def sample(self, position: int) -> int:
+        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
+        epoch, index = divmod(position, self.samples)
+        if self.epochs is not None and epoch >= self.epochs:
+            return NO_SAMPLE
+        first = position - index % _WINDOW
+        if first not in self._windows:
+            last = min(first + _WINDOW, (epoch + 1) * self.samples)
+            if len(self._windows) > 1:
+                del self._windows[min(self._windows)]
+            self._windows[first] = self._sorted(first, last)
+        return self._windows[first][position - first]
+
+    def _sorted(self, first: int, last: int) -> list[int]:
+        found = [self._order.sample(position) for position in range(first, last)]
+        found.sort(key=lambda sample: self._lengths[sample % len(self._lengths)])
+        groups = [found[start : start + _GROUP] for start in range(0, len(found), _GROUP)]
+        turns = range(len(groups))
+        shuffled = [permuted(n, size=len(groups), seed=self._seed, epoch=first) for n in turns]
+        return [sample for number in shuffled for sample in groups[number]]
+
+    def passes(self, positions: int) -> list[float]:
+        """How many times the first `positions` positions go through each source, up to a window."""
+        return self._order.passes(positions)
+
+
+Order = SampleOrder | MixtureOrder | StreamOrder | SimilarLengths
 
 
 @dataclass(frozen=True, kw_only=True)

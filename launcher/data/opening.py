@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data.batching import MixtureOrder, Order, SampleOrder, mixture_weights
+from launcher.data.batching import (
+    MixtureOrder,
+    Order,
+    SampleOrder,
+    SimilarLengths,
+    mixture_weights,
+)
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
@@ -86,8 +92,19 @@ def _refuse_overlong(
     raise RecipeError([*lines, text + others])
 
 
-def make_order(dataset: MapData, *, seed: int, shuffle: bool, epochs: int | None) -> Order:
-    """The order of the samples of a data set."""
+def make_order(
+    dataset: MapData,
+    *,
+    seed: int,
+    shuffle: bool,
+    epochs: int | None,
+    similar_lengths: bool = False,
+) -> Order:
+    """The order of the samples of a data set. similar_lengths: rows of similar length together."""
+    if similar_lengths and dataset.lengths is not None:
+        order = make_order(dataset, seed=seed, shuffle=shuffle, epochs=epochs)
+        assert isinstance(order, SampleOrder | MixtureOrder)
+        return SimilarLengths(order, dataset.lengths, seed)
     if not isinstance(dataset, MixtureDataset) or dataset.weights is None:
         draws = isinstance(dataset, CustomDataset) or dataset.objective.draws
         return SampleOrder(

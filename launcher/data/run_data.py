@@ -225,7 +225,13 @@ def open_run_data(
                     validation = dict(held_out.parts)
     order: Order = StreamOrder()
     if stored is not None:
-        order = make_order(stored, seed=run.seed, shuffle=data.shuffle, epochs=run.epochs)
+        order = make_order(
+            stored,
+            seed=run.seed,
+            shuffle=data.shuffle,
+            epochs=run.epochs,
+            similar_lengths=data.similar_lengths,
+        )
     steps = run.max_steps or -(-(run.epochs or 0) * order.samples // batch.global_batch_size)
     sampler = make_batch_sampler(
         batch,

@@ -34,7 +34,7 @@ from launcher.models.recurrent import can_separate_documents, documents_at
 from launcher.recipe.model_config import IMAGE_TEXT
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 VARLEN = "launcher_varlen"
 LARGEST_HEAD = 256
@@ -45,7 +45,11 @@ _GROUPED: dict[str, Any] = (
 )
 """What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers that attend, in the layer_types of configs."""
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_OF_ONE_TOKEN = {"mlp", "moe"}
+"""Kinds of layers, in the layer_types of configs: those that only attend, those that are recurrent,
+also beside attention (hybrid), and those that see each token for itself."""
+_NOT_ATTENDING = {"linear_attention", "conv", *_OF_ONE_TOKEN}
 _WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
 """Types of text models that do not show `position_ids` to the masks that they make, so that these
 do not keep documents apart (transformers 5.23)."""
@@ -98,12 +102,13 @@ def isolate_documents(
         passed = _use_varlen(model, inputs, fits)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
-    decoder: nn.Module = model.get_decoder()
     if not passed and model.config.model_type == "qwen2_5_vl":
+        decoder = model.get_decoder()
         decoder.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
-    if not passed and getattr(decoder, "config", model.config).model_type in _WITHOUT_POSITIONS:
-        hook = functools.partial(_with_masks, compute_dtype)
-        decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    text = model.config.get_text_config(decoder=True)
+    if not passed and text.model_type in _WITHOUT_POSITIONS:
+        hook = functools.partial(_with_masks, text, compute_dtype)
+        model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
     return "varlen" if passed else "mask"
 
 
@@ -117,10 +122,10 @@ def _with_text_positions(module: nn.Module, args: object, inputs: Call) -> tuple
 
 
 def _with_masks(
-    dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
+    config: PreTrainedConfig, dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
 ) -> tuple[object, Call]:
     """Makes the masks of packed documents, for each kind of layer, as for `generate`: a model of
-    `_WITHOUT_POSITIONS` takes them. dtype: of computation."""
+    `_WITHOUT_POSITIONS` takes them. config: of the text model. dtype: of computation."""
     from transformers.masking_utils import create_masks_for_generate
 
     positions = inputs.get("position_ids")
@@ -129,7 +134,7 @@ def _with_masks(
     # Of the embeddings only shape, dtype and device are read
     embeddings = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
     masks = create_masks_for_generate(
-        config=module.config,
+        config=config,
         inputs_embeds=embeddings,
         attention_mask=None,
         past_key_values=None,
@@ -150,9 +155,9 @@ def refuse_other_layers(
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
     their documents apart: recurrent layers compute each by itself, and transformers' masks count
     chunks in each."""
-    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION
-    recurrent = bool(others) or is_stateful(model)
-    if recurrent and not (packed and can_separate_documents(model)):
+    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION - _OF_ONE_TOKEN
+    separated = packed and others <= _RECURRENT and can_separate_documents(model)
+    if (others or is_stateful(model)) and not separated:
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
@@ -284,8 +289,8 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = attention_implementation(model)
-    # Recurrent layers do not call attention
-    layer_types = [kind for kind in _layer_types(model) if kind in _ATTENTION] or ["attention"]
+    kinds = (kind for kind in _layer_types(model) if kind not in _NOT_ATTENDING)
+    layer_types = list(kinds) or ["attention"]
     fitting: list[bool] = []
 
     def trial(

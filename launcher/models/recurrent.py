@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding
 
+from launcher.libraries.private import tree_map_only
 from launcher.models.build import find_blocks
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ Without it they raise."""
 _CONVOLUTION = {"causal_conv1d_fn": "causal_conv1d"}
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of attention, which models pass to all layers."""
-_MASKS = ("attention_mask", "conv_mask")
 _MOST_PADDING = 2
 """A batch of documents has at most this many times their tokens."""
 
@@ -158,24 +158,52 @@ def _by_document(
     hidden_states: torch.Tensor,
     *args: Any,
     **options: Any,
-) -> torch.Tensor:
+) -> Any:
     """The layer's forward for each document of (rows, tokens, features). Not compiled: a graph
     would depend on the number of documents and on their lengths."""
     for name in _BOUNDS:
         options.pop(name, None)
     documents: Documents | None = current.documents
     if documents is None:
-        out: torch.Tensor = forward(hidden_states, *args, **options)
-        return out
-    tokens = hidden_states.flatten(0, 1)
+        return forward(hidden_states, *args, **options)
+    rows = hidden_states.shape[:2]
+
+    def at(index: torch.Tensor, values: Any) -> Any:
+        """The arguments with what they have for each token of the rows, such as input_ids, at
+        these tokens."""
+        return tree_map_only(
+            torch.Tensor,
+            lambda tensor: _take(tensor, index) if tensor.shape[:2] == rows else tensor,
+            values,
+        )
+
+    inputs = (hidden_states, *args)
     if in_kernels and hidden_states.is_cuda:
         bounds = {"cu_seq_lens_q": documents.bounds, "seq_idx": documents.numbers}
-        out = forward(tokens[None], *args, **options, **bounds)
-        return out.view(*hidden_states.shape[:2], -1)
-    options |= dict.fromkeys(options.keys() & {*_MASKS})  # those of rows
-    parts = [
-        forward(embedding(batch, tokens), *args, **options).flatten(0, 1)
-        for batch in documents.batches
-    ]
-    # No view, which FSDP's hooks around a layer do not allow to be changed in place
-    return embedding(documents.order, torch.cat(parts))
+        whole = torch.arange(rows.numel(), device=hidden_states.device)[None]
+        out = forward(*at(whole, inputs), **at(whole, options), **bounds)
+        return tree_map_only(
+            torch.Tensor, lambda tensor: tensor.view(*rows, *tensor.shape[2:]), out
+        )
+    parts = [forward(*at(batch, inputs), **at(batch, options)) for batch in documents.batches]
+    if isinstance(parts[0], tuple):  # such as queries, keys and values
+        return tuple(_joined(each, documents.order) for each in zip(*parts, strict=True))
+    return _joined(parts, documents.order)
+
+
+def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """What the rows (rows, tokens, ...) have at these positions of the flattened rows."""
+    return _at(tensor.flatten(0, 1), index)
+
+
+def _joined(tensors: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+    """The tokens of batches of documents in the order of the rows."""
+    return _at(torch.cat([tensor.flatten(0, 1) for tensor in tensors]), order)
+
+
+def _at(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows of a table, as no view: FSDP's hooks around a layer do not allow a view to be changed
+    in place."""
+    if table.ndim == 2 and table.is_floating_point():
+        return embedding(index, table)  # its backward pass is faster
+    return table[index]

@@ -61,6 +61,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.columns data.ignore_columns", "data.builder", False),
     ("data.limit", "data.builder data.streaming", False),
     ("data.shuffle_buffer", "data.streaming", True),
+    ("data.similar_lengths", "data.builder data.streaming", False),
     ("data.streaming", "data.kind", " ".join(TOKEN_KINDS)),
     ("run.epochs", "data.streaming", False),
     ("run.on_divergence", "checkpoint.every_steps", True),

@@ -430,9 +430,10 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
     elif given is not True:
         return
     why = None
+    if data.get("builder") is not None:  # its samples are not packed
+        return
     if model.get("builder") is not None:
-        if data.get("builder") is None:
-            why = "a model of model.builder gets a document in each row"
+        why = "a model of model.builder gets a document in each row"
     elif task == "causal_lm":
         why = why_not_packed(_model_type(model, hub=hub))
     elif task == "masked_lm" and given == "auto":  # true has its own error

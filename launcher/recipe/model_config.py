@@ -14,7 +14,11 @@ from launcher.recipe.section import LARGEST_INT
 IMAGE_TEXT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types of images and text whose text model can be trained, with their own class."""
 _CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
-_SELECT_TOKENS = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"}
+_SELECT_TOKENS = {
+    *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text", "glm5_next", "glm5_next_text"),
+    *("glm_moe_dsa", "hy_v4", "minimax_m3_vl", "minimax_m3_vl_text", "mistral_large4"),
+    *("mistral_large4_text", "qwen4_exp", "qwen4_exp_text"),
+}
 _MASK_WITHOUT_DOCUMENTS = {
     *("bert", "bert-generation", "big_bird", "bigbird_pegasus", "bloom", "camembert", "cpmant"),
     *("data2vec-text", "electra", "ernie", "falcon", "megatron-bert", "mpt", "mvp", "openai-gpt"),
@@ -90,7 +94,7 @@ Found = Iterator[tuple[tuple[str, ...], str]]
 
 def why_not_packed(model_type: str | None) -> str | None:
     """Why causal models of this type cannot keep the documents of a packed row apart; None: they can,
-    or the type is not known. Each type was tried with transformers 5.23."""
+    or the type is not known. Read in transformers 5.23; those with masks were tried."""
     if model_type in _CARRY_A_STATE:
         return f"layers of {model_type} carry a state from one document to the next"
     if model_type in _SELECT_TOKENS:

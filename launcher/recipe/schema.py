@@ -221,6 +221,9 @@ class Data(Section):
     apart; the start then gives the reason. true: an error for such a model."""
     shuffle: StrictBool = True
     """false: keep the order of the files."""
+    similar_lengths: StrictBool = False
+    """With packing: false: rows of similar length come together, so that they need little padding: in
+    groups of 64, which are shuffled."""
     workers: Processes = 2
     """Loader processes per rank; 0: the rank itself loads."""
     prefetch_factor: PositiveInt = 2

@@ -245,6 +245,8 @@ def _micro_batch_tokens(recipe: Recipe) -> Found:
     if tokens is not None and data.packing and KINDS[data.kind].loss_on != "class":
         what = "needs data.packing=false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
+    if data.similar_lengths and data.packing and data.kind != "classification":
+        yield "data.similar_lengths", "needs data.packing: false; packed sequences are all as long"
     if tokens is not None and tokens < data.sequence_length:
         what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"
         yield "batch.micro_batch_tokens", f"{tokens} {what}"

@@ -12,6 +12,7 @@ from launcher.data.batching import (
     MixtureOrder,
     RankBatchSampler,
     SampleOrder,
+    SimilarLengths,
     TokenBatchSampler,
     accumulation_steps,
     permuted,
@@ -228,3 +229,47 @@ def test_token_budget_is_kept_and_samples_are_unchanged(ranks):
     assert sum(padded) < unsorted, "grouping by length must reduce padding"
     later = list(TokenBatchSampler(rank=0, first_step=2, **budget))
     assert later == batches[0][-len(later) :]
+
+
+def lengths_of(count):
+    return [int(min(2048, random.Random(n).lognormvariate(6, 0.9))) + 1 for n in range(count)]
+
+
+def share_of_padding(order, lengths, *, micro=8, count=200):
+    held = padded = 0
+    for batch in range(count):
+        sizes = [lengths[order.sample(n)] for n in range(batch * micro, (batch + 1) * micro)]
+        held += sum(sizes)
+        padded += max(sizes) * micro
+    return 1 - held / padded
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 5000])
+def test_similar_lengths_have_each_sample_once_an_epoch(size):
+    lengths = lengths_of(size)
+    order = SimilarLengths(
+        SampleOrder(samples=size, seed=1, shuffle=True, epochs=2), lengths, seed=1
+    )
+    epochs = [[order.sample(epoch * size + n) for n in range(size)] for epoch in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(size))] * 2
+    assert size < 2 or epochs[0] != epochs[1]
+    assert order.sample(2 * size) == NO_SAMPLE
+    # A resume begins in the middle of a window
+    again = SimilarLengths(
+        SampleOrder(samples=size, seed=1, shuffle=True, epochs=2), lengths, seed=1
+    )
+    assert [again.sample(n) for n in range(size // 2, size)] == epochs[0][size // 2 :]
+
+
+def test_similar_lengths_need_little_padding():
+    lengths = lengths_of(10_000)
+    plain = SampleOrder(samples=10_000, seed=1, shuffle=True)
+    order = SimilarLengths(plain, lengths, seed=1)
+    shares = share_of_padding(plain, lengths), share_of_padding(order, lengths)
+    print("padding", *(f"{share:.1%}" for share in shares))
+    assert shares[0] > 0.4
+    assert shares[1] < 0.1
+    # The lengths of groups do not grow or fall along a window
+    firsts = [lengths[order.sample(n)] for n in range(0, 4096, 64)]
+    rises = sum(one < other for one, other in itertools.pairwise(firsts))
+    assert 20 < rises < 44

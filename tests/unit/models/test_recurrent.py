@@ -26,8 +26,8 @@ from tests.unit.models.test_preference import store_of
 CPU = torch.device("cpu")
 ROWS = ([7, 40, 1, 16, 20], [30, 3, 33], [84])
 """Tokens of the documents of each row, which is 90 tokens wide."""
-MASKED = {"falcon_mamba", "mamba", "mamba2"}
-"""Families without attention."""
+MASKED = {"falcon_mamba", "inkling_text", "mamba", "mamba2"}
+"""Families without attention, and one whose attention is no plain one."""
 
 
 def documents(rows=ROWS):

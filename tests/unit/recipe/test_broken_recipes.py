@@ -362,6 +362,8 @@ MISTAKES_IN_ARGUMENTS = [
     (None, [*MASKED, "data.mask_probability=0"], "data.mask_probability=0: must be greater than 0; got 0"),
     (None, [*MASKED, "data.mask_probability=-1"], "data.mask_probability=-1: must be greater than 0; got -1"),
     (None, [*MASKED, "data.mask_probability=1"], "data.mask_probability=1: must be less than 1; got 1"),
+    (None, ["data.similar_lengths=true"],
+     "data.similar_lengths=true: needs data.packing: false; packed sequences are all as long"),
     (None, ["data.mask_probability=0.2"], "data.mask_probability=0.2: needs model.task: masked_lm"),
     (2, [*MASKED, "strategy.context_parallel_size=2"],
      "strategy.context_parallel_size=2: needs model.task: causal_lm"),

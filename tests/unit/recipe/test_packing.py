@@ -1,12 +1,16 @@
 """`data.packing: auto`: off where the model cannot keep the documents of a row apart."""
 
+import contextlib
 import json
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from launcher.cli.main import run
 from launcher.errors import RecipeError
+from launcher.models import attention
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model
 from launcher.models.recurrent import separate_documents
@@ -59,6 +63,19 @@ def test_an_explicit_true_is_refused():
 def test_other_values_are_refused(value):
     with pytest.raises(RecipeError, match=r"data\.packing=.*: must be"):
         packing(f"data.packing={value}")
+
+
+def test_types_with_other_kinds_of_layers_are_known():
+    """Their configs name kinds that `isolate_documents` refuses."""
+    packed, unknown = attention._ATTENTION | attention._RECURRENT | attention._OF_ONE_TOKEN, []
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        others = set()
+        with contextlib.suppress(Exception):  # some configs have no defaults
+            config = AutoConfig.for_model(model_type).get_text_config(decoder=True)
+            others = set(config.layer_types) - packed
+        if others and why_not_packed(model_type) is None:
+            unknown.append((model_type, others))
+    assert unknown == []
 
 
 @pytest.mark.parametrize("model_type", ["minimax", "recurrent_gemma", "rwkv", "xlstm"])
