@@ -168,9 +168,9 @@ def _by_document(
         return forward(hidden_states, *args, **options)
     rows = hidden_states.shape[:2]
 
-    def at(index: torch.Tensor, values: Any) -> Any:
+    def at(index: torch.Tensor | None, values: Any) -> Any:
         """The arguments with what they have for each token of the rows, such as input_ids, at
-        these tokens."""
+        these tokens; None: at all tokens, as one row."""
         return tree_map_only(
             torch.Tensor,
             lambda tensor: _take(tensor, index) if tensor.shape[:2] == rows else tensor,
@@ -180,8 +180,7 @@ def _by_document(
     inputs = (hidden_states, *args)
     if in_kernels and hidden_states.is_cuda:
         bounds = {"cu_seq_lens_q": documents.bounds, "seq_idx": documents.numbers}
-        whole = torch.arange(rows.numel(), device=hidden_states.device)[None]
-        out = forward(*at(whole, inputs), **at(whole, options), **bounds)
+        out = forward(*at(None, inputs), **at(None, options), **bounds)
         return tree_map_only(
             torch.Tensor, lambda tensor: tensor.view(*rows, *tensor.shape[2:]), out
         )
@@ -191,9 +190,11 @@ def _by_document(
     return _joined(parts, documents.order)
 
 
-def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """What the rows (rows, tokens, ...) have at these positions of the flattened rows."""
-    return _at(tensor.flatten(0, 1), index)
+def _take(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """What the rows (rows, tokens, ...) have at these positions of the flattened rows; None: at
+    all."""
+    flat = tensor.flatten(0, 1)
+    return flat.unsqueeze(0) if index is None else _at(flat, index)
 
 
 def _joined(tensors: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ def test_auxiliary_loss_without_coefficient_is_an_error():
     class NoCoefficient(torch.nn.Module):
         config = SimpleNamespace()
 
-        def forward(self, input_ids, use_cache):
+        def forward(self, input_ids):
             logits = torch.zeros(*input_ids.shape, 8, requires_grad=True)
             return SimpleNamespace(logits=logits, aux_loss=torch.ones(()))
 
