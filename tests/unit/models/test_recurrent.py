@@ -275,7 +275,7 @@ def test_kernels_on_gpus_receive_one_row_and_the_bounds():
 
     def layer(hidden_states, **options):
         received.update(options, shape=tuple(hidden_states.shape))
-        return hidden_states[..., :3]
+        return hidden_states.narrow(-1, 0, 3)  # a CPU build cannot index on a GPU
 
     current = recurrent._Current()
     positions = np.array([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])

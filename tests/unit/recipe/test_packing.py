@@ -85,6 +85,6 @@ def test_layers_that_carry_a_state_are_found_when_the_model_is_built(model_type)
     model = build_model(Model(config=config), sequence_length=16)
     assert not separate_documents(model, torch.device("cpu"))
     options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
-    with pytest.raises(RecipeError, match="use data.packing=false"):
+    with pytest.raises(RecipeError, match=r"use data\.packing=false"):
         isolate_documents(model, sequence_length=16, **options)
     assert why_not_packed(model_type) is not None
