@@ -272,15 +272,14 @@ class _Page:
             if before:
                 self._print(f"… {before:,} tokens of it come before these", "cyan")
             loss = dataset.objective.marks(dataset, row, start, end)
-            parts = [("", 0, end - start)]
-            if "answers" in row and store.classes is not None:
-                middle = int(store.classes[document])
-                parts = [("chosen", 0, middle), ("rejected", middle, end - start)]
-            for part, first, last in parts:
+            first = 0
+            for part, end_of_part in dataset.objective.parts(dataset, document):
+                last = min(end_of_part - before, end - start)
                 if part and shown + first < most:
                     self._print(f"{part}:", "cyan")
                 decoded = ids[shown + first : min(most, shown + last)].tolist()
                 self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
+                first = last
             shown += end - start
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents

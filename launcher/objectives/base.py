@@ -216,6 +216,12 @@ class Objective(ABC):
         marks[0] = marks[0] and start not in store.offsets
         return marks
 
+    def parts(self, dataset: SequenceDataset, document: int) -> list[tuple[str, int]]:
+        """For `launcher inspect`: the parts of a document in order, each with its name and its end,
+        counted in tokens of the document. A document without parts is one part without a name."""
+        store = dataset.store
+        return [("", int(store.offsets[document + 1] - store.offsets[document]))]
+
     def no_targets(self, where: str, key: str) -> str:
         """The message for a part of the data without a token with loss, which `where` names."""
         return f"{key}: no token with loss in {where} (for data.builder: CustomData.targets)"

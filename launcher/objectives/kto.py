@@ -58,6 +58,12 @@ class Kto(Answers):
         """See `collate_answers`; with `desirable`, (answers, 1), float32."""
         return collate_answers(rows, inputs, self.answers, ("desirable",))
 
+    def parts(self, dataset: SequenceDataset, document: int) -> list[tuple[str, int]]:
+        """The answer after its prompt, named by its mark."""
+        assert dataset.store.classes is not None
+        ((_, whole),) = super().parts(dataset, document)
+        return [("good" if dataset.store.classes[document] else "not good", whole)]
+
     def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
         """The sum of the losses of the answers, and the sums of `metrics` without gradients: a
         float32 vector. With output_router_logits the gradient includes the router's loss."""

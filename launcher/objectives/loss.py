@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from launcher.errors import RecipeError
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.micro_batch import IGNORED
 
@@ -155,8 +156,18 @@ def _with_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
     if isinstance(getattr(model, "module", model), PreTrainedModel):
         return model(**inputs, use_cache=False)
-    outputs = model(inputs["input_ids"])
-    return SimpleNamespace(logits=outputs) if isinstance(outputs, torch.Tensor) else outputs
+    ids = inputs["input_ids"]
+    outputs = model(ids)
+    logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != ids.shape:
+        got = type(outputs).__name__
+        if isinstance(logits, torch.Tensor):
+            got = (
+                f"logits of the shape {tuple(logits.shape)} for ids of the shape {tuple(ids.shape)}"
+            )
+        what = "forward(input_ids) must return logits (rows, tokens, vocabulary), or an object with them"
+        raise RecipeError(f"model.builder: {what}; got {got}")
+    return SimpleNamespace(logits=logits) if logits is outputs else outputs
 
 
 def _cross_entropies(

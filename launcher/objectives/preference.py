@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
+from launcher.data.dataset import SequenceDataset
 from launcher.objectives.answers import Answers, Pairs, answer_log_probabilities
 from launcher.objectives.loss import add_router_loss, by_source
 from launcher.recipe import schema
@@ -44,6 +45,12 @@ class Preference(Pairs, Answers):
     def needs_reference(self) -> bool:
         """Whether the loss compares with the log-probabilities by the initial weights."""
         return compares(self.settings)
+
+    def parts(self, dataset: SequenceDataset, document: int) -> list[tuple[str, int]]:
+        """The two answers of a pair, each with the prompt."""
+        assert dataset.store.classes is not None
+        ((_, whole),) = super().parts(dataset, document)
+        return [("chosen", int(dataset.store.classes[document])), ("rejected", whole)]
 
     def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
         """The sum of the losses of the pairs, and the sums of `metrics` without gradients: a

@@ -529,10 +529,10 @@ def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] 
             if name in _MASKS and "labels" not in found.columns:
                 what = "says which tokens carry loss; write it as labels, with -100 for no loss"
         elif KINDS[kind].templated and name in NAMES["label"] and _is_mark(value):
-            what = (
-                "marks good and bad answers, and all would be learned as good ones: kto.beta=0.1 "
-            )
-            what += "learns from both (data.kind=unpaired); or keep the good ones"
+            what = "marks the answer, too: data.label_column names the column that counts"
+            if "label" not in found.columns:
+                what = "marks good and bad answers, and all would be learned as good ones: "
+                what += "kto.beta=0.1 learns from both (data.kind=unpaired); or keep the good ones"
         elif kind == "text" and name in ("role", "from") and str(value).lower() in _SPEAKERS:
             what = "says who speaks, so a row is one message of a conversation: make each "
             what += "conversation a row with the column messages"

@@ -6,6 +6,7 @@ An entry names the keys that an objective needs, and the class that computes it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ OBJECTIVES = (
         rules=(
             ("kto", "data.kind", "unpaired"),
             ("kto", "model.task", "causal_lm"),
+            ("kto", "preference distillation objective", False),
             ("kto", "data.builder model.builder", False),
             ("lora.dropout", "kto", False),
         ),
@@ -144,7 +146,9 @@ def kinds_of_objective(plain: Mapping[str, Any]) -> tuple[str, ...]:
     model = plain.get("model")
     task = model.get("task") if isinstance(model, dict) else None
     given = [name for name in SECTIONS if plain.get(name) is not None]
-    return _first(task or "causal_lm", given).kinds
+    wanted = [_first(task or "causal_lm", [name]).kinds for name in given]
+    # Sections that exclude each other have an error of their own
+    return tuple(itertools.chain(*wanted)) or _first(task or "causal_lm", ()).kinds
 
 
 def _first(task: object, sections: Collection[str], kind: str = "") -> ObjectiveRules:

@@ -161,3 +161,16 @@ def test_the_example_of_the_plan_has_full_rows():
     objective, collated = kto.Kto().with_example(about)
     assert collated["tensors"]["input_ids"].shape[0] == 3
     assert torch.isfinite(objective.loss(prepared(0.0), collated["tensors"])).all()
+
+
+def test_inspect_names_an_answer_by_its_mark():
+    dataset = dataset_of(ANSWERS[:2], [True, False])
+    length = [len(prompt + answer) for prompt, answer in ANSWERS[:2]]
+    parts = [dataset.objective.parts(dataset, document) for document in (0, 1)]
+    assert parts == [[("good", length[0])], [("not good", length[1])]]
+
+
+def test_two_marks_are_refused():
+    row = {**ROWS["of TRL"], "kto_tag": False}
+    found = guess(row, {}, kinds=["unpaired"])
+    assert "column 'kto_tag' marks the answer, too: data.label_column" in lost_meaning(row, found)

@@ -1,6 +1,7 @@
 """A model of model.builder that is trained on the launcher's data."""
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -8,8 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from launcher.data.packing import separate
 from launcher.data.token_store import TokenStore
+from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.micro_batch import IGNORED
+from launcher.objectives.loss import summed_loss
 from tests.datasets import dataset_of
 
 LENGTH, VOCABULARY = 8, 11
@@ -69,3 +72,27 @@ def test_the_export_holds_the_weights_by_their_names(tmp_path):
     assert stored.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(stored[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda logits: (logits, None), "got tuple"),
+        (lambda logits: {"logits": logits}, "got dict"),
+        (lambda logits: None, "got NoneType"),
+        (lambda logits: logits.flatten(0, 1), r"got logits of the shape \(4, 11\) for ids of the"),
+        (
+            lambda logits: logits[:, 1:],
+            r"got logits of the shape \(1, 3, 11\) for ids of the shape",
+        ),
+    ],
+)
+def test_other_outputs_are_refused(change, problem):
+    model = Model()
+    own = model.forward
+    model.forward = lambda ids: change(own(ids))
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(
+        RecipeError, match=r"^model.builder: forward\(input_ids\) must .*" + problem
+    ):
+        summed_loss(model, {"input_ids": ids, "targets": ids})
