@@ -166,11 +166,11 @@ class MixtureOrder:
 
 
 _WINDOW, _GROUP = 4096, 64
-"""Positions of a window of `SimilarLengths`, and rows of similar length in a row."""
+"""Positions of a window of `SimilarLengths`, and samples of similar length that follow each other."""
 
 
 class SimilarLengths:
-    """Another order with rows of similar length in a row, so that they need little padding.
+    """An order in which samples of similar length follow each other, so that they need little padding.
 
     Each epoch is cut into windows. The samples of a window are sorted by length and cut into groups,
     and the groups are shuffled. This depends on neither batch sizes nor ranks.

@@ -80,7 +80,7 @@ def return_freed_memory() -> None:
 
     By default glibc raises its threshold to the size of what was freed, up to 32 MiB, and keeps
     smaller blocks in a heap that fragments: fine-tuning a model of 135 million parameters took
-    5.7 GiB instead of 4.2. Does nothing where the user has set the threshold, or with another C
+    5.4 GiB instead of 4.2. Does nothing where the user has set the threshold, or with another C
     library.
     """
     tuned = os.environ.get("GLIBC_TUNABLES", "")

@@ -52,6 +52,7 @@ class Kto(Answers):
         sample = super().sample(dataset, index)
         classes, answers = dataset.store.classes, sample["answers"]
         assert classes is not None
+        # Tokens without a target have the answer -1, and their value is not used
         return sample | {"desirable": classes[answers].astype(np.float32)}
 
     def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:

@@ -30,8 +30,8 @@ class ObjectiveRules:
     """The values of data.kind that it learns from."""
     section: str | None = None
     """The section of the recipe with its settings."""
-    such_as: str = ""
-    """A key of the section, as one types it, if the section must be given."""
+    required_key: str = ""
+    """`key=value` of the section, for the error if the section is missing. Empty: it may be missing."""
     scores: tuple[str, ...] = ()
     """Metrics of an evaluation beside its loss, for checkpoint.keep_best."""
     rules: tuple[Rule, ...] = ()
@@ -79,7 +79,7 @@ OBJECTIVES = (
         "preference:Preference",
         kinds=("preference",),
         section="preference",
-        such_as="preference.loss=dpo",
+        required_key="preference.loss=dpo",
         scores=("rewards/accuracies", "rewards/margins"),
         rules=(
             ("preference", "data.kind", "preference"),
@@ -95,7 +95,7 @@ OBJECTIVES = (
         "kto:Kto",
         kinds=("unpaired",),
         section="kto",
-        such_as="kto.beta=0.1",
+        required_key="kto.beta=0.1",
         scores=("rewards/accuracies",),
         rules=(
             ("kto", "data.kind", "unpaired"),

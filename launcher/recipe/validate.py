@@ -179,8 +179,8 @@ def _masked_lm(recipe: Recipe) -> Found:
 
 def _section(recipe: Recipe) -> Found:
     rules = objective_of(recipe)
-    if rules.section and rules.such_as and getattr(recipe, rules.section) is None:
-        yield "data.kind", f"needs the section {rules.section}, such as {rules.such_as}"
+    if rules.section and rules.required_key and getattr(recipe, rules.section) is None:
+        yield "data.kind", f"needs the section {rules.section}, such as {rules.required_key}"
 
 
 def _preference(recipe: Recipe) -> Found:
