@@ -101,9 +101,14 @@ def measure(ranks: int, files: dict[str, Path], cases: list[str]) -> list[str]:
     from launcher.planner.plan import estimated_plan
     from launcher.planner.profile import profile_model
     from launcher.recipe.load import load_recipe
-    from launcher.training.fake_tensors import uniform_counts
 
-    experts.exchange_counts = uniform_counts  # null GPUs have no routing
+    def exchange_counts(
+        ranked: torch.Tensor, here: int, group: dist.ProcessGroup
+    ) -> tuple[list[int], list[int], torch.Tensor]:
+        counts = experts.uniform_counts(ranked.numel(), group.size())
+        return counts, counts, ranked
+
+    experts.exchange_counts = exchange_counts  # null GPUs have no routing
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -29,6 +29,7 @@ from launcher.libraries.private import (
     is_stateful,
     tree_map_only,
 )
+from launcher.models import tracing
 from launcher.models.micro_batch import Masking
 from launcher.models.recurrent import can_separate_documents, documents_at
 from launcher.recipe.model_config import IMAGE_TEXT
@@ -36,7 +37,9 @@ from launcher.recipe.model_config import IMAGE_TEXT
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-VARLEN = "launcher_varlen"
+VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
+"""Names in transformers' table of attention functions: of `varlen_attention`, and of the one of
+context parallelism, which has no masks either."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -230,9 +233,10 @@ def attention_kernels(
     """The kernels that attention uses on this GPU, for the summary of a run."""
     config = getattr(model, "config", None)
     implementation = attention_implementation(model)
-    if config is None or implementation not in (VARLEN, "sdpa"):
+    without_mask = implementation in (VARLEN, DIVIDED_ROWS)
+    if config is None or not (without_mask or implementation == "sdpa"):
         return f"{implementation or 'that of the model'}, chosen by model.attention"
-    config, without_mask = config.get_text_config(decoder=True), implementation == VARLEN
+    config = config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", 1)
     groups = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
@@ -336,12 +340,15 @@ def _layer_types(model: PreTrainedModel) -> list[str]:
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
-    """Whether CUDA's attention kernels are used. The memory plan replaces this function."""
-    return tensor.device.type == "cuda"
+    """Whether CUDA's attention kernels are used."""
+    trace = tracing.current()
+    return tensor.device.type == "cuda" if trace is None else trace.cuda
 
 
 def document_lengths(bounds: torch.Tensor) -> list[int]:
     """Tokens of each document. Synchronizes with the device."""
+    if (trace := tracing.current()) is not None:
+        return list(trace.document_lengths)
     lengths: list[int] = bounds.diff().tolist()
     return lengths
 

@@ -19,7 +19,12 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
-from launcher.models.attention import VARLEN, refuse_other_layers, varlen_attention
+from launcher.models.attention import (
+    DIVIDED_ROWS,
+    VARLEN,
+    refuse_other_layers,
+    varlen_attention,
+)
 from launcher.models.micro_batch import RowPart
 
 if TYPE_CHECKING:
@@ -38,7 +43,7 @@ def apply_context_parallel(
     tensor_parallel_size: int = 1,
     missing_for_varlen: str | None = None,
 ) -> None:
-    """Divides the rows of this model over the ranks of the group: replaces its attention by
+    """Divides the rows of this model over the ranks of the group: its attention becomes
     `context_parallel_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of
     the layers. `missing_for_varlen` is the result of the function of this name, for the message.
 
@@ -70,7 +75,8 @@ def apply_context_parallel(
             f"attention heads of {name}; "
             f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, partial(context_parallel_attention, group))
+    ALL_ATTENTION_FUNCTIONS.register(DIVIDED_ROWS, partial(context_parallel_attention, group))
+    model.set_attn_implementation(DIVIDED_ROWS)
 
 
 def _values(parameters: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import REDISTRIBUTE_LOGGER, expert_plan
+from launcher.models import tracing
 
 KEY = "strategy.expert_parallel_size"
 _STACKED, _EXPERTS = "grouped_gemm", ("ep_dispatch_experts", "moe_tp_experts")
@@ -114,12 +115,14 @@ def exchange_counts(
     ranked: torch.Tensor, here: int, group: dist.ProcessGroup
 ) -> tuple[list[int], list[int], torch.Tensor]:
     """The numbers of rows that this rank sends to each rank and receives from each, and for each
-    received row its expert, of the `here` experts of this rank. Waits for the device once. A trace
-    replaces this function.
+    received row its expert, of the `here` experts of this rank. Waits for the device once.
 
-    ranked: the experts of this rank's rows, in order.
+    ranked: the experts of this rank's rows, in order. In a trace all experts get the same number.
     """
     ranks = group.size()
+    if tracing.current() is not None:
+        uniform = uniform_counts(ranked.numel(), ranks)
+        return uniform, uniform, ranked
     # torch.bincount waits for the device twice, to check its input
     bounds = torch.arange(here * ranks + 1, device=ranked.device)
     counts = torch.searchsorted(ranked, bounds).diff().view(ranks, here)
@@ -129,6 +132,11 @@ def exchange_counts(
     ids = torch.arange(here, device=ranked.device).repeat(ranks)
     ids = ids.repeat_interleave(incoming.flatten(), output_size=sum(received))
     return sent, received, ids
+
+
+def uniform_counts(rows: int, ranks: int) -> list[int]:
+    """The numbers of rows that a rank sends to each rank if all experts get as many."""
+    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
 class _LocalParameters:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
 from launcher.errors import RecipeError
 from launcher.libraries.private import grouped_product
+from launcher.models import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -166,9 +167,14 @@ def unpacked(weight: torch.Tensor, dtype: torch.dtype, parts: int = 1) -> torch.
     return torch.cat([dequantize(part, dtype) for part in weight.chunk(parts, -1)], -1)
 
 
-@cache
 def has_kernel(device: torch.device) -> bool:
     """Whether `nf4_kernel` dequantizes on this device."""
+    trace = tracing.current()
+    return _triton_compiles(device) if trace is None else trace.triton
+
+
+@cache
+def _triton_compiles(device: torch.device) -> bool:
     if not runs_own_kernels(device):
         return False
     if (missing := missing_for_triton(device)) is not None:
@@ -181,6 +187,8 @@ def has_kernel(device: torch.device) -> bool:
 
 def _launch(rows: torch.Tensor, out: torch.Tensor) -> None:
     """Dequantizes rows (rows, bytes) to `out` (rows, features)."""
+    if tracing.current() is not None:  # the kernel takes no memory
+        return
     from launcher.models import nf4_kernel as kernel
 
     (count, features), levels = out.shape, _levels(out.device)

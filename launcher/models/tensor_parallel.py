@@ -76,10 +76,29 @@ def apply_tensor_parallel(
     return _Division(model, styles, mesh).partial
 
 
+class PlannedGroup(dist.ProcessGroup):
+    """The first of this many ranks, whose collectives do nothing. Copies of a model share it."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(0, ranks)  # type: ignore[call-arg]
+
+    def __deepcopy__(self, memo: object) -> PlannedGroup:
+        return self
+
+    def _do_nothing(self, *arguments: Any) -> Any:
+        """A collective."""
+
+    allreduce: Any = _do_nothing
+    allgather: Any = _do_nothing
+    _allgather_base: Any = _do_nothing
+    all_gather_single: Any = _do_nothing
+    """`_allgather_base` since torch 2.13."""
+
+
 @dataclass(frozen=True)
 class PlannedMesh:
-    """Takes the place of the mesh, and of its group, in a plan, which has no process group. The model
-    gets the parts of the first rank as plain parameters."""
+    """Takes the place of the mesh in a plan, which has no process group. The model gets the parts of
+    the first rank as plain parameters, and its collectives do nothing."""
 
     ranks: int
 
@@ -87,15 +106,13 @@ class PlannedMesh:
         """The number of ranks."""
         return self.ranks
 
-    def rank(self) -> int:
+    def get_local_rank(self) -> int:
         """The first rank."""
         return 0
 
-    get_local_rank = rank
-
-    def get_group(self) -> Any:
-        """Itself."""
-        return self
+    def get_group(self) -> PlannedGroup:
+        """A group whose collectives do nothing."""
+        return PlannedGroup(self.ranks)
 
 
 def divides_attention(styles: Styles) -> bool:

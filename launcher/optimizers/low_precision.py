@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn.functional import pad
 
 from launcher.distributed.triton_support import missing_for_triton, runs_own_kernels
 from launcher.libraries.private import foreach_add_, fused_adamw_
-from launcher.models import philox
+from launcher.models import philox, tracing
 from launcher.models.philox import derived_seed
 from launcher.models.shards import local_rows, sharded_zeros
 
@@ -226,7 +227,16 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Rectangle]:
-    """Contiguous parts: several rows, or whole blocks of a single row. The first is the largest."""
+    """Contiguous parts: several rows, or whole blocks of a single row. The first is the largest. A
+    trace gets that one only, or none if the kernel, which takes no memory, does the update."""
+    if (trace := tracing.current()) is not None:
+        if not trace.updates_on_gpu:
+            yield from islice(_parts_of(matrix, device), 1)
+        return
+    yield from _parts_of(matrix, device)
+
+
+def _parts_of(matrix: torch.Tensor, device: torch.device) -> Iterator[Rectangle]:
     at_once, (rows, width) = AT_ONCE.get(device.type, 2**22), matrix.shape
     high, wide = max(1, at_once // width), min(width, at_once)
     for row in range(0, rows, high):

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,9 +97,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf = torch.zeros(())
 
-    def __init__(self, inner: Any, cpu_offload: schema.CpuOffload) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        cpu_offload: schema.CpuOffload,
+        *,
+        state_file: Callable[[Path, int], StateFile] | None = None,
+    ) -> None:
         """The inner optimizer has `initial_state(group, parameter)`, which returns scalars, and
-        tensors of zeros. Raises as `StateFile` if the file cannot be made."""
+        tensors of zeros. state_file: makes the file of a folder and a size, as `StateFile`, which
+        is the default. Raises as `StateFile` if the file cannot be made."""
         super().__init__(inner.param_groups, inner.defaults)
         self._inner = inner
         self._buckets = self._lay_out()
@@ -107,9 +114,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._largest = max(bucket.size for bucket in self._buckets)
         self.file: StateFile | None = None
         if cpu_offload.optimizer_path is not None:
-            self.file = StateFile(Path(cpu_offload.optimizer_path), size)
+            self.file = (state_file or StateFile)(Path(cpu_offload.optimizer_path), size)
             count = min(FILE_BUFFERS, len(self._buckets))
-            self.host_buffers = [aligned_buffer(self._largest) for _ in range(count)]
+            self.host_buffers = [self.file.buffer(self._largest) for _ in range(count)]
         else:
             self.host_buffers = [torch.zeros(size, dtype=torch.uint8)]
         whole = self.host_buffers[0] if self.file is None else self.file.tensor
@@ -271,6 +278,10 @@ class StateFile:
         self.tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         """The file's bytes, for checkpoints: not to be used while `read` or `write` run."""
         self._direct = DirectFile(self._file)
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Host memory that can be read from the file, and written to it."""
+        return aligned_buffer(size)
 
     def read(self, buffer: torch.Tensor, start: int) -> None:
         """Reads from an offset in bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from launcher.optimizers.average import average_weights
 from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
 from launcher.optimizers.matrices import decayed_parameters, orthogonalized_parameters
 from launcher.optimizers.muon import Muon
-from launcher.optimizers.offload import OffloadedOptimizer
+from launcher.optimizers.offload import OffloadedOptimizer, StateFile
 from launcher.recipe import schema
 from launcher.strategies.ddp import shard_rows, shard_update
 
@@ -36,6 +37,7 @@ def make_optimizer(
     cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
     b_ratio: float = 1.0,
+    state_file: Callable[[Path, int], StateFile] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters, with its state. Weight decay applies to matrices
     (`decayed_parameters`).
@@ -46,7 +48,7 @@ def make_optimizer(
 
     `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
     RecipeError if they have none. The learning rate of the B of adapters is `b_ratio` times that of
-    the others: `ratio` of their parameter groups.
+    the others: `ratio` of their parameter groups. state_file: see `OffloadedOptimizer`.
     """
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     decayed = decayed_parameters(model).keys() & trained.keys()
@@ -78,7 +80,7 @@ def make_optimizer(
     made = _make(groups, optimizer, seed)
     made.register_step_post_hook(_increment_versions)
     if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
-        return OffloadedOptimizer(made, cpu_offload)
+        return OffloadedOptimizer(made, cpu_offload, state_file=state_file)
     shard_update(made, pairs)
     create_state(made)
     if optimizer.ema is not None:

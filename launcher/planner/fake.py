@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from launcher.objectives.synthetic import SyntheticData
+from launcher.optimizers.offload import StateFile
 from launcher.planner.tracker import HOST, Tracker
 from launcher.strategies.activation_offload import ActivationOffload
+from launcher.strategies.wrap import Wrappers
 from launcher.training.fake_tensors import Replacements, computing_as_on
 
 
@@ -50,53 +52,35 @@ def replaced_for_tracing(
 
     `pinned` says whether CPU offload pins its host memory; None: there is no offload.
     """
-    from launcher.models import linear_chunks
-    from launcher.optimizers import low_precision
-    from launcher.optimizers import offload as optimizer_offload
-    from launcher.optimizers.low_precision import Rectangle, parts_of
-    from launcher.strategies import activation_checkpointing, ddp
-
     storage = torch.UntypedStorage
-    resize, chunks = storage.resize_, linear_chunks.chunks_of
+    resize = storage.resize_
 
     def recorded_resize(storage: torch.UntypedStorage, size: int) -> object:
         result = resize(storage, size)
         tracker.resize(storage, size)
         return result
 
-    def unaligned(size: int) -> torch.Tensor:
-        return torch.empty(size + 4096, dtype=torch.uint8)[:size]
-
-    def largest_part(matrix: torch.Tensor, cpu: torch.device) -> Iterable[Rectangle]:
-        on_gpu = device == "cuda" and pinned is None  # the kernel takes no memory
-        return () if on_gpu else islice(parts_of(matrix, cpu), 1)  # the others take no more
-
-    def fewer_chunks(weight: torch.Tensor, width: int) -> list[slice]:
-        found = chunks(weight, width)
-        # In the backward pass all chunks but a narrower last one take the same memory
-        return found if tracker.place.phase == "forward" else found[:1] + found[1:][-2:]
-
-    with computing_as_on(device, data), Replacements() as replaced:
+    on_gpu = device == "cuda" and pinned is None
+    with computing_as_on(device, data, updates_on_gpu=on_gpu), Replacements() as replaced:
         if pinned is not None:
             replaced.set(torch.Tensor, "to", _copies(tracker, pinned=pinned))
-        replaced.set(ddp, "DistributedDataParallel", Reducer)
-        replaced.set(linear_chunks, "chunks_of", fewer_chunks)
         # Names for the profiler, which take as long as operators on fake tensors
         replaced.set(record_function, "__enter__", lambda scope: scope)
         replaced.set(record_function, "__exit__", lambda scope, *error: None)
-        replaced.set(low_precision, "parts_of", largest_part)
-        replaced.set(optimizer_offload, "StateFile", partial(TracedFile, tracker))
-        replaced.set(optimizer_offload, "aligned_buffer", unaligned)
         # FSDP frees unsharded weights by resizing their storage, which no dispatch mode sees
         replaced.set(storage, "resize_", recorded_resize)
-        if device == "cuda":
-            offload = partial(TracedOffload, tracker)
-            replaced.set(activation_checkpointing, "ActivationOffload", offload)
         yield
 
 
+def traced_wrappers(tracker: Tracker, *, device: str) -> Wrappers:
+    """The classes that wrap a model on fake tensors."""
+    if device == "cuda":
+        return Wrappers(Reducer, partial(TracedOffload, tracker))
+    return Wrappers(Reducer)
+
+
 class Reducer(nn.Module):
-    """Replaces DistributedDataParallel: buckets as large as the gradients. Reduced gradients are
+    """Takes the place of DistributedDataParallel: buckets as large as the gradients. Reduced gradients are
     views of the buckets."""
 
     def __init__(self, module: nn.Module, **settings: object) -> None:
@@ -174,15 +158,20 @@ class TracedOffload(ActivationOffload):
         """Does nothing: fake tensors are not computed."""
 
 
-class TracedFile:
-    """Replaces StateFile, without memory for its content."""
+class TracedFile(StateFile):
+    """A file of optimizer state without memory for its content."""
 
-    def __init__(self, tracker: Tracker, folder: object, size: int) -> None:
+    def __init__(self, tracker: Tracker, folder: Path, size: int) -> None:
         self.size, self.tensor = size, torch.empty(size, dtype=torch.uint8)
         tracker.see(self.tensor)
         tracker.resize(self.tensor.untyped_storage(), 0)
 
+    def buffer(self, size: int) -> torch.Tensor:
+        """Host memory of the size that an aligned buffer takes."""
+        return torch.empty(size + 4096, dtype=torch.uint8)[:size]
+
     def read(self, buffer: torch.Tensor, start: int) -> None:
         """Does nothing: there is no content."""
 
-    write = read
+    def write(self, buffer: torch.Tensor, start: int) -> None:
+        """Does nothing: there is no content."""

@@ -11,11 +11,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from launcher.models import tensor_collectives
-from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.build import embeddings, modules_without_text, text_config
 from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
@@ -32,17 +29,10 @@ from launcher.planner.recipe_values import with_random_weights
 from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.training.fake_tensors import Replacements
 from launcher.training.model import PreparedModel, prepare_model
 from launcher.training.operators import Saved, saved_of_blocks
 
 Device = Literal["cuda", "cpu"]
-COLLECTIVES = (
-    (dist, "all_reduce"),
-    (dist, "all_gather"),
-    (tensor_collectives, "all_gather_single"),
-)
-"""Functions that divided layers call. A profile skips them, because it has no process group."""
 
 
 @dataclass(frozen=True)
@@ -251,13 +241,9 @@ def prepared_model(
     """The result of `prepare_model` with a copy of the model, because building the model again
     takes a second. With `blocks`, all other blocks are empty modules, which the caller must delete:
     copying them would take as long as a trace."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     prepared = original_model(recipe, device=device)
     if recipe.model.builder is not None:
         return prepared
-    # A recipe with context parallelism may have replaced it since
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     parts = (prepared.model, prepared.blocks, prepared.outer_units, prepared.unused)
     copies: dict[int, Any] = {}
     if blocks is not None:
@@ -382,21 +368,6 @@ def with_saved(
             prepared.model,
             tensor_mesh=PlannedMesh(recipe.strategy.tensor_parallel_size),
         )
-        with Replacements() as replaced:
-            for module, name in COLLECTIVES:
-                replaced.set(module, name, lambda *args, **options: None)
-            return _with_saved(profile, prepared, recipe, dtypes=dtypes, compiled=compiled)
-    return _with_saved(profile, prepared, recipe, dtypes=dtypes, compiled=compiled)
-
-
-def _with_saved(
-    profile: ModelProfile,
-    prepared: PreparedModel,
-    recipe: Recipe,
-    *,
-    dtypes: set[torch.dtype],
-    compiled: bool,
-) -> ModelProfile:
     kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
     lasts = {kind: index for index, kind in enumerate(kinds)}

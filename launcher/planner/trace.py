@@ -37,7 +37,12 @@ from launcher.models.initialization import clean_name, materialize
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.offload import StateFile
 from launcher.optimizers.optimizer import LossScale
-from launcher.planner.fake import keep_blocks, replaced_for_tracing
+from launcher.planner.fake import (
+    TracedFile,
+    keep_blocks,
+    replaced_for_tracing,
+    traced_wrappers,
+)
 from launcher.planner.memory import (
     COMPONENTS,
     CUBLAS_WORKSPACES,
@@ -153,7 +158,12 @@ def _run(
     offload = recipe.strategy.cpu_offload if device == "cuda" else None
     pinned = offload.pin_memory if offload is not None and offload.what == "all" else None
     with replaced_for_tracing(tracker, data, device=device, pinned=pinned):
-        wrapped = prepared.wrap(recipe, ranks, init_fn=init_fn)
+        wrapped = prepared.wrap(
+            recipe,
+            ranks,
+            init_fn=init_fn,
+            wrappers=traced_wrappers(tracker, device=device),
+        )
         with fake, tracker:
             if pinned is None:
                 tracker.mark(wrapped.module.parameters(), "parameters")
@@ -161,7 +171,11 @@ def _run(
                 tracker.mark_host(wrapped.module.parameters(), pinned=pinned)
             tracker.mark(wrapped.module.buffers(), "parameters")
             tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
-            optimizer = prepared.make_optimizer(wrapped, recipe)
+            optimizer = prepared.make_optimizer(
+                wrapped,
+                recipe,
+                state_file=partial(TracedFile, tracker),
+            )
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
             observer.watch({**prepared.blocks, **_head(wrapped.module)})
             if isinstance(wrapped, Fsdp):

@@ -59,14 +59,17 @@ def checkpoint_blocks(
     blocks: dict[str, nn.Module],
     checkpointing: schema.ActivationCheckpointing,
     kept: dict[str, Kept] | None = None,
+    *,
+    offload: ActivationOffload | None = None,
 ) -> dict[str, nn.Module]:
     """Wraps every n-th block (the first, the n+1-th, ...), except blocks with BatchNorm.
 
     `kept` is what mode selective keeps of each block, by default attention and every other matrix
-    product. Returns all blocks, wrapped or not, by name.
+    product. `offload` moves the inputs of blocks, if the mode does. Returns all blocks, wrapped or
+    not, by name.
     """
     result = dict(blocks)
-    offload = ActivationOffload()
+    offload = offload or ActivationOffload()
     for index, (name, block) in enumerate(blocks.items()):
         if index % checkpointing.every_n_blocks or recomputation_changes_state(block):
             continue

@@ -91,7 +91,7 @@ class ActivationOffload:
             offloaded.tensor = torch.empty_like(offloaded.host, device=offloaded.device)
             offloaded.copied = self._copy(offloaded.host, offloaded.tensor)
 
-    # Methods that are overridden for traces (launcher/planner/fake.py)
+    # Methods that a trace overrides (launcher/planner/fake.py)
 
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ class Ddp(WrappedModel):
         sync_every_micro_batch: bool = False,
         ranks: RankLayout,
         init_fn: InitFn,
+        data_parallel: Callable[..., nn.Module] = DistributedDataParallel,
     ) -> None:
         init_fn(model, ranks.device, ranks.device)
         # torch 2.13 renames broadcast_buffers
@@ -46,7 +47,7 @@ class Ddp(WrappedModel):
         no_buffers: dict[str, Any] = {buffers: False}
         self._ddp: Any = model  # DDP refuses a model without trained parameters, such as a teacher
         if any(parameter.requires_grad for parameter in model.parameters()):
-            self._ddp = DistributedDataParallel(
+            self._ddp = data_parallel(
                 model,
                 device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
                 process_group=ranks.group,

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
+from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.compilation import allow_variants
 from launcher.strategies.ddp import Ddp
 from launcher.strategies.fsdp import Fsdp, FsdpPolicy
 from launcher.strategies.one_rank import OneRank
+
+
+@dataclass(frozen=True)
+class Wrappers:
+    """Classes that cannot run on fake tensors, so that a trace gives others."""
+
+    data_parallel: Callable[..., nn.Module] = DistributedDataParallel
+    activation_offload: Callable[[], ActivationOffload] = ActivationOffload
+
+
+REAL = Wrappers()
 
 
 @dataclass(frozen=True)
@@ -47,12 +60,19 @@ def wrap(
     one_rank: bool = False,
     ranks: RankLayout,
     init_fn: InitFn,
+    wrappers: Wrappers = REAL,
 ) -> WrappedModel:
     """Wraps a meta model and initializes its weights. `one_rank`: see
     `Recipe.uses_one_rank`."""
     blocks = parts.blocks
     if checkpointing is not None:
-        blocks = checkpoint_blocks(model, blocks, checkpointing, parts.kept)
+        blocks = checkpoint_blocks(
+            model,
+            blocks,
+            checkpointing,
+            parts.kept,
+            offload=wrappers.activation_offload(),
+        )
     if compile:
         allow_variants()
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
@@ -76,6 +96,7 @@ def wrap(
             sync_every_micro_batch=strategy.sync_every_micro_batch is True,
             ranks=ranks,
             init_fn=init_fn,
+            data_parallel=wrappers.data_parallel,
         )
     reduce_dtype = "float32" if precision is None else precision.reduce_dtype
     policy = FsdpPolicy(

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from launcher.libraries.private import (
@@ -16,12 +15,13 @@ from launcher.libraries.private import (
     grouped_product_check,
 )
 from launcher.models import attention, nf4
+from launcher.models.tracing import Trace, tracing
 from launcher.objectives.synthetic import SyntheticData
 
 
 class Replacements(ExitStack):
-    """A context in which attributes of modules are replaced. It skips attributes that the installed
-    version of a library does not have."""
+    """A context in which attributes of libraries are replaced. It skips attributes that the
+    installed version does not have."""
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replaces an attribute until the context ends."""
@@ -32,12 +32,12 @@ class Replacements(ExitStack):
 
 
 @contextmanager
-def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
+def computing_as_on(
+    device: str, data: SyntheticData, *, updates_on_gpu: bool = False
+) -> Iterator[None]:
     """A context in which a model runs the operators of this kind of device, does not read the
     values of tensors, and is not compiled: compiled code would read the memory of fake tensors."""
     from transformers import masking_utils
-
-    from launcher.models import experts
 
     def grouped(tokens: object, weight: torch.Tensor, offsets: object) -> bool:
         return weight.dtype == torch.bfloat16  # the only dtype with a shape function
@@ -46,30 +46,26 @@ def computing_as_on(device: str, data: SyntheticData) -> Iterator[None]:
     kernel = device == "cuda"
     if kernel and torch.cuda.is_available():
         kernel = nf4.has_kernel(torch.device("cuda", torch.cuda.current_device()))
-    with Replacements() as replaced, torch.compiler.set_stance("force_eager"):
-        if kernel:
-            replaced.set(nf4, "has_kernel", lambda device: True)
-            replaced.set(nf4, "_launch", lambda rows, out: None)  # it takes no memory
+    lengths = list[int]()
+    if "cu_seq_lens_q" in data.tensors:
+        lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
+    trace = Trace(
+        cuda=device == "cuda",
+        triton=kernel,
+        updates_on_gpu=updates_on_gpu,
+        document_lengths=tuple(lengths),
+    )
+    with (
+        Replacements() as replaced,
+        torch.compiler.set_stance("force_eager"),
+        tracing(trace),
+    ):
         replaced.set(*grouped_product_check(), grouped)
-        replaced.set(experts, "exchange_counts", uniform_counts)
         if "position_ids" not in data.tensors:
             replaced.set(masking_utils, "find_packed_sequence_indices", lambda positions: None)
-        if "cu_seq_lens_q" in data.tensors:
-            lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-            replaced.set(attention, "document_lengths", lambda bounds: lengths)
         if device == "cuda":
-            replaced.set(attention, "has_varlen_kernel", lambda tensor: True)
             replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)
         yield
-
-
-def uniform_counts(
-    ranked: torch.Tensor, here: int, group: dist.ProcessGroup
-) -> tuple[list[int], list[int], torch.Tensor]:
-    """The result of `experts.exchange_counts` if all experts get the same number of tokens."""
-    rows, ranks = ranked.numel(), group.size()
-    counts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-    return counts, counts, ranked
 
 
 def cuda_attention(

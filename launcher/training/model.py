@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +46,12 @@ from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
 from launcher.objectives.teacher import checked_teacher
+from launcher.optimizers.offload import StateFile
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.wrap import Parts, wrap
+from launcher.strategies.wrap import REAL, Parts, Wrappers, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +102,17 @@ class PreparedModel:
     """The checkpoint that the weights come from; None: they are random."""
 
     def wrap(
-        self, recipe: Recipe, ranks: RankLayout, *, init_fn: InitFn | None = None
+        self,
+        recipe: Recipe,
+        ranks: RankLayout,
+        *,
+        init_fn: InitFn | None = None,
+        wrappers: Wrappers = REAL,
     ) -> WrappedModel:
-        """Distributes the model over the ranks; `init_fn` takes the place of its own. Raises
-        RecipeError if the budget of activation checkpointing cannot be met, or if the model has
-        no context, expert or tensor parallelism of the layout's sizes."""
+        """Distributes the model over the ranks; `init_fn` takes the place of its own, and
+        `wrappers` of the classes that wrap it. Raises RecipeError if the budget of activation
+        checkpointing cannot be met, or if the model has no context, expert or tensor parallelism of
+        the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
         if (chunked := applied(self.model).chunked_head) is not None:
@@ -149,10 +158,18 @@ class PreparedModel:
             one_rank=one_rank,
             ranks=ranks,
             init_fn=init_fn or self.init_fn,
+            wrappers=wrappers,
         )
 
-    def make_optimizer(self, wrapped: WrappedModel, recipe: Recipe) -> torch.optim.Optimizer:
-        """Makes the recipe's optimizer for the wrapped model."""
+    def make_optimizer(
+        self,
+        wrapped: WrappedModel,
+        recipe: Recipe,
+        *,
+        state_file: Callable[[Path, int], StateFile] | None = None,
+    ) -> torch.optim.Optimizer:
+        """Makes the recipe's optimizer for the wrapped model. state_file: see
+        `OffloadedOptimizer`."""
         return make_optimizer(
             wrapped.module,
             recipe.optimizer,
@@ -161,6 +178,7 @@ class PreparedModel:
             cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.blocks.values(),
             b_ratio=1.0 if recipe.lora is None else recipe.lora.b_ratio,
+            state_file=state_file,
         )
 
     def synthetic_data(

@@ -10,7 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.errors import RecipeError
-from launcher.models.attention import VARLEN, isolate_documents, missing_for_varlen
+from launcher.libraries.private import attention_implementation
+from launcher.models.attention import (
+    DIVIDED_ROWS,
+    VARLEN,
+    attention_kernels,
+    drop_causal_mask,
+    isolate_documents,
+    missing_for_varlen,
+    varlen_attention,
+)
 from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.micro_batch import IGNORED, RowPart
 
@@ -63,6 +72,26 @@ def test_packed_rows_that_need_a_mask_are_refused_with_the_reason(device, dtype,
         apply_context_parallel(model, group, sequence_length=32, missing_for_varlen=missing)
     with pytest.raises(RecipeError, match="not plain causal attention"):
         apply_context_parallel(model, group, sequence_length=32)
+
+
+def test_other_models_keep_their_attention():
+    """It took the place of the function that all models of a process share, also in later plans."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    with torch.device("meta"):
+        models = [
+            AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+            for _ in range(2)
+        ]
+    for model in models:
+        drop_causal_mask(model)
+    apply_context_parallel(models[0], SimpleNamespace(size=lambda: 2), sequence_length=32)
+    names = [attention_implementation(model) for model in models]
+    assert names == [DIVIDED_ROWS, VARLEN]
+    assert ALL_ATTENTION_FUNCTIONS[VARLEN] is varlen_attention
+    cpu = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
+    told = {attention_kernels(model, packed=False, **cpu) for model in models}
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.console import bytes_as_text
-from launcher.models import chunked_loss
+from launcher.models import chunked_loss, linear_chunks
 from launcher.planner import plan, trace
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
@@ -28,7 +29,7 @@ from launcher.recipe.schema import (
     Run,
     Strategy,
 )
-from launcher.training.fake_tensors import Replacements
+from launcher.training import fake_tensors
 
 LAYERS, HIDDEN, VOCABULARY, LENGTH = 3, 64, 512, 64
 DEEP = 7
@@ -191,18 +192,25 @@ def test_kept_logits_are_traced(monkeypatch):
 def test_chunks_of_the_loss_that_are_left_out_change_nothing(monkeypatch, keep_logits):
     monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**12)
     settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
-    changed, plain, calls = keeping_logits(recipe(layers=1), keep_logits), Replacements.set, []
+    changed, calls = keeping_logits(recipe(layers=1), keep_logits), []
     fewer = trace_step(changed, **settings)
-
-    def keep(replaced, owner, name, value):
-        if name == "chunks_of":
-            calls.append(name)
-        else:
-            plain(replaced, owner, name, value)
-
-    monkeypatch.setattr(Replacements, "set", keep)
+    no_trace = types.SimpleNamespace(current=lambda: calls.append(1))
+    monkeypatch.setattr(linear_chunks, "tracing", no_trace)
     assert trace_step(changed, **settings) == fewer
     assert calls
+
+
+def test_a_trace_replaces_nothing_of_the_launcher(monkeypatch):
+    owners, replace = [], fake_tensors.Replacements.set
+
+    def record(replaced, owner, *arguments):
+        owners.append(getattr(owner, "__module__", owner.__name__))
+        replace(replaced, owner, *arguments)
+
+    monkeypatch.setattr(fake_tensors.Replacements, "set", record)
+    trace_step(recipe(layers=1), ranks=2, device="cuda", micro_batches=1)
+    assert owners
+    assert not [owner for owner in owners if owner.startswith("launcher")]
 
 
 def test_traces_in_other_processes_are_the_same(monkeypatch):
