@@ -33,7 +33,7 @@ def install(phase):
     from launcher.training import evaluation, setup
 
     owner, name = {
-        "tokenize": (encoder, "render_text"),
+        "tokenize": (encoder, "render"),
         "reference": (kept_files.ReferenceFile, "write"),
         "model": (setup, "_make_evaluator"),
         "evaluate": (evaluation.Evaluator, "evaluate"),

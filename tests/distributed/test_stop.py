@@ -46,7 +46,9 @@ def start(folder, phase, act, **variables):
     overrides = [f"run.dir={run_dir}", "data.workers=2", f"data.cache={folder}/cache"]
     overrides += ["run.device=cpu", "run.max_steps=100000", "checkpoint.every_steps=50"]
     if phase == "tokenize":
+        # A row of 360 bytes must fit, or the first pass leaves it out and never encodes it
         overrides += [*INSTRUCT[:2], f"data.train=[{rows_file(folder)}]"]
+        overrides += ["data.sequence_length=512", "model.config.max_position_embeddings=512"]
     elif phase == "reference":
         overrides += ["data.kind=preference", "preference={loss: dpo}", "data.workers=0"]
         overrides += [f"data.train=[{write(folder / 'pairs.jsonl', PAIRS)}]"]
