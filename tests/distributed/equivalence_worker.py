@@ -130,6 +130,9 @@ LONG = {
     *("fsdp ranks=2 accumulation=4 sync=False", "offload ranks=2 accumulation=4 sync=False"),
     *("kept gathered, held back", "hybrid 2x2 held back", "not resharded after forward"),
     *("every second block", "ddp selective", "ddp budget", "loader processes"),
+    *("ddp ranks=4 accumulation=1 sync=True", "ddp ranks=2 accumulation=4 sync=False"),
+    *("fsdp ranks=2 accumulation=4 sync=True", "offload ranks=2 accumulation=4 sync=True"),
+    *("fsdp ranks=1 accumulation=4 sync=True", "offload ranks=4 accumulation=4 sync=False"),
     *("ZeRO-1 ranks=1", "ZeRO-1 ranks=2"),
     *("mutation: held back offload", "mutation: mean of means fsdp"),
     *("mutation: mean of means offload", "mutation: held back ddp"),
@@ -138,7 +141,11 @@ LONG = {
     *(f"{what} {strategy}" for what in ("float16", "overflow") for strategy in ("ddp", "offload")),
     "experts offload",
     *(f"{name} {where}" for name in OWN for where in ("ddp", "context", "tensor")),
-    *("dynamic_fine_tuning fsdp", "dynamic_fine_tuning packed"),
+    *(
+        f"{name} {where}"
+        for name in ("dynamic_fine_tuning", "label_smoothing")
+        for where in OWN_RUNS
+    ),
     *(f"dropout ddp {mode}" for mode in ("null", *CHECKPOINTING)),
 }
 """Configurations of the long tests only."""

@@ -148,7 +148,7 @@ def torchrun(*arguments, ranks, **options):
     )
 
 
-PRELOADED = ["launcher.run.run", "torch._dynamo", "transformers.models.llama.modeling_llama"]
+PRELOADED = ["tests.distributed.preloaded"]
 
 
 def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, **variables):

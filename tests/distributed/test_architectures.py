@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import multimodal
-from tests.distributed.launching import amount, cases, torchrun
+from tests.distributed.launching import amount, cases, forked
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
 ROUND_TRIPS = [
@@ -60,7 +60,7 @@ QUICK = [
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("architectures")
     chosen = QUICK if amount(request) == "quick" else ()
-    torchrun(WORKER, folder, *chosen, ranks=2, timeout=300).check()
+    forked(WORKER, folder, *chosen, ranks=2, timeout=300).check()
     return json.loads((folder / "results.json").read_text())
 
 

@@ -82,6 +82,7 @@ def test_losses_and_rewards_do_not_depend_on_the_strategy(folder):
     assert sum(line["loss_tokens"] for line in one if "loss" in line) > 60  # pairs
 
 
+@pytest.mark.long
 def test_a_resume_reads_the_reference(folder):
     """The file is the only source: the loss is another one if the file is, and a damaged file is
     computed again."""

@@ -69,6 +69,7 @@ def workers(agent):
     return found
 
 
+@pytest.mark.long
 def test_hanging_ranks_are_reported_and_restarted(tmp_path):
     """Three attempts of one run.
 

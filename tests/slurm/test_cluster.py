@@ -165,9 +165,10 @@ def are_equal_runs(jobs, name, other):
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster, tmp_path_factory):
-    """Submits all jobs of the first part."""
+def jobs(request, cluster, tmp_path_factory):
+    """Submits all jobs of the first part; those of long tests only if these are selected."""
     jobs = Jobs(cluster, tmp_path_factory.mktemp("jobs"))
+    everything = amount(request) == "all"
     # As many threads as `whole`, with whose bits they are compared. A stop takes up to two steps of
     # three micro-batches, and is ended 15 s before the end of slurm.lead
     two = ["nodes=2", "cpus=1", "data.arguments.slow_seconds=2.5"]
@@ -179,11 +180,13 @@ def jobs(cluster, tmp_path_factory):
         "sbatch_extra=--nodelist=n8",
         "batch.micro_batch_size=12",
     ]
-    jobs.limited = jobs.submit("limited", *limit, jobs.slow("limited"))
+    if everything:
+        jobs.limited = jobs.submit("limited", *limit, jobs.slow("limited"))
     pair = "sbatch_extra=--nodelist=n1,n2"
     jobs.disturbed = jobs.submit("disturbed", *two, pair, jobs.slow("disturbed"))
     rest = ["sbatch_extra=--exclude=n1,n2,n3,n4,n8", "checkpoint.every_steps=5"]
-    jobs.lost = jobs.submit("lost", *two, *rest, jobs.slow("lost"))
+    if everything:
+        jobs.lost = jobs.submit("lost", *two, *rest, jobs.slow("lost"))
     undisturbed = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
     jobs.whole = jobs.start_command("submit", "recipe=job.yaml", *undisturbed, "--follow")
     submissions = jobs.run_dir("whole") / "slurm/submissions.jsonl"
@@ -191,17 +194,19 @@ def jobs(cluster, tmp_path_factory):
     jobs.cancelled = jobs.submit(CANCELLED, "cpus=1", OTHERS, "run.max_steps=5000")
     kill = "[ $# -gt 0 ] || { until [ -s runs/killed/metrics.jsonl ]; do sleep 0.2; done; kill -KILL $$; } &"
     jobs.killed = jobs.submit("killed", "cpus=1", OTHERS, f"setup={kill}")
-    jobs.failing = jobs.submit("failing", "cpus=1", OTHERS, jobs.fails, "max_failures=2")
+    if everything:
+        jobs.failing = jobs.submit("failing", "cpus=1", OTHERS, jobs.fails, "max_failures=2")
     sweep = ["sweep.optimizer.learning_rate=1e-3,2e-3", "throttle=1", "run.max_steps=2"]
     jobs.sweep = jobs.submit("sweep", *sweep, "cpus=1", "sbatch_extra=--hold", OTHERS)
     jobs.refused = jobs.submit("refused", "cpus=1", "sbatch_extra=--hold", OTHERS)
     (recipe,) = (jobs.run_dir("refused") / "slurm").glob("recipe_*.yaml")
     recipe.write_text(recipe.read_text().replace("seed:", "sed:"))
     cluster.run("scontrol", "release", jobs.refused)
-    cluster.wait_for(lambda: jobs.events("lost", "saved"), 90, "a checkpoint of the job to lose")
-    assert cluster.job(jobs.lost)["NodeList"] == "n[5-6]"
-    cluster.crash("n5")
-    jobs.disturbed_enough("lost")
+    if everything:
+        cluster.wait_for(lambda: jobs.events("lost", "saved"), 90, "a checkpoint to lose a node")
+        assert cluster.job(jobs.lost)["NodeList"] == "n[5-6]"
+        cluster.crash("n5")
+        jobs.disturbed_enough("lost")
     yield jobs
     jobs.whole.kill()
     cluster.run("scancel", "--user=root")
@@ -326,6 +331,7 @@ def test_job_with_an_invalid_recipe_is_not_requeued(jobs):
     assert "run.sed: unknown key; did you mean seed?" in jobs.log("refused")
 
 
+@pytest.mark.long
 def test_run_ends_after_repeated_failures_without_checkpoint(jobs):
     name = "failing"
     assert jobs.wait_for_end(name, jobs.failing, "FAILED", 180)
@@ -349,6 +355,7 @@ def test_sweep_is_an_array_with_separate_folders(jobs):
     assert shown == [[name, "finished"] for name in names]
 
 
+@pytest.mark.long
 def test_run_continues_after_the_loss_of_a_node(jobs):
     """The lost node runs the script and rank 0."""
     name, job = "lost", jobs.lost
@@ -363,6 +370,7 @@ def test_run_continues_after_the_loss_of_a_node(jobs):
         jobs.cluster.boot("n5")
 
 
+@pytest.mark.long
 def test_run_saves_before_the_time_limit(jobs):
     name, job = "limited", jobs.limited
     jobs.wait_for_steps(name, start=2, steps=1)
