@@ -86,7 +86,8 @@ class _Mxfp4:
 def _float(scales: torch.Tensor) -> torch.Tensor:
     """Scales in float32. Bytes are exponents of 2, beginning with -127."""
     if scales.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(()), scales.int() - 127)
+        ones = torch.ones_like(scales, dtype=torch.float32)
+        return torch.ldexp(ones, scales.int() - 127)
     return scales.float()
 
 

@@ -74,6 +74,7 @@ def loaded(folder):
     return model, found
 
 
+@pytest.mark.filterwarnings("error:An output with one or more:UserWarning")
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_values_are_those_of_transformers(tmp_path, messages, monkeypatch, kind):
     if kind == "gpt_oss":
