@@ -29,7 +29,7 @@ from launcher.models.lora import Read, adapted_weights, merged_reader
 from launcher.models.new_rows import ids_of_adapter
 from launcher.models.nf4 import round_trip
 from launcher.models.nf4_layers import packable
-from launcher.models.precision import stored_in_float32
+from launcher.models.precision import kept_in_float32
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -195,7 +195,7 @@ def _rounded(read: Read, model: Any, recipe: Recipe, source: ModelCheckpoint) ->
     """Reads weights with the rounding that a run with lora.quantize trained with."""
     if recipe.lora is None or recipe.lora.quantize is None:
         raise RecipeError("export: base: quantized: the run has no lora.quantize")
-    packed = packable(find_blocks(model), stored_in_float32(source))
+    packed = packable(find_blocks(model), kept_in_float32(model, torch.bfloat16, source))
     weights = {id(module.get_parameter(name)) for module, name in packed}
     names = {clean_name(name) for name, p in model.named_parameters() if id(p) in weights}
 

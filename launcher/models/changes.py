@@ -32,7 +32,7 @@ from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
-from launcher.models.precision import kept_in_float32, stored_in_float32
+from launcher.models.precision import kept_in_float32
 from launcher.models.recurrent import separate_documents
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.recipe import schema
@@ -113,7 +113,8 @@ def change_weights(
             # After adapters: peft knows the class of the layers, and this changes it
             if lora.quantize is not None:
                 _refuse_old_torch(fsdp=fsdp)
-                quantize_blocks(blocks, stored_in_float32(source))
+                # For 16 bits, whatever the dtype is: exports quantize the same weights again
+                quantize_blocks(blocks, kept_in_float32(model, torch.bfloat16, source))
                 applied(model).nf4 = True
         if path is not None and (other := other_base(Path(path), str(section.path))):
             what = f"the adapter in {path} was trained on {other} (base_model_name_or_path)"

@@ -19,6 +19,7 @@ import torch
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import GENERATION_IS_DERIVED
+from launcher.models.dequantized import without_quantization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,6 +58,7 @@ def write_config(
     whole: Json | None = None
     if source is not None and (source / CONFIG).is_file():
         whole = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+        without_quantization(whole)
         section = _section(whole, config)
         before = _as_json(type(config).from_dict(copy.deepcopy(section)))
         _change(section, before, wanted, config)

@@ -29,6 +29,7 @@ from launcher.models.build import (
     is_pretrained,
     text_config,
 )
+from launcher.models.dequantized import dequantized, without_quantization
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.new_rows import PARAMETER, vocabulary_names
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder
@@ -108,12 +109,8 @@ def open_checkpoint(
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
     missing, unexpected or of another shape.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise RecipeError(
-            f"{key}: {folder} is quantized, and quantized weights cannot be trained; give the "
-            "checkpoint it was made from"
-        )
-    stored = open_folder(folder, key=key)
+    stored = dequantized(open_folder(folder, key=key), folder, key=key)
+    without_quantization(model.config)
     conversions, unexpected, problems = load_conversions(model, stored.tensors)
     state: dict[str, torch.Tensor] = model.state_dict()
     embedded = vocabulary_names(model) if new_ids else ()
@@ -157,6 +154,8 @@ def starting_weights(
     load: Load
     checkpoint = None
     if folder is None or not is_pretrained(section):
+        if folder is not None:
+            without_quantization(model.config)
         load, dtype = partial(random_weights, seed=seed), torch.float32
     else:
         checkpoint = open_checkpoint(folder, model, new_ids=new_ids)

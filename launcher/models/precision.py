@@ -1,4 +1,4 @@
-"""Frozen parameters that are held in float32 where the others have 16 bits."""
+"""Parameters that stay in float32 where the others have 16 bits."""
 
 from __future__ import annotations
 
@@ -41,3 +41,18 @@ def kept_in_float32(
         if recurrent or name in stored or any(part in name for part in parts):
             kept.add(name)
     return frozenset(kept)
+
+
+def computes_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
+    """The parameters that forward passes in this dtype use in float32: those that transformers
+    keeps in float32, and those of recurrent states. The code of their models expects both dtypes.
+
+    What is merely stored in float32 is not among them: transformers rounds it when it loads a
+    model. Adapters are not either: peft casts their inputs to their dtype.
+    """
+    kept = kept_in_float32(model, dtype, None)
+    return frozenset(
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if clean_name(name) in kept and ".lora_" not in name and parameter.dtype == torch.float32
+    )

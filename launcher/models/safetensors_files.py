@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -88,7 +89,7 @@ class StoredTensors:
         """The mean of the rows that tokens used, rounded to the stored dtype."""
         total, known = 0.0, self._new[name].start
         (part,) = self._parts[name]
-        stored = self._file(part.file).get_slice(name)
+        stored = self._slice(name, part.file)
         for begin in range(0, known, _ROWS_AT_ONCE):
             rows = stored[begin : min(begin + _ROWS_AT_ONCE, known)]
             total = total + rows.double().sum(0)
@@ -111,10 +112,10 @@ class StoredTensors:
                     part.columns_of(whole.shape[1]),
                     slice(part.first, part.first + part.rows),
                 )
-                values = self._file(part.file).get_tensor(name)
+                values = self._whole(name, part.file)
                 whole[rows, columns.start : columns.stop] = values
             return whole
-        tensors = [self._file(part.file).get_tensor(name) for part in parts]
+        tensors = [self._whole(name, part.file) for part in parts]
         if (new := self._new.get(name)) is not None:
             whole = torch.empty_like(self.tensors[name], device="cpu")
             whole[: len(tensors[0])] = tensors[0]
@@ -131,10 +132,10 @@ class StoredTensors:
             return
         for part in self._parts[name]:
             start, stop = max(first, part.first), min(first + len(local), part.first + part.rows)
-            if start < stop:
-                stored = self._file(part.file).get_slice(name)
-                rows = slice(start - part.first, stop - part.first)
-                target = local[start - first : stop - first]
+            for some in self._at_once(name, range(start, stop)):
+                stored = self._slice(name, part.file)
+                rows = slice(some.start - part.first, some.stop - part.first)
+                target = local[some.start - first : some.stop - first]
                 if part.columns is None and takes_whole_rows(tensor):
                     write(target, stored[rows], own)
                     continue
@@ -174,6 +175,19 @@ class StoredTensors:
     def close(self) -> None:
         """Unmaps the files."""
         self._open.clear()
+
+    def _at_once(self, name: str, rows: range) -> Iterator[range]:
+        """Parts of these rows, which are read one after the other."""
+        yield from [rows] if rows else []
+
+    def _slice(self, name: str, file: Path) -> Any:
+        """An object of which rows of a tensor can be read: `[rows]` or `[rows, columns]`."""
+        return self._file(file).get_slice(name)
+
+    def _whole(self, name: str, file: Path) -> torch.Tensor:
+        """The whole tensor, or what this file has of it."""
+        tensor: torch.Tensor = self._file(file).get_tensor(name)
+        return tensor
 
     def _file(self, file: Path) -> Any:
         if file not in self._open:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ from launcher.strategies.base import (
     joint_norm,
     offloads_parameters,
 )
+
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Containers, which have no forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,7 @@ class Fsdp(WrappedModel):
         experts: Sequence[nn.Module] = (),
         partial: Sequence[tuple[nn.Module, str]] = (),
         unused: Sequence[nn.Module] = (),
+        in_float32: Collection[nn.Parameter] = (),
         *,
         policy: FsdpPolicy,
         ranks: RankLayout,
@@ -105,7 +110,8 @@ class Fsdp(WrappedModel):
     ) -> None:
         """`experts` are the modules that expert parallelism has divided. `partial` are the
         parameters, as modules and names, that every tensor parallel rank has whole. Each of these
-        ranks computes a part of their gradients."""
+        ranks computes a part of their gradients. The parameters `in_float32` are gathered so: the
+        unit that they belong to has a second group for them."""
         self._policy, self._ranks = policy, ranks
         policies: dict[str, Any] = {
             "mesh": ranks.shard_mesh,
@@ -117,6 +123,15 @@ class Fsdp(WrappedModel):
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
             place = torch.device("cpu")
         reshard = policy.reshard_after_forward
+        separate = {p for module in (*experts, *unused) for p in module.parameters()}
+        exact = set(in_float32) - separate
+        # Units with such weights are parts of the root, and modules of a second group
+        embedding, last = (
+            [unit for unit in units if exact.isdisjoint(unit.parameters())]
+            for units in (outer_units[:1], outer_units[1:])
+        )
+        holders = _holders(model, {*blocks, *embedding, *last}, exact)
+        exact &= {p for modules in holders.values() for m in modules for p in m.parameters()}
         for module in experts:
             own: dict[str, Any] = policies | {"mesh": ranks.same_experts_mesh}
             fully_shard(module, reshard_after_forward=reshard, **own)
@@ -124,7 +139,8 @@ class Fsdp(WrappedModel):
         # look for gradients of weights that it has never gathered
         for module in unused:
             fully_shard(module, **policies | {"mp_policy": MixedPrecisionPolicy()})
-        embedding, last = outer_units[:1], outer_units[1:]
+        if exact:
+            policies["ignored_params"] = exact
         for unit in (*embedding, *blocks):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
         for unit in embedding:
@@ -137,8 +153,20 @@ class Fsdp(WrappedModel):
         # the head stay unsharded in between, and so does the root (None), to which their weights
         # belong if they are not units of their own
         if last:
-            fully_shard(list(last), reshard_after_forward=False, **policies)
+            fully_shard(last, reshard_after_forward=False, **policies)
         fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
+        # After the units, which would otherwise leave out all that is in these modules. What these
+        # groups gather is small, and stays gathered until the backward pass. So they do not need
+        # the hook that this warning is about
+        if holders:
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        policies["mp_policy"] = MixedPrecisionPolicy(
+            reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for unit, modules in holders.items():  # the root is the last one
+            policies["ignored_params"] = {p for p in unit.parameters() if p not in exact}
+            fully_shard(modules, reshard_after_forward=False, **policies)
+        self._in_float32 = len(exact)
         init_fn(model, place, ranks.device)
         super().__init__(model, module=model, ranks=ranks)
         self._partial = {module._parameters[name] for module, name in partial}
@@ -180,10 +208,11 @@ class Fsdp(WrappedModel):
         when = "each micro-batch" if policy.sync_every_micro_batch else "the last micro-batch"
         groups = len(fsdp_groups(self.module))
         counted = f"{groups} groups over" if groups else "over"  # 0: the number is not known
+        exact = f" ({self._in_float32} weights in float32)" if self._in_float32 else ""
         return (
             f"fsdp: {counted} a mesh of {' x '.join(sizes)}{divided}, "
             f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
-            f"{dtype_name(policy.param_dtype)}, gradients reduced in "
+            f"{dtype_name(policy.param_dtype)}{exact}, gradients reduced in "
             f"{dtype_name(policy.reduce_dtype)} after {when}"
         )
 
@@ -253,6 +282,36 @@ class Fsdp(WrappedModel):
                 foreach_copy_(whole, same)
         once = _squared_norm(whole)
         return torch.stack([each for each in (squared, once) if each is not None]).sum()
+
+
+def _holders(
+    root: nn.Module, units: Set[nn.Module], parameters: Set[nn.Parameter]
+) -> dict[nn.Module, list[nn.Module]]:
+    """For each unit, and at last for the root, the modules in which some of these parameters are.
+
+    These are the outermost ones that are called: FSDP gathers before a call. Modules further inside
+    need not be called, because kernels may read their weights. Parameters that a unit has itself,
+    or a module with units inside, are in none.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    visited = set[nn.Module]()
+
+    def visit(module: nn.Module, unit: nn.Module) -> None:
+        for child in module.children():
+            if child in visited:  # blocks may share modules
+                continue
+            visited.add(child)
+            if child in units:
+                visit(child, child)
+            elif isinstance(child, _NOT_CALLED) or not units.isdisjoint(child.modules()):
+                visit(child, unit)
+            elif any(parameter in parameters for parameter in child.parameters()):
+                found.setdefault(unit, []).append(child)
+
+    visit(root, root)
+    if root in found:
+        found[root] = found.pop(root)
+    return found
 
 
 def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -31,13 +31,22 @@ class OneRank(WrappedModel):
         model: nn.Module,
         units: Sequence[nn.Module],
         unused: Sequence[nn.Module] = (),
+        in_float32: Collection[nn.Parameter] = (),
         *,
         param_dtype: torch.dtype,
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
         """The inputs of the model and of its `units` are cast, as FSDP casts them. The weights of
-        `unused` modules are not cast."""
+        `unused` modules and those `in_float32` are not cast."""
+        kept = {id(parameter) for parameter in in_float32}
+        # By module and name, because `init_fn` makes other parameters of them
+        exact = {
+            (module, name)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in kept
+        }
         init_fn(model, ranks.device, ranks.device)
         super().__init__(model, module=model, ranks=ranks)
         self._param_dtype = param_dtype
@@ -48,6 +57,7 @@ class OneRank(WrappedModel):
             if module not in never_called
             for name, parameter in module._parameters.items()
             if parameter is not None
+            and (module, name) not in exact
             and parameter.is_floating_point()
             and parameter.dtype != param_dtype
         ]

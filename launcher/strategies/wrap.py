@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,8 @@ class Parts:
     """The modules of experts that expert parallelism has divided."""
     partial: Sequence[tuple[nn.Module, str]] = ()
     """What `apply_tensor_parallel` returns."""
+    in_float32: Collection[nn.Parameter] = ()
+    """The parameters that forward passes use in float32, whatever their dtype of computation."""
 
 
 def wrap(
@@ -80,10 +82,13 @@ def wrap(
             block.compile()
     param_dtype, precision = compute_dtype(strategy), strategy.mixed_precision
     if one_rank:
+        kept = set(parts.in_float32)
+        outer_units = [unit for unit in parts.outer_units if kept.isdisjoint(unit.parameters())]
         return OneRank(
             model,
-            [*blocks.values(), *parts.outer_units],
+            [*blocks.values(), *outer_units],
             parts.unused,
+            parts.in_float32,
             param_dtype=param_dtype,
             ranks=ranks,
             init_fn=init_fn,
@@ -107,8 +112,18 @@ def wrap(
         cpu_offload=strategy.cpu_offload,
         sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
     )
-    units = list(blocks.values()), parts.outer_units, parts.experts, parts.partial, parts.unused
-    return Fsdp(model, *units, policy=policy, ranks=ranks, init_fn=init_fn)
+    return Fsdp(
+        model,
+        list(blocks.values()),
+        parts.outer_units,
+        parts.experts,
+        parts.partial,
+        parts.unused,
+        parts.in_float32,
+        policy=policy,
+        ranks=ranks,
+        init_fn=init_fn,
+    )
 
 
 def _mark_documents(model: nn.Module, args: object, kwargs: Mapping[str, torch.Tensor]) -> None:

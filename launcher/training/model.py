@@ -41,7 +41,7 @@ from launcher.models.context_parallel import check_context_parallel
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
-from launcher.models.precision import kept_in_float32
+from launcher.models.precision import computes_in_float32, kept_in_float32
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
@@ -151,7 +151,15 @@ class PreparedModel:
         )
         return wrap(
             self.model,
-            Parts(self.blocks, self.outer_units, self.unused, kept, experts, partial),
+            Parts(
+                self.blocks,
+                self.outer_units,
+                self.unused,
+                kept,
+                experts,
+                partial,
+                in_float32=computes_in_float32(self.model, self.compute_dtype),
+            ),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off

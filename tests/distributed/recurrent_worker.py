@@ -37,6 +37,9 @@ CASES = {
     "nemotron_h fsdp full": ["strategy.kind=fsdp", "activation_checkpointing={mode: full}"],
     "nemotron_h ddp": ["strategy.kind=ddp"],
     "qwen3_5_text fsdp": ["strategy.kind=fsdp"],
+    # With groups of FSDP for A_log and dt_bias in float32
+    "qwen3_5_text fsdp bfloat16": ["strategy={kind: fsdp, mixed_precision: {}}"],
+    "qwen3_5_text hybrid bfloat16": ["strategy={kind: fsdp, mixed_precision: {}, replicate: 2}"],
 }
 
 
@@ -111,7 +114,10 @@ def main(folder):
             weights = plain.wrapped.module.state_dict()
             model.load_state_dict({name.removeprefix("module."): weights[name] for name in weights})
             results[family] = plain_loop(model, plain.data.training)
-        results[case] = train(training) | {"masking": training.data.training.inputs.masking}
+        results[case] = train(training) | {
+            "masking": training.data.training.inputs.masking,
+            "description": training.wrapped.description(),
+        }
     end_worker(folder, results)
 
 

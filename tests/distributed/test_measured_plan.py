@@ -6,6 +6,8 @@ import pytest
 
 from launcher.planner import fastest, search
 from launcher.planner.machine import known_machine
+from launcher.planner.measurement import measure_recipes
+from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Batch, Strategy
 
@@ -43,3 +45,22 @@ def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
     chosen, _, why = fastest.measured_choice(opened, machine)
     assert chosen == written.recipe
     assert found["file"] in why
+
+
+@pytest.mark.long
+def test_plan_of_weights_that_are_gathered_in_float32(tmp_path):
+    """FSDP has a second group for A_log, dt_bias and D. The plan runs the same code."""
+    (tmp_path / "hybrid.yaml").write_text(
+        "run: {name: hybrid, max_steps: 3}\n"
+        "model: {config: {model_type: nemotron_h, vocab_size: 8000, hidden_size: 512,\n"
+        "  intermediate_size: 2048, num_attention_heads: 8, num_key_value_heads: 2, head_dim: 64,\n"
+        "  mamba_num_heads: 16, mamba_head_dim: 64, ssm_state_size: 16, n_groups: 2,\n"
+        "  layers_block_type: [mamba, attention, mamba, mlp], num_hidden_layers: 4}}\n"
+        "data: {train: [none.txt], tokenizer: bytes, sequence_length: 128, packing: false}\n"
+        "batch: {global_batch_size: 2, micro_batch_size: 1}\n"
+    )
+    arguments = [f"recipe={tmp_path / 'hybrid.yaml'}"]
+    recipe = load_recipe(arguments, ranks=2, files=False).recipe
+    planned = make_plan(recipe, known_machine("cpu", nodes=1, gpus_per_node=2)).tensors
+    (measured,) = measure_recipes([arguments], ranks=2, gpus=False)
+    assert planned == pytest.approx(measured.peak, rel=0.01)
