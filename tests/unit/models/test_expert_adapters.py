@@ -231,6 +231,21 @@ def test_autocast(bases):
     assert 0 < (found[0] - found[1]).norm() < 0.1 * found[0].norm()
 
 
+def test_compiled_blocks(bases):
+    """Have the same losses and gradients, and are one graph each."""
+    model, found = load(bases("mixtral"), target_parameters=GATED), []
+    for compiled in (False, True):
+        for block in find_blocks(model).values() if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        loss = loss_of(model)
+        loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append((loss.item(), torch.cat(gradients)))
+        model.zero_grad()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+
+
 def test_new_adapters_have_no_effect(bases):
     """A is drawn as a linear layer's weight is, by its name and place alone; B is zero."""
     base = bases("nemotron_h")

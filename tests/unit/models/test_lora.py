@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
-from launcher.models import nf4_layers
+from launcher.models import float8, nf4_layers
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -573,6 +573,9 @@ def test_layers_whose_weights_kernels_read_get_no_adapter(kind, layers, targets,
         config = {"model_type": kind, "layers_block_type": ["mamba", "attention"], "vocab_size": 64}
     model = build_model(Model(config=config), sequence_length=16)
     names = {name for name, _ in model.named_modules() if name.endswith(layers)}
+    blocks, read = find_blocks(model), {model.get_submodule(name) for name in names}
+    assert not read & {module for module, _ in nf4_layers.packable(blocks)}
+    assert read <= {module for block in blocks.values() for module in float8._spared(block, model)}
     add_adapters(model, Lora(rank=4, target_modules=targets), base_dtype=torch.float32)
     adapted = {
         name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name
