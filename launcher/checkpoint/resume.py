@@ -91,11 +91,15 @@ def recipe_changes(
 ) -> list[str]:
     """The changes between two recipes, one line each. altering: only changes that alter what the
     model learns."""
+    # Earlier versions had no adapters of experts, which [] leaves out, and null where there are none
+    lora = before.get("lora")
+    same = isinstance(lora, Mapping) and "target_parameters" not in lora
     before = _with_new_keys(before)
     return [
         _line(key, old, new)
         for key, old, new in _differences(before, now)
         if not _within(key, _UNREPORTED)
+        and not (same and key == "lora.target_parameters" and new == [])
         and (not altering or (_within(key, _ALTERS_TRAINING) and not _within(key, _HARMLESS)))
     ]
 

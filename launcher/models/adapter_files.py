@@ -10,11 +10,12 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.dora import set_magnitudes
+from launcher.models.expert_adapters import file_form, is_factor, model_form
 from launcher.models.initialization import named_tensors
 from launcher.models.load import Load
 from launcher.models.lora import adapter_names, base_copies
 from launcher.models.safetensors_files import ADAPTER, StoredTensors, open_files
-from launcher.models.shards import local_part
+from launcher.models.shards import copy_local_rows, local_part
 
 
 def open_adapter(folder: Path) -> StoredTensors:
@@ -36,7 +37,10 @@ def adapter_loader(load: Load, model: nn.Module, folder: Path | None) -> Load:
 
 def _checked(stored: StoredTensors, model: nn.Module) -> StoredTensors:
     names, tensors = adapter_names(model), named_tensors(model)
-    wanted = {key: tuple(tensors[name].shape) for key, name in names.items()}
+    wanted = {
+        key: tuple(file_form(name, torch.empty(tensors[name].shape, device="meta")).shape)
+        for key, name in names.items()
+    }
     found = {key: tuple(tensor.shape) for key, tensor in stored.tensors.items()}
     for name, key in base_copies(found).items():
         if name in tensors and found[key] == tuple(tensors[name].shape):
@@ -74,7 +78,12 @@ def _load(
     if stored is not None:
         tensors = named_tensors(model)
         for key, name in adapter_names(model).items():
-            stored.copy_rows(key, tensors[name].detach())
+            tensor = tensors[name].detach()
+            if is_factor(name):
+                # Its rows, the experts, are not those of the file
+                copy_local_rows(tensor, model_form(name, stored.read(key), len(tensor)))
+            else:
+                stored.copy_rows(key, tensor)
         for name, key in base_copies(stored.tensors).items():
             _compare(stored, key, tensors[name].detach())
         stored.close()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from launcher.errors import RecipeError
 from launcher.libraries.private import REDISTRIBUTE_LOGGER, expert_plan
 from launcher.models import tracing
+from launcher.models.expert_adapters import is_factor
 
 KEY = "strategy.expert_parallel_size"
 _STACKED, _EXPERTS = "grouped_gemm", ("ep_dispatch_experts", "moe_tp_experts")
@@ -56,7 +57,8 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]
         raise RecipeError(f"{KEY}: {what}; use 1")
     for path, module in found.items():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
-        others = [own for own, _ in module.named_parameters() if f"{pattern}.{own}" not in styles]
+        names = [own for own, _ in module.named_parameters() if not is_factor(own)]
+        others = [own for own in names if f"{pattern}.{own}" not in styles]
         # transformers sets this attribute on modules that compute with its interface
         if others or not hasattr(module, "has_gate"):
             what = f"{path} of {name} does not compute its experts with transformers' interface"

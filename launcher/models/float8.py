@@ -21,6 +21,7 @@ from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError
 from launcher.libraries.private import names_in_float32
 from launcher.models.attention import planned_gpu
+from launcher.models.read_by_weight import read_by_weight
 
 logger = logging.getLogger(__name__)
 KEY = "strategy.mixed_precision.float8"
@@ -116,8 +117,9 @@ def describe_float8(model: nn.Module, blocks: Iterable[nn.Module]) -> str:
 
 
 def _spared(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
-    """Linears of a block that choose experts or weigh heads, or that the model keeps in float32 (the
-    weights of DeepSeek-V3.2's indexer)."""
+    """Linears of a block that choose experts or weigh heads, that other code reads by weight, or that
+    the model keeps in float32 (the weights of DeepSeek-V3.2's indexer)."""
+    yield from read_by_weight(block)
     config = getattr(model, "config", None)
     numbers = vars(config.get_text_config(decoder=True)) if config is not None else {}
     experts = {v for k, v in numbers.items() if _EXPERTS.fullmatch(k) and isinstance(v, int)}

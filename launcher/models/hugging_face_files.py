@@ -21,6 +21,7 @@ from launcher.libraries.private import (
     names_not_saved,
 )
 from launcher.models.config_files import write_config, write_generation_config
+from launcher.models.expert_adapters import file_form
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
@@ -190,7 +191,7 @@ def exported_tensors(
     if (config := peft_config(model)) is not None:
         stored = adapter_names(model)
         if not merged:
-            yield from ((key, read(name)) for key, name in stored.items())
+            yield from ((key, file_form(name, read(name))) for key, name in stored.items())
             return
         aliases = adapted_ties(model, adapted_weights(stored))
         own = {name for name in names if ".lora_" in name or name.endswith(PARAMETER)}
@@ -201,7 +202,7 @@ def exported_tensors(
             config.to_dict(),
             stored,
             read_base=lambda name: base(aliases.get(name, name)),
-            read_adapter=lambda key: base(stored[key]),
+            read_adapter=lambda key: file_form(stored[key], base(stored[key])),
         )
     ignored = names_not_saved(model)
     conversions = export_conversions(model, [name for name in names if name not in ignored])

@@ -26,6 +26,7 @@ from launcher.libraries.private import (
     tree_map_only,
 )
 from launcher.models import philox
+from launcher.models.grouped_experts import GroupedExperts
 from launcher.models.nf4 import dtype_of, shape_of
 from launcher.models.shards import (
     compute_device,
@@ -115,6 +116,9 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
             _draw(module, name, owner.get(module))
             while whole:
                 whole.pop().store()
+        for _, module in drawn:  # after all parents, which may draw all that a module has
+            if isinstance(module, GroupedExperts):
+                module.draw_adapters()
         unset = [f"parameter {initial.name}" for initial in initials if initial.is_unset()]
         for name, buffer in model.named_buffers():  # on the CPU: this does not wait for the device
             is_unset = buffer.dtype.is_signed and bool((buffer == _UNSET).any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,18 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.models.build import embeddings, find_blocks, is_classifier, parts_without_text
 from launcher.models.dora import Dora
+from launcher.models.expert_adapters import (
+    add_factors,
+    expert_weights,
+    factor_names,
+    is_end_of,
+    is_factor,
+    merged_weight,
+    wrappers,
+)
 from launcher.models.initialization import clean_name
 from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
+from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
 from launcher.recipe.hub import split_revision
 from launcher.recipe.schema import Lora
@@ -32,10 +43,8 @@ ALL_LINEAR = "all-linear"
 """Entry of target_modules, as in peft."""
 Read = Callable[[str], torch.Tensor]
 """Returns a whole tensor by name."""
-_MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
-_OF_MAMBA = {"out_proj", "conv1d"}
-"""Layers of these types of models that peft (0.21) refuses: fused kernels of Mamba read their
-weights, without adapters."""
+_MOST = 0.5
+"""Share of the parameters from which on experts get adapters by default."""
 
 
 def add_adapters(
@@ -47,19 +56,21 @@ def add_adapters(
     base: str | None = None,
     new_ids: range = range(0),
 ) -> None:
-    """Adds a float32 adapter to each target layer of a meta model. Freezes everything else but
-    modules_to_save, a classifier's head, which has no pretrained weights, and the rows of the
+    """Adds a float32 adapter to each target of a meta model: layers, and weights of experts. Freezes
+    everything else but modules_to_save, a classifier's head, which has no pretrained weights, and the rows of the
     embeddings for `new_ids`, and stores it in `base_dtype`, but for the `kept` parameters, by clean
     name.
 
     `base` is the checkpoint that the adapters belong to, for peft. Raises RecipeError if
-    target_modules names something other than a linear layer of the model, or modules_to_save
-    something that cannot be trained whole.
+    target_modules names something other than a linear layer of the model, target_parameters
+    something other than a weight of experts, or modules_to_save something that cannot be trained
+    whole.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     saved = _saved_modules(model, lora)
-    targets, skipped = _targets(model, lora, saved)
+    adapted = _expert_targets(model, lora, saved)
+    targets, skipped = _targets(model, lora, saved, or_experts=bool(adapted))
     layers = _linear_layers(model, targets)
     if lora.dora:
         _refuse_dora(model, layers)
@@ -81,10 +92,17 @@ def add_adapters(
         revision=revision,
         fan_in_fan_out=any(map(_is_transposed, layers.values())),
     )
-    try:
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    except ValueError as error:
-        raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
+    if targets:
+        try:
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
+    else:  # peft finds nothing to do
+        model.peft_config = {"default": config}  # type: ignore[assignment]
+    add_factors(
+        model, adapted, rank=lora.rank, scale=_scale(lora.rank, lora.alpha, lora.rank_stabilized)
+    )
+    config.target_parameters = _shortened_parameters(model, adapted) or None
     config.modules_to_save = saved or None  # not before injection: peft would copy them
     config.trainable_token_indices = add_new_rows(model, new_ids, saved) or None
     layer: Any
@@ -97,7 +115,7 @@ def add_adapters(
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point() and clean_name(name) not in kept:
             parameter.data = parameter.data.to(base_dtype)
-        if ".experts." in name and parameter.ndim == 3:
+        if ".experts." in name and parameter.ndim == 3 and not trained and name not in adapted:
             experts.append(name)
     _note_layers_without(model, experts, skipped)
 
@@ -105,13 +123,15 @@ def add_adapters(
 def _note_layers_without(model: nn.Module, experts: list[str], skipped: list[str]) -> None:
     """Logs which tensors and layers get no adapters."""
     if experts:
-        others = ""
-        if skipped:
-            others = f"; nor do {len(skipped)} linear layers, to whose names peft gives another "
-            others += f"meaning in this model, such as {skipped[0]}"
+        can = experts[0] in expert_weights(model)
+        add = "lora.target_parameters adds some" if can else "their class computes in another way"
         logger.info(
-            f"note: experts are not linear layers and get no adapters: {len(experts)} tensors such "
-            f"as {experts[0]}{others}"
+            f"note: {len(experts)} weights of experts get no adapters, such as {experts[0]}; {add}"
+        )
+    if skipped:
+        logger.info(
+            f"note: {len(skipped)} linear layers get no adapters, to whose names peft gives another "
+            f"meaning in this model, such as {skipped[0]}"
         )
     if odd := _odd_layers(model):
         name, module = next(iter(odd.items()))
@@ -173,9 +193,11 @@ def _linear_layers(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Mod
     }
 
 
-def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str], list[str]]:
+def _targets(
+    model: nn.Module, lora: Lora, saved: list[str], *, or_experts: bool
+) -> tuple[list[str], list[str]]:
     """peft's target_modules; and layers that get no adapter because peft gives their names to
-    experts. Neither has layers in the `saved` modules."""
+    experts. Neither has layers in the `saved` modules. There may be none if experts get adapters."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
     within = tuple(f"{module}." for module in saved)
     unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
@@ -195,28 +217,22 @@ def _targets(model: nn.Module, lora: Lora, saved: list[str]) -> tuple[list[str],
             f"lora.modules_to_save: {', '.join(lora.modules_to_save)}: this trains whole all layers "
             "that could get an adapter; name fewer modules, or set lora=null to train all weights"
         )
-    refused = [name for name in inside if _is_refused(model, name)]
-    if refused and len(refused) < len(inside):
+    readers = read_by_weight(model)
+    if read := [name for name in inside if model.get_submodule(name) in readers]:
         logger.info(
-            f"note: peft refuses adapters for {len(refused)} layers such as {refused[0]}, whose "
-            "weights fused kernels read"
+            f"note: {len(read)} linear layers get no adapters, such as {read[0]}: "
+            f"{readers[model.get_submodule(read[0])]} gives their weights to kernels"
         )
-        inside = [name for name in inside if name not in refused]
+        inside = [name for name in inside if name not in read]
     taken = _taken_by_experts(model, inside)
     skipped = [name for name in inside if name.rpartition(".")[2] in taken]
     inside = [name for name in inside if name not in skipped]
-    if not inside:
+    if not inside and not or_experts:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
             f"blocks to choose: name some of {', '.join(_last_parts(layers))}"
         )
     return _shortened(model, inside), skipped
-
-
-def _is_refused(model: nn.Module, name: str) -> bool:
-    """Whether peft refuses an adapter for a layer."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return kind in _MAMBA and name.rpartition(".")[2] in _OF_MAMBA
 
 
 def _named_targets(
@@ -226,6 +242,7 @@ def _named_targets(
     RecipeError if one of them is not a `free` linear layer."""
     available, problems = ", ".join(_last_parts(free)), []
     taken, chosen = _taken_by_experts(model, free), list[str]()
+    readers = read_by_weight(model)
     for target in targets:
         everywhere = list(_linear_layers(model, [target]))
         matched = [name for name in everywhere if name not in unused]
@@ -243,16 +260,94 @@ def _named_targets(
             problems.append(f"{target} {what} linear layer of the model; available: {available}")
         elif whole := [name for name in matched if name not in free]:
             problems.append(f"{target}: {whole[0]} is trained whole, by lora.modules_to_save")
+        elif read := [name for name in matched if model.get_submodule(name) in readers]:
+            reader = readers[model.get_submodule(read[0])]
+            problems.append(
+                f"{target}: {reader} gives the weight of {read[0]} to kernels, which would pass an "
+                "adapter by; name other layers"
+            )
         elif others := taken & {*_last_parts(matched)}:
             problems.append(
                 f"{target}: peft takes {', '.join(sorted(others))} for names of this model's "
-                "experts, which get no adapters; name other layers, such as those of attention"
+                "experts; name other layers, and experts in lora.target_parameters"
             )
     if problems:
         raise RecipeError([f"lora.target_modules: {problem}" for problem in problems])
     if len(chosen) == _matched_by(model, targets) and not set("*?[") & set("".join(targets)):
         return list(targets)
     return _shortened(model, chosen)
+
+
+def _expert_targets(model: nn.Module, lora: Lora, saved: list[str]) -> list[str]:
+    """The weights of experts that get an adapter, by clean name. Raises RecipeError if
+    target_parameters names something else, or if an option is not available for them."""
+    within, unused = tuple(f"{module}." for module in saved), {*parts_without_text(model)}
+    weights = [
+        name for name in expert_weights(model) if not name.startswith(within) and name not in unused
+    ]
+    unfit = "dropout" if lora.dropout else "dora" if lora.dora else None
+    if lora.target_parameters is not None:
+        found = _named_parameters(weights, lora.target_parameters)
+        reason = "lora.target_parameters"
+    elif lora.target_modules == (ALL_LINEAR,):
+        found, reason = weights, f"experts, which target_modules: {ALL_LINEAR} includes"
+    elif lora.target_modules is None:
+        return _default_experts(model, weights, unfit)
+    else:
+        return []
+    if found and unfit:
+        what = f"not available with {reason}: it cannot be computed for experts without a whole "
+        what += "weight of each; turn it off, or set lora.target_parameters=[]"
+        raise RecipeError(f"lora.{unfit}: {what}")
+    return found
+
+
+def _named_parameters(weights: Sequence[str], entries: Iterable[str]) -> list[str]:
+    """The weights of experts that entries of target_parameters name."""
+    found, problems = list[str](), []
+    for entry in entries:
+        matched = [name for name in weights if _matches(name, entry)]
+        found += [name for name in matched if name not in found]
+        if not matched:
+            available = sorted({".".join(name.split(".")[-2:]) for name in weights})
+            what = f"no weight of experts is named {entry}"
+            names = ", ".join(available) or "none that an adapter can be computed for"
+            problems.append(f"lora.target_parameters: {what}; available: {names}")
+    if problems:
+        raise RecipeError(problems)
+    return [name for name in weights if name in found]
+
+
+def _default_experts(model: nn.Module, weights: list[str], unfit: str | None) -> list[str]:
+    """The weights of experts, if they hold most parameters of the text model and the option `unfit`
+    is off; logs which get adapters."""
+    unused = {*parts_without_text(model)}
+    sizes = {clean_name(n): p.numel() for n, p in model.named_parameters() if n not in unused}
+    share = sum(sizes[name] for name in weights) / max(1, sum(sizes.values()))
+    if share <= _MOST:
+        return []
+    text = f"note: experts hold {share:.0%} of the parameters"
+    if unfit is not None:
+        logger.info(f"{text} and get no adapters, which lora.{unfit} cannot be computed for")
+        return []
+    logger.info(
+        f"{text} and get adapters: {len(weights)} weights such as {weights[0]}; "
+        "lora.target_parameters=[] leaves them out"
+    )
+    return weights
+
+
+def _shortened_parameters(model: nn.Module, weights: Collection[str]) -> list[str]:
+    """peft's target_parameters for these weights: the last two parts of their names if no other
+    parameter has them, else the names."""
+    short = sorted({".".join(name.split(".")[-2:]) for name in weights})
+    names = (clean_name(name) for name, _ in model.named_parameters())
+    matched = sum(any(is_end_of(name, entry) for entry in short) for name in names)
+    return short if matched == len(weights) else [*weights]
+
+
+def _scale(rank: int, alpha: float, rank_stabilized: bool) -> float:
+    return alpha / (math.sqrt(rank) if rank_stabilized else rank)
 
 
 def _shortened(model: nn.Module, layers: list[str]) -> list[str]:
@@ -338,7 +433,10 @@ def adapter_names(model: nn.Module) -> dict[str, str]:
     for tied in tied_names(model):
         names |= {name: tied[0] for name in tied if ".lora_" not in name}
     names = {name: own for name, own in names.items() if own == name or PARAMETER not in name}
-    return {_stored_name(name): own for name, own in names.items() if _is_saved(name, saved)}
+    names = {name: own for name, own in names.items() if not is_factor(name)}
+    stored = {_stored_name(name): own for name, own in names.items() if _is_saved(name, saved)}
+    of_experts = factor_names(model, (config and config.target_parameters) or ())
+    return stored | {_PREFIX + key: own for key, own in of_experts.items()}
 
 
 def _stored_name(name: str) -> str:
@@ -350,8 +448,8 @@ def _stored_name(name: str) -> str:
 
 
 def adapted_weights(names: Iterable[str]) -> set[str]:
-    """Clean names of the weights that an adapter changes, from the names of its tensors (peft's, or
-    the model's own)."""
+    """Clean names of the weights of layers that an adapter changes, from the names of its tensors
+    (peft's, or the model's own)."""
     return {
         name.removeprefix(_PREFIX).replace(".lora_A.", ".") for name in names if ".lora_A." in name
     }
@@ -360,7 +458,8 @@ def adapted_weights(names: Iterable[str]) -> set[str]:
 def base_copies(names: Iterable[str]) -> dict[str, str]:
     """By clean names of frozen weights: peft's names of the copies that an adapter's file has, of
     an embedding or output layer with an adapter (save_embedding_layers)."""
-    return {clean_name(n.removeprefix(_PREFIX)): n for n in names if ".base_layer." in n}
+    copies = (n for n in names if ".base_layer." in n and ".lora_" not in n)
+    return {clean_name(n.removeprefix(_PREFIX)): n for n in copies}
 
 
 def merged_reader(
@@ -379,13 +478,19 @@ def merged_reader(
     """
     copies = base_copies(names)
     adapters = {name.removeprefix(_PREFIX): name for name in {*names} - {*copies.values()}}
-    scale = config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
+    scale = _scale(config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
     transposed = {
         f"{clean_name(name)}.weight"
         for name, module in model.named_modules()
         if _is_transposed(module)
     }
-    changed = adapted_weights(names)
+    experts = wrappers(model, config.get("target_parameters") or ())
+    factors = {
+        f"{wrapper}.{factor}.weight"
+        for wrapper in experts.values()
+        for factor in ("lora_A", "lora_B")
+    }
+    changed = adapted_weights(adapters.keys() - factors)
     rows = {
         name.replace(STORED, ".weight"): key for name, key in adapters.items() if STORED in name
     }
@@ -404,13 +509,16 @@ def merged_reader(
         layer = name.removesuffix(".weight")
         if name in rows:
             return replaced(weight, read_adapter(rows[name]).to(weight), ids_of_adapter(config))
-        if name not in changed:
+        if name not in changed and name not in experts:
             return weight
         # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
         down, up = (
-            read_adapter(adapters[f"{layer}.{factor}.weight"]).float()
+            read_adapter(adapters[f"{experts.get(name, layer)}.{factor}.weight"]).float()
             for factor in ("lora_A", "lora_B")
         )
+        if name in experts:
+            is_transposed = bool(expert_weights(model)[name][0].is_transposed)
+            return merged_weight(weight, down, up, scale=scale, transposed=is_transposed)
         change = (up @ down) * scale
         merged: torch.Tensor = weight.float() + (change.T if name in transposed else change)
         magnitude = adapters.get(f"{layer}.lora_magnitude_vector")

@@ -286,12 +286,16 @@ def linear(
 
 
 def grouped_linear(
-    inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, *, transposed: bool
+    inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, transposed: bool
 ) -> torch.Tensor:
-    """The products of experts with their frozen weights in NF4. inputs: (tokens, in), sorted by
-    expert, not cast by autocast. ends: the end of each expert's tokens. `transposed`: the weight is
-    (experts, in, out), else (experts, out, in)."""
+    """The products of experts with their weights, which are in NF4, and frozen, or not. inputs:
+    (tokens, in), sorted by expert, not cast by autocast. ends: the end of each expert's tokens.
+    `transposed`: the weight is (experts, in, out), else (experts, out, in). The result has the dtype
+    of the weight, or of the inputs if it is in NF4."""
     with without_autocast(inputs):
+        if not is_packed(weight):
+            weight = weight if transposed else weight.transpose(-2, -1)
+            return grouped_product(inputs.contiguous(), weight, ends)
         function: Any = _GroupedProduct
-        made: torch.Tensor = function.apply(inputs, packed, ends, transposed)
+        made: torch.Tensor = function.apply(inputs, weight, ends, transposed)
     return made

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from launcher.console import count_as_text
 from launcher.errors import RecipeError
-from launcher.libraries.private import apply_gate
+from launcher.models.grouped_experts import (
+    can_compute_in_groups,
+    compute_in_groups,
+    weight_names,
+)
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import (
     BLOCK,
-    grouped_linear,
     has_kernel,
-    in_dtype_of_autocast,
     is_packed,
     linear,
     row_bytes,
     shape_of,
 )
+from launcher.models.read_by_weight import read_by_weight
 from launcher.models.shards import compute_device
 
 
@@ -32,51 +34,20 @@ class Nf4Linear(nn.Linear):
         return linear(inputs, self.weight, self.bias)
 
 
-class Nf4Experts(nn.Module):
-    """Mixed into a class of experts of transformers whose weights are in NF4."""
-
-    def forward(
-        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
-    ) -> torch.Tensor:
-        """Like `grouped_mm_experts_forward` of transformers: hidden_states are (tokens, hidden),
-        the others (tokens, experts of a token)."""
-        inputs = in_dtype_of_autocast(hidden_states, "a layer of experts")
-        used = top_k_index.shape[-1]
-        experts, order = top_k_index.reshape(-1).sort(stable=True)
-        numbers = experts.float() if experts.device.type == "cpu" else experts.int()
-        counts = torch.histc(numbers, self.num_experts, min=0, max=self.num_experts - 1)
-        ends = counts.cumsum(0, dtype=torch.int32)
-
-        def product(inputs: torch.Tensor, name: str) -> torch.Tensor:
-            made = grouped_linear(inputs, getattr(self, name), ends, transposed=self.is_transposed)
-            if self.has_bias:
-                made = made + getattr(self, f"{name}_bias")[experts].to(made.dtype)
-            return made
-
-        up = product(inputs[order // used], "gate_up_proj" if self.has_gate else "up_proj")
-        up = apply_gate(self, up) if self.has_gate else self.act_fn(up)
-        made: torch.Tensor = product(up.to(inputs.dtype), "down_proj")
-        made = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        made = made[order.argsort()].view(*top_k_index.shape, -1).sum(1)
-        summed: torch.Tensor = made.to(hidden_states.dtype)
-        return summed
-
-
 def packable(
     blocks: Mapping[str, nn.Module], kept: Container[str] = ()
 ) -> Iterator[tuple[nn.Module, str]]:
     """The weights of blocks that can be in NF4, each as its module and its name there: of linear
     layers, and of experts that transformers computes in groups. Adapters are not among them, nor
-    modules with a weight that is `kept`, by clean name."""
+    modules with a weight that is `kept`, by clean name, nor layers that are `read_by_weight`."""
     for path, block in blocks.items():
+        read = read_by_weight(block)
         for name, module in block.named_modules(prefix=path):
             names: tuple[str, ...] = ()
-            if type(module) is nn.Linear and ".lora_" not in name:
+            if type(module) is nn.Linear and ".lora_" not in name and module not in read:
                 names = ("weight",)
-            elif hasattr(module, "is_transposed") and not getattr(
-                module, "has_post_expert_norm", False
-            ):
-                names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+            elif can_compute_in_groups(module):
+                names = weight_names(module)
             if any(clean_name(f"{name}.{own}") in kept for own in names):
                 continue
             if all(module.get_parameter(own).shape[-1] % BLOCK == 0 for own in names):
@@ -98,14 +69,10 @@ def quantize_blocks(blocks: Mapping[str, nn.Module], kept: Container[str] = ()) 
         packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
         parameter = made.setdefault(id(weight), nn.Parameter(packed, requires_grad=False))
         setattr(module, name, parameter)
-        # Another class, not another module: it computes differently, and has all else as it was:
-        # hooks, attributes, and the places that hold it. The class of experts has a constructor of
-        # each model's own
         if isinstance(module, nn.Linear):
-            module.__class__ = Nf4Linear
-        elif not isinstance(module, Nf4Experts):
-            own = type(module)
-            module.__class__ = type(own.__name__, (Nf4Experts, own), {})
+            module.__class__ = Nf4Linear  # as in `compute_in_groups`
+        else:
+            compute_in_groups(module)
     if not made:
         raise RecipeError(
             "lora.quantize: nothing in the model's blocks can be quantized: NF4 takes torch.nn.Linear "

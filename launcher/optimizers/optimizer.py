@@ -67,7 +67,7 @@ def make_optimizer(
 
     def sort(name: str, parameter: torch.Tensor) -> tuple[int, float]:
         number = 3 if name in inner else 2 if name in decayed else min(parameter.ndim, 1)
-        return number, b_ratio if ".lora_B." in name else 1.0
+        return number, b_ratio if ".lora_B" in name else 1.0
 
     groups: list[Group] = []
     for number in (3, 2, 1, 0):  # orthogonalized, other matrices, vectors, scalars

@@ -16,13 +16,13 @@ PEFT_KEYS = {
     "use_rslora": "rank_stabilized",
     "use_dora": "dora",
     "target_modules": "target_modules",
+    "target_parameters": "target_parameters",
     "modules_to_save": "modules_to_save",
 }
 """Keys of `lora`, by those of peft's adapter_config.json."""
 _UNSUPPORTED = (
     "rank_pattern",
     "alpha_pattern",
-    "target_parameters",
     "trainable_token_indices",
     "layers_to_transform",
     "layer_replication",
@@ -65,9 +65,15 @@ def adapter_keys(name: str) -> dict[str, Any]:
         settings = ", ".join(f"{name}: {config[name]}" for name in wrong)
         what = "cannot be continued; merge it with peft, and train from the merged model"
         raise ValueError(f"{file}: an adapter with {settings} {what}")
-    for name in ("target_modules", "modules_to_save"):
+    # Without target_parameters an adapter has none of experts, where a recipe without it may
+    config["target_parameters"] = config.get("target_parameters") or []
+    for name in ("target_parameters", "target_modules", "modules_to_save"):
         names = config.get(name)
-        if name == "modules_to_save" and not names:
+        if name == "target_parameters" and not names:
+            continue
+        if name == "target_modules" and not names and config["target_parameters"]:
+            config[name] = []
+        elif name == "modules_to_save" and not names:
             config[name] = None
         elif isinstance(names, list) and names and all(isinstance(each, str) for each in names):
             config[name] = sorted(names)

@@ -174,6 +174,8 @@ def recorded_recipe(text: str, *, file: Path, strict: bool = False) -> Recipe:
                 kept = path[:2] in ARGUMENTS and _INTERPOLATION.search(value) is not None
                 text = Reference(value) if kept else value.replace("\\${", "${")
                 _get(plain, path[:-1])[path[-1]] = text
+        if isinstance(lora := plain.get("lora"), dict):
+            lora.setdefault("target_parameters", [])  # earlier versions had no adapters of experts
         recipe, problems, _ = decode(plain)
     except (NotYamlError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise RecipeError(f"{file}: not the recipe of a run: {first_line(error)}") from None

@@ -41,6 +41,7 @@ NAMES = {
     "lora.quantize": "load_in_4bit load_in_8bit quantization_bit",
     "lora.rank": "r lora_r lora_rank",
     "lora.target_modules": "lora_target lora_target_modules lora_target_linear",
+    "lora.target_parameters": "lora_target_parameters",
     "model.attention": "attn_implementation flash_attention flash_attn use_flash_attention_2",
     "model.chunked_loss": "use_liger_kernel use_liger enable_liger_kernel",
     "model.compile": "torch_compile",

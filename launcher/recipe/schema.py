@@ -22,6 +22,7 @@ from launcher.recipe.section import (
     Fraction,
     Function,
     ListOfOne,
+    MaybeEmpty,
     Metric,
     Name,
     NonNegativeFloat,
@@ -430,15 +431,19 @@ class Lora(Section):
     """Learning rate of an adapter's B over that of all else (LoRA+: Hayou et al., 2024)."""
     dropout: Fraction = 0.0
     """Dropout on the adapter's input."""
-    target_modules: TextList | None = None
+    target_modules: MaybeEmpty | None = None
     """Linear layers that get an adapter: ends of names, such as q_proj, or patterns of whole names,
-    such as `model.layers.1?.*`. all-linear: all but the output layer. null: all those of the
-    blocks."""
+    such as `model.layers.1?.*`. all-linear: all but the output layer, and all experts. null: all
+    those of the blocks. []: none, with target_parameters."""
+    target_parameters: MaybeEmpty | None = None
+    """Weights of experts that get an adapter for each expert: names as above, such as
+    experts.down_proj. null: all of them where they hold more than half of the parameters and
+    target_modules is null, else none. []: none."""
     modules_to_save: TextList | None = None
     """Modules that are trained whole, such as embed_tokens and lm_head: names as above."""
     path: Folder | None = None
     """Folder of a trained adapter (of peft) to continue from. rank, alpha, rank_stabilized, dora,
-    target_modules and modules_to_save are its own. null: new adapters."""
+    target_modules, target_parameters and modules_to_save are its own. null: new adapters."""
     quantize: Literal["nf4"] | None = None
     """nf4: hold the frozen linear layers and experts of the blocks in 4 bits (QLoRA: Dettmers et
     al., 2023). null: in param_dtype."""

@@ -118,6 +118,8 @@ ListOfOne = BeforeValidator(
 )
 """Lets a list of one be written without brackets: `train: a.txt`."""
 TextList = Annotated[tuple[Text, ...], Field(min_length=1), ListOfOne]
+MaybeEmpty = Annotated[tuple[Text, ...], ListOfOne]
+"""A TextList that may be empty."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -135,6 +135,21 @@ def _pretrained(recipe: Recipe) -> Found:
             yield key, no_such_name("folder with a config.json", path)
 
 
+def _adapter_targets(recipe: Recipe) -> Found:
+    lora = recipe.lora
+    if lora is None:
+        return
+    if lora.target_modules == () and not lora.target_parameters:
+        yield (
+            "lora.target_modules",
+            "must name a layer, unless lora.target_parameters names experts",
+        )
+    for key in ("dropout", "dora") if lora.target_parameters else ():
+        if getattr(lora, key):
+            what = "not available with lora.target_parameters: it cannot be computed for experts"
+            yield f"lora.{key}", f"{what} without a whole weight of each"
+
+
 def _attention(recipe: Recipe) -> Found:
     attention, precision = recipe.model.attention, recipe.strategy.mixed_precision
     in_float32 = precision is None or precision.param_dtype == "float32"
@@ -390,6 +405,7 @@ _RULES = (
     *(
         _mixture,
         _pretrained,
+        _adapter_targets,
         _attention,
         _classification,
         _masked_lm,

@@ -19,7 +19,9 @@ from tests.distributed.launching import run
 OVER, UNDER = 0.05, 0.02
 """Fractions of the measured peak by which the plan may be above or below it."""
 
-LLAMA = "model_type: llama, tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
+LLAMA = (
+    "tie_word_embeddings: false, bos_token_id: null, eos_token_id: 1, max_position_embeddings: 8192"
+)
 WIDTHS_1B = (
     "hidden_size: 2048, intermediate_size: 8192, num_attention_heads: 32, num_key_value_heads: 8"
 )
@@ -27,6 +29,9 @@ SHAPES = {
     "4 blocks of 1B": f"{WIDTHS_1B}, vocab_size: 32000, num_hidden_layers: 4",
     # Small, because an optimizer on the host takes real time and memory
     "2 narrow blocks": "hidden_size: 512, intermediate_size: 1536, num_attention_heads: 8, num_key_value_heads: 8,"
+    " vocab_size: 32000, num_hidden_layers: 2",
+    "2 blocks of 30B-A3B": "model_type: qwen3_moe, hidden_size: 2048, num_attention_heads: 32, num_key_value_heads: 4,"
+    " head_dim: 128, num_experts: 32, num_experts_per_tok: 8, moe_intermediate_size: 768, intermediate_size: 6144,"
     " vocab_size: 32000, num_hidden_layers: 2",
     "1B": f"{WIDTHS_1B}, vocab_size: 128256, num_hidden_layers: 16",
     "8B": "hidden_size: 4096, intermediate_size: 14336, num_attention_heads: 32, num_key_value_heads: 8,"
@@ -49,6 +54,11 @@ FULL, SELECTIVE = "activation_checkpointing.mode=full", "activation_checkpointin
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.5}"
 TO_HOST = "activation_checkpointing={mode: full, offload_to_cpu: true}"
 PADDED, LORA = "data.packing=false", "lora.rank=16"
+EXPERTS, ON_EXPERTS = (
+    "2 blocks of 30B-A3B",
+    "lora={rank: 12, target_parameters: [gate_up_proj, down_proj]}",
+)
+NF4_ON_EXPERTS = ON_EXPERTS.replace("}", ", quantize: nf4}")
 NF4 = "lora={rank: 16, quantize: nf4}"
 DORA = "lora={rank: 16, dora: true, modules_to_save: [embed_tokens, lm_head]}"
 REDUCE_ONCE, UNSHARDED = (
@@ -74,6 +84,8 @@ SAMPLE = [
     (SMALL, 2, [BF16, FULL, STATE]),
     (NARROW, 1, [BF16, FULL, STATE, IN_FILES]),
     (SMALL, 2, [BF16, MUON]),
+    (EXPERTS, 1, [BF16, ON_EXPERTS, FULL]),
+    (EXPERTS, 1, [BF16, NF4_ON_EXPERTS]),
 ]
 """Model, micro-batches per step, overrides."""
 
@@ -101,6 +113,8 @@ GRID = {
         ("1B", 1, [BF16, FULL, NF4]),
         ("1B", 1, [DDP, BF16, NF4]),
         ("1B", 1, [BF16, FULL, DORA]),
+        (EXPERTS, 2, [DDP, BF16, ON_EXPERTS]),
+        (EXPERTS, 1, [BF16, ON_EXPERTS, PADDED]),
         ("1B", 1, [DDP, BF16, COMPILED]),
         ("1B", 1, [BF16, COMPILED]),
         ("1B", 1, [BF16, COMPILED, "activation_checkpointing={mode: full, every_n_blocks: 2}"]),
@@ -142,7 +156,7 @@ def folder(tmp_path):
     for name, config in SHAPES.items():
         (tmp_path / f"{name.replace(' ', '_')}.yaml").write_text(
             "run: {name: measured, max_steps: 3}\n"
-            f"model: {{config: {{{LLAMA}, {config}}}}}\n"
+            f"model: {{config: {{{'' if 'model_type' in config else 'model_type: llama, '}{LLAMA}, {config}}}}}\n"
             "data: {train: [none.txt], tokenizer: bytes, sequence_length: 4096}\n"
             "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
         )

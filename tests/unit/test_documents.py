@@ -149,6 +149,7 @@ CONFIGS = {
     "lora_llama_3_1_8b": LLAMA_8B,
     "qlora_llama_3_1_8b": LLAMA_8B,
     "qwen3_30b_a3b": QWEN3_30B_A3B,
+    "lora_qwen3_30b_a3b": QWEN3_30B_A3B,
 }
 CONFIGS |= dict.fromkeys(("llama_3_1_70b_tensor", "qlora_llama_3_1_70b"), CONFIGS["llama_3_1_70b"])
 """Model configs, from the model cards."""

@@ -119,6 +119,12 @@ def test_keys_that_an_earlier_version_did_not_know_are_no_changes():
     assert 'data.loss_on: "assistant" -> "all"' in recipe_changes(before, later, altering=True)
     changed = recipe_changes(before, recipe("lora={rank: 4, alpha: 8, dora: true}"), altering=True)
     assert changed == ["lora.dora: false -> true"]
+    # That version had no adapters of experts
+    none = recipe("lora={rank: 4, alpha: 8, target_parameters: []}")
+    assert recipe_changes(before, none) == []
+    some = recipe("lora={rank: 4, alpha: 8, target_parameters: [down_proj]}")
+    assert recipe_changes(before, some) == ['lora.target_parameters: null -> ["down_proj"]']
+    assert recipe_changes(now, none) == ["lora.target_parameters: null -> []"]
 
 
 def test_an_older_checkpoint_of_another_recipe_is_refused(tmp_path, monkeypatch):

@@ -139,14 +139,6 @@ def test_new_adapters_are_seeded_float32_and_without_effect(llama):
     assert {p.dtype for key, p in half.items() if "lora_" not in key} == {torch.bfloat16}
 
 
-def test_experts_get_no_adapters_and_are_logged(mixtral, messages):
-    load_with_adapters(mixtral)
-    assert messages() == [
-        "note: experts are not linear layers and get no adapters: 4 tensors such as "
-        "model.layers.0.mlp.experts.gate_up_proj"
-    ]
-
-
 def test_gpt2_adapters_start_at_zero(tmp_path):
     """GPT-2 initializes every c_proj again in the block. The adapter in it must not change."""
     model = load_with_adapters(save(tmp_path, **GPT2), trained=False)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
-from launcher.models import nf4_layers
+from launcher.models import float8, nf4_layers
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.build import build_model, find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -243,20 +243,26 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_experts_get_no_adapters_whatever_their_names(tmp_path, kind, messages):
+def test_layers_beside_experts_without_adapters(tmp_path, kind, messages):
     """In one of these, peft takes names of layers beside experts for those of experts. What the log
     says is true, peft loads the adapter, and it can be merged."""
     folder = save(tmp_path / "base", model_type=kind, **MIXTURES[kind])
-    model = load(folder)
+    model = load(folder, target_parameters=())
     adapted = {name for name, p in model.named_parameters() if p.requires_grad}
     assert adapted
     taken = kind == "deepseek_v3"
     assert any("up_proj." in name for name in adapted) is not taken
     assert not any(".experts." in name for name in adapted)
-    (message,) = messages()
-    assert message.startswith("note: experts are not linear layers and get no adapters: ")
-    skipped = "nor do 6 linear layers, to whose names peft gives another meaning in this model"
-    assert (f"; {skipped}, such as model.layers.0.mlp.gate_proj" in message) is taken
+    message, *more = messages()
+    block = 1 if taken else 0
+    assert message == (
+        f"note: {4 - 2 * taken} weights of experts get no adapters, such as "
+        f"model.layers.{block}.mlp.experts.gate_up_proj; lora.target_parameters adds some"
+    )
+    skipped = (
+        "note: 6 linear layers get no adapters, to whose names peft gives another meaning in this"
+    )
+    assert more == [f"{skipped} model, such as model.layers.0.mlp.gate_proj"] * taken
     run = create_run(tmp_path, model)
     other = through_peft(folder, run / "hf")
     assert torch.allclose(logits(model.eval()), logits(other.eval()), atol=1e-5)
@@ -341,7 +347,8 @@ def test_a_trained_adapter_is_continued(base, adapter):
     lora = recipe_with(base, f"lora.path={adapter}", "lora.b_ratio=4")
     saved = ("lm_head",)
     assert lora == Lora(path=str(adapter), rank=3, alpha=6.0, dora=True, b_ratio=4.0,
-                        target_modules=("down_proj", "q_proj"), modules_to_save=saved)  # fmt: skip
+                        target_modules=("down_proj", "q_proj"), target_parameters=(),
+                        modules_to_save=saved)  # fmt: skip
     model = load(base, trained=False, **lora.__dict__)
     assert torch.allclose(logits(model), logits(through_peft(base, adapter)), atol=1e-5)
     assert not torch.allclose(logits(model), logits(load(base, trained=False)), atol=1e-2)
@@ -548,19 +555,38 @@ def test_unequal_copies_of_a_tied_weight_are_refused(tied, tmp_path):
         load(tied, path=folder, **options)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("mamba", ("dt_proj", "out_proj", "x_proj")),
+        ("mamba2", ("out_proj",)),
+        ("bamba", ("out_proj",)),
+        ("jamba", ("dt_proj",)),
+        ("nemotron_h", ("out_proj",)),
+    ],
+)
 @pytest.mark.parametrize("targets", [None, ("all-linear",)])
-def test_default_targets_leave_out_what_peft_refuses(kind, targets, caplog):
-    config = {"model_type": kind, "num_hidden_layers": 2, "vocab_size": 64}
+def test_layers_whose_weights_kernels_read_get_no_adapter(kind, layers, targets, messages):
+    """peft refuses out_proj for some of these types, and would pass the others by on GPUs."""
+    config = {"model_type": kind, "num_hidden_layers": 8, "vocab_size": 64}
+    if kind == "nemotron_h":
+        config = {"model_type": kind, "layers_block_type": ["mamba", "attention"], "vocab_size": 64}
     model = build_model(Model(config=config), sequence_length=16)
-    with caplog.at_level("INFO", logger="launcher"):
-        add_adapters(model, Lora(rank=4, target_modules=targets), base_dtype=torch.float32)
+    names = {name for name, _ in model.named_modules() if name.endswith(layers)}
+    blocks, read = find_blocks(model), {model.get_submodule(name) for name in names}
+    assert not read & {module for module, _ in nf4_layers.packable(blocks)}
+    assert read <= {module for block in blocks.values() for module in float8._spared(block, model)}
+    add_adapters(model, Lora(rank=4, target_modules=targets), base_dtype=torch.float32)
     adapted = {
         name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name
     }
     assert adapted
-    assert not any(name.endswith("out_proj") for name in adapted)
-    assert "note: peft refuses adapters for" in caplog.text
-    named = build_model(Model(config=config), sequence_length=16)
-    with pytest.raises(RecipeError, match=r"^lora.target_modules: peft refuses it: .*out_proj"):
-        add_adapters(named, Lora(rank=4, target_modules=("out_proj",)), base_dtype=torch.float32)
+    assert names
+    assert not adapted & names
+    assert any("Mixer gives their weights to kernels" in message for message in messages())
+    for name in layers:
+        named = build_model(Model(config=config), sequence_length=16)
+        with pytest.raises(
+            RecipeError, match=rf"{name}: .*Mixer gives the weight of .* to kernels"
+        ):
+            add_adapters(named, Lora(rank=4, target_modules=(name,)), base_dtype=torch.float32)

@@ -531,7 +531,15 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["lora={dora: 1}"], "lora.dora: must be true or false; got 1"),
     (None, ["lora={b_ratio: 0}"], "lora.b_ratio: must be greater than 0; got 0"),
     (None, ["lora={rank_stabilised: true}"], "lora.rank_stabilised: unknown key; did you mean rank_stabilized?"),
-    (None, ["lora={target_modules: []}"], "lora.target_modules: ..."),
+    (None, ["lora={target_modules: []}"],
+     "lora.target_modules: must name a layer, unless lora.target_parameters names experts"),
+    (None, ["lora={target_parameters: 3}"], "lora.target_parameters: ..."),
+    (None, ["lora={target_parameters: [down_proj], dropout: 0.1}"],
+     "lora.dropout: not available with lora.target_parameters: it cannot be computed for experts without a whole "
+     "weight of each"),
+    (None, ["lora={target_parameters: down_proj, dora: true}"],
+     "lora.dora: not available with lora.target_parameters: it cannot be computed for experts without a whole "
+     "weight of each"),
     (None, ["lora={modules_to_save: {a: b}}"], "lora.modules_to_save: ..."),
     (None, ["lora.path=gone"],
      "lora.path=gone: no such folder with an adapter_config.json: gone (looked for in CWD)"),
