@@ -405,12 +405,21 @@ def embeddings(model: nn.Module) -> tuple[Any, Any]:
     return named("get_input_embeddings"), named("get_output_embeddings")
 
 
+def reads_embedding(model: nn.Module) -> bool:
+    """Whether the model reads a row of its input embedding's weight beside looking tokens up: Gemma 3n
+    and 4 with a vision tower, for the inputs of layers. The weight must be whole then."""
+    text: Any = text_config(model)
+    of_layers = getattr(text, "hidden_size_per_layer_input", None)
+    return bool(of_layers) and text is not getattr(model, "config", None)
+
+
 def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
     """The modules outside of the blocks that can be sharded as units: the input embedding, the
-    last norm if it is found, and the output embedding; none if the embeddings share a weight."""
+    last norm if it is found, and the output embedding; none if the embeddings share a weight, or if
+    the model reads that of the first by itself."""
     first, last = embeddings(model)
     embeds = isinstance(first, nn.Embedding) and last is not None
-    if not blocks or not embeds or first.weight is last.weight:
+    if not blocks or not embeds or first.weight is last.weight or reads_embedding(model):
         return ()
     units = (first, last, *blocks.values(), *modules_without_text(model))
     inside = {child for unit in units for child in unit.modules()}

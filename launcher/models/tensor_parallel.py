@@ -30,6 +30,7 @@ from launcher.models.build import (
     largest_of_layers,
     layer_configs,
     modules_without_text,
+    reads_embedding,
 )
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import row_unit, shape_of, with_parts
@@ -251,6 +252,16 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
     cannot be divided by this number."""
     name, (first, head) = type(model).__name__, embeddings(model)
     problems: dict[str, str] = {}
+    if EMBEDDING in styles.values() and reads_embedding(model):
+        raise RecipeError(
+            f"{KEY}: {name} reads the weight of its embedding beside looking tokens up, which each "
+            "rank has a part of; use 1"
+        )
+    if any(getattr(_text_config(model), "activation_sparsity_pattern", None) or ()):
+        raise RecipeError(
+            f"{KEY}: {name} keeps the largest activations of a layer (activation_sparsity_pattern), "
+            "of which each rank has a part; use 1"
+        )
     modules = dict(model.named_modules())
     if not any(modules.get(path) not in (first, head) for path in styles):
         raise RecipeError(f"{KEY}: transformers has no plan for the layers of {name}; use 1")
