@@ -167,6 +167,7 @@ $(OLDEST_INSTALLED): pyproject.toml constraints.txt
 test-versions: $(OLDEST_INSTALLED)
 	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py \
 		tests/unit/strategies tests/unit/models tests/unit/optimizers
+	$(OLDEST_VENV)/bin/python -m pytest -ra tests/distributed/test_gemma.py
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null
 # Uses PYTHON if its torch is built for CUDA, otherwise the environment of `make install-cuda`

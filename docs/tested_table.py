@@ -16,7 +16,13 @@ import yaml
 from _pytest.mark import ParameterSet
 
 from tests import multimodal
-from tests.distributed import architectures_worker, layouts, nf4_worker, test_architectures
+from tests.distributed import (
+    architectures_worker,
+    gemma_worker,
+    layouts,
+    nf4_worker,
+    test_architectures,
+)
 from tests.unit.models import (
     recurrent_families,
     test_experts,
@@ -83,6 +89,7 @@ def table() -> dict[str, dict[str, str]]:
             *test_packed_attention.MODELS,
             *test_packed_attention.WITHOUT_POSITIONS,
             *recurrent_families.FAMILIES,
+            *(name.split(",")[0] for name in gemma_worker.MODELS),
         ],
         "classes": marked(tests.test_new_classification_head_on_base_model),
         "masked": [config.model_type for config in test_masked_lm.CONFIGS],

@@ -71,7 +71,7 @@ def verify_export(
     options: dict[str, Any] = {}
     if is_classifier(model) and adapter:
         options["num_labels"] = class_count(model)
-    auto = auto_class(config.model_type, recipe.model.task)
+    auto = auto_class(config, recipe.model.task)
     del model, stored  # the fresh process needs as much memory
     trusted = recipe.model.trust_remote_code
     arguments = out.resolve(), ids, auto, options, tokenizer is not None, trusted

@@ -157,7 +157,7 @@ def plannable(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with a known config in place of a model that is not here, and without packing if
     the model cannot have it; and a note or an empty text. Raises RecipeError."""
     planned, config, note = _with_config(recipe)
-    if why_not_packed(config.get("model_type")) is not None:
+    if why_not_packed(config) is not None:
         unpacked = dataclasses.replace(planned.data, packing=False)
         planned = dataclasses.replace(planned, data=unpacked)
     return planned, note

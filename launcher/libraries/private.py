@@ -12,6 +12,7 @@ it loses, and trains on.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -515,8 +516,10 @@ def block_classes(model: nn.Module) -> set[str]:
 
 def initializes_weights(model: nn.Module) -> bool:
     """Whether a model has code for `initialize_weights`. Other modules have a
-    `reset_parameters()`."""
-    return hasattr(model, "_init_weights")
+    `reset_parameters()`. A method of this name without an argument initializes only the module that
+    it is called on, and the model around it calls it (MiniCPM-V)."""
+    draw = getattr(model, "_init_weights", None)
+    return callable(draw) and bool(inspect.signature(draw).parameters)
 
 
 def initialize_weights(model: nn.Module, module: nn.Module) -> None:

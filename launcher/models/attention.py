@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -30,9 +31,14 @@ from launcher.libraries.private import (
     tree_map_only,
 )
 from launcher.models import tracing
+from launcher.models.build import (
+    has_other_inputs,
+    largest_of_layers,
+    layer_configs,
+    text_config,
+)
 from launcher.models.micro_batch import Masking
 from launcher.models.recurrent import can_separate_documents, documents_at
-from launcher.recipe.model_config import IMAGE_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -176,11 +182,8 @@ def refuse_other_layers(
 
 def _exceeds_chunk(model: PreTrainedModel, sequence_length: int) -> bool:
     """Whether layers attend within chunks that are shorter than the rows (Llama 4)."""
-    config = model.config.get_text_config(decoder=True)
-    chunk: int | None = getattr(config, "attention_chunk_size", None)
-    if chunk is None or "chunked_attention" not in _layer_types(model):
-        return False
-    return sequence_length > chunk
+    chunk = largest_of_layers(text_config(model), "attention_chunk_size")
+    return bool(chunk) and "chunked_attention" in _layer_types(model) and sequence_length > chunk
 
 
 def _counts_by_document() -> bool:
@@ -231,28 +234,38 @@ def attention_kernels(
     model: nn.Module, *, packed: bool, device: torch.device, compute_dtype: torch.dtype
 ) -> str:
     """The kernels that attention uses on this GPU, for the summary of a run."""
-    config = getattr(model, "config", None)
-    implementation = attention_implementation(model)
-    without_mask = implementation in (VARLEN, DIVIDED_ROWS)
-    if config is None or not (without_mask or implementation == "sdpa"):
+    config, implementation = text_config(model), attention_implementation(model)
+    if config is None or implementation not in (VARLEN, DIVIDED_ROWS, "sdpa"):
         return f"{implementation or 'that of the model'}, chosen by model.attention"
-    config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", 1)
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
-    if not all(isinstance(each, int) for each in (heads, groups, size)):  # they differ by layer
+    without_mask = implementation != "sdpa"
+    sizes = [_sizes_of_heads(layer) for layer in layer_configs(config)]
+    if not all(isinstance(each, int) for each in itertools.chain(*sizes)):  # lists, by layer
         return "scaled_dot_product_attention"
     options: dict[str, Any] = {"device": device, "dtype": compute_dtype, "requires_grad": True}
-    query = torch.empty(1, heads, 128, size, **options)
-    grouped = groups < heads and without_mask and _takes_groups(query, query)
-    key = torch.empty(1, groups if grouped else heads, 128, size, **options)
-    mask = None if without_mask else torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool)
-    chosen = attention_choice(query, key, mask, is_causal=without_mask, enable_gqa=grouped)
-    dense = chosen.lower().replace("_", " ")
+    kernels = dict.fromkeys(_dense_kernel(*each, not without_mask, options) for each in set(sizes))
+    dense = " and ".join(kernels)
     if not packed or not without_mask:
         return f"{dense} of scaled_dot_product_attention{'' if without_mask else ', with a mask'}"
     version = (torch.nn.attention.current_flash_attention_impl() or "FA2").removeprefix("FA")
     return f"packed rows FlashAttention-{version} (varlen_attn), other rows {dense}"
+
+
+def _sizes_of_heads(config: Any) -> tuple[int, int, int]:
+    """The numbers of query heads and of key heads, and their size."""
+    heads = getattr(config, "num_attention_heads", 1)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+    return heads, groups, size
+
+
+def _dense_kernel(heads: int, groups: int, size: int, masked: bool, options: Call) -> str:
+    """The kernel that computes attention of rows, with a mask or causal. options: of tensors."""
+    query = torch.empty(1, heads, 128, size, **options)
+    grouped = groups < heads and not masked and _takes_groups(query, query)
+    key = torch.empty(1, groups if grouped else heads, 128, size, **options)
+    mask = torch.ones(1, 1, 128, 128, device=query.device, dtype=torch.bool) if masked else None
+    chosen = attention_choice(query, key, mask, is_causal=not masked, enable_gqa=grouped)
+    return chosen.lower().replace("_", " ")
 
 
 def drop_causal_mask(model: PreTrainedModel) -> None:
@@ -265,13 +278,13 @@ def drop_causal_mask(model: PreTrainedModel) -> None:
     config = getattr(model, "config", None)
     if config is None or attention_implementation(model) != "sdpa":
         return
-    layers, kind, text = set(_layer_types(model)), config.model_type, config.get_text_config()
-    known, config = text is config or kind in IMAGE_TEXT, text
+    layers, text = set(_layer_types(model)), config.get_text_config()
+    known, config = text is config or has_other_inputs(config), text
     both_ways = getattr(config, "use_bidirectional_attention", False)
     causal = getattr(config, "is_causal", True) and not both_ways
     if not known or not causal or not layers <= {"full_attention", "sliding_attention"}:
         return
-    slides = "sliding_attention" in layers or getattr(config, "sliding_window", None) is not None
+    slides = "sliding_attention" in layers or largest_of_layers(config, "sliding_window") > 0
     _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
+import inspect
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from launcher.models.nf4 import shape_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
-from launcher.recipe.model_config import IMAGE_TEXT, value_problems
+from launcher.recipe.model_config import value_problems
 from launcher.recipe.schema import Model
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 _DECODERS = {"gpt_neox", "gpt_neox_japanese"}
 """Decoders whose configs have an `is_decoder` of false, which their code does not read."""
+_NOT_ON_TEXT = {
+    "ernie4_5_vl_moe": "its layers have experts of images, which text does not use",
+    "git": "its layers and its vision tower are one model",
+    "diffusion_gemma": "it denoises blocks of tokens, and does not predict the next one",
+    "kosmos-2": "it needs an image in each forward pass",
+    "paligemma": "its tokens of a text see the ones after them",
+}
+"""Types of models of images and text that cannot be trained on text alone, and why, where neither
+their config nor the arguments of their class say so (transformers 5.23)."""
 
 
 def is_pretrained(model: Model) -> bool:
@@ -78,12 +88,13 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
         _refuse_config(model, config)
         attention = _attention(model.attention, config)
         with torch.device("meta"):
-            built: PreTrainedModel = auto_class(config.model_type, model.task).from_config(
+            built: PreTrainedModel = auto_class(config, model.task).from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention,
                 trust_remote_code=model.trust_remote_code,
             )
+        _refuse_other_inputs(built, key)
     record_conversions(built)
     built.config.architectures = [type(built).__name__]
     _check_positions(built, length, folder)
@@ -94,14 +105,24 @@ def _from_transformers(model: Model, labels: Sequence[str] | None, length: int) 
     return built  # type: ignore[no-any-return]
 
 
-def auto_class(model_type: str, task: str) -> Any:
-    """The class of transformers that makes models of this type for a task."""
+def auto_class(config: PreTrainedConfig, task: str) -> Any:
+    """The class of transformers that makes models of this config for a task."""
     import transformers
 
     kind = {"causal_lm": "CausalLM", "masked_lm": "MaskedLM"}.get(task, "SequenceClassification")
-    if task == "causal_lm" and model_type in IMAGE_TEXT:
+    if task == "causal_lm" and has_other_inputs(config):
         kind = "ImageTextToText"
     return getattr(transformers, f"AutoModelFor{kind}")
+
+
+def has_other_inputs(config: PreTrainedConfig) -> bool:
+    """Whether models of this config are models of images and text for transformers, with a text
+    model that has a config of its own. They are built whole, and their text model is trained."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT,
+    )
+
+    return config.model_type in IMAGE_TEXT and config.get_text_config(decoder=True) is not config
 
 
 def text_config(model: nn.Module) -> Any:
@@ -109,6 +130,26 @@ def text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     read = getattr(config, "get_text_config", None)
     return config if read is None else read(decoder=True)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each layer, if they differ (the heads of Gemma 4); else the config alone. Of a
+    config whose layers differ, transformers refuses to read what differs."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config]
+
+
+def largest_of_layers(config: Any, name: str) -> int:
+    """A number of the config, the largest of all layers if they differ; 0 if there is none."""
+    found = (getattr(layer, name, None) for layer in layer_configs(config))
+    return max((value for value in found if isinstance(value, int)), default=0)
+
+
+def experts_of_token(config: Any) -> int:
+    """The number of experts that a token is sent to; 0 if the config has none."""
+    names = ("num_experts_per_tok", "top_k_experts")  # the second is of Gemma 4
+    return max(largest_of_layers(config, name) for name in names)
 
 
 def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -> None:
@@ -185,6 +226,11 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
 
     key = "model.config" if model.path is None else "model.path"
     causal, kind = model.task == "causal_lm", config.model_type
+    why = _NOT_ON_TEXT.get(kind)
+    if has_other_inputs(config) and config.is_encoder_decoder:
+        why = "it is an encoder-decoder"
+    if causal and why is not None:
+        raise RecipeError(f"{key}: {kind} cannot be trained on text alone: {why}")
     if causal and kind not in _DECODERS and getattr(config, "is_decoder", None) is False:
         instead = "give a causal language model"
         instead = instead if model.path else "set model.config.is_decoder=true"
@@ -195,13 +241,33 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
     where = f"{key}." if model.path is None else f"{key}: {model.path}/config.json: "
     if problems := [f"{where}{name}: {what}" for name, what in value_problems(config.to_dict())]:
         raise RecipeError(problems)
-    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in IMAGE_TEXT
-    if not causal or known or hasattr(config, "auto_map"):
-        return
-    instead = "give one, such as llama or qwen3"
-    if config.get_text_config(decoder=True) is not config:
-        instead = f"of models with other inputs, {', '.join(IMAGE_TEXT)} are supported, for text"
-    raise RecipeError(f"{key}: {kind} is not a causal language model of transformers; {instead}")
+    if (
+        causal
+        and not has_other_inputs(config)
+        and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and not hasattr(config, "auto_map")
+    ):
+        what = "is not a causal language model of transformers"
+        if config.get_text_config(decoder=True) is not config:
+            what = "is neither a causal language model of transformers, nor one of images and text"
+        raise RecipeError(f"{key}: {kind} {what}; give one, such as llama or qwen3")
+
+
+def _refuse_other_inputs(model: PreTrainedModel, key: str) -> None:
+    """Raises RecipeError if the model's class needs more than the ids of tokens."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    needed = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and parameter.name not in ("self", "input_ids")
+    ]
+    if needed:
+        raise RecipeError(
+            f"{key}: {model.config.model_type} cannot be trained on text alone: "
+            f"{type(model).__name__} needs {', '.join(needed)} in each forward pass"
+        )
 
 
 def _attention(wanted: str, config: PreTrainedConfig) -> str | None:
@@ -286,15 +352,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def parts_without_text(model: nn.Module) -> list[str]:
-    """Names of the parameters that text does not use, such as those of a vision tower."""
+    """Names of the parameters that text does not use, such as those of a vision tower and of layers
+    that attend to images."""
     text = text_config(model)
     if text is None or text is getattr(model, "config", None):
         return []
-    used_modules = [model.get_decoder(), *embeddings(model)]  # type: ignore[operator]
+    decoder: Any = model.get_decoder()  # type: ignore[operator]
+    used_modules = [decoder, *embeddings(model)]
     if is_classifier(model):
         base = model.base_model_prefix
         used_modules += [child for name, child in model.named_children() if name != base]
     used = {id(p) for module in used_modules if module is not None for p in module.parameters()}
+    for index in getattr(text, "cross_attention_layers", None) or ():  # to images (Mllama)
+        used -= {id(p) for p in decoder.layers[index].parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
 
 
@@ -335,12 +405,21 @@ def embeddings(model: nn.Module) -> tuple[Any, Any]:
     return named("get_input_embeddings"), named("get_output_embeddings")
 
 
+def reads_embedding(model: nn.Module) -> bool:
+    """Whether the model reads a row of its input embedding's weight beside looking tokens up: Gemma 3n
+    and 4 with a vision tower, for the inputs of layers. The weight must be whole then."""
+    text: Any = text_config(model)
+    of_layers = getattr(text, "hidden_size_per_layer_input", None)
+    return bool(of_layers) and text is not getattr(model, "config", None)
+
+
 def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> tuple[nn.Module, ...]:
     """The modules outside of the blocks that can be sharded as units: the input embedding, the
-    last norm if it is found, and the output embedding; none if the embeddings share a weight."""
+    last norm if it is found, and the output embedding; none if the embeddings share a weight, or if
+    the model reads that of the first by itself."""
     first, last = embeddings(model)
     embeds = isinstance(first, nn.Embedding) and last is not None
-    if not blocks or not embeds or first.weight is last.weight:
+    if not blocks or not embeds or first.weight is last.weight or reads_embedding(model):
         return ()
     units = (first, last, *blocks.values(), *modules_without_text(model))
     inside = {child for unit in units for child in unit.modules()}
@@ -443,32 +522,38 @@ def recomputed_flops(model: nn.Module, blocks: Collection[nn.Module]) -> TokenFl
 def _attention_layers(config: Any) -> Iterator[tuple[float, float]]:
     """For each layer with attention: the sizes of its keys and values of all heads, added, and its
     window (infinity: none). A recurrent layer has parameters only."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    head = getattr(config, "head_dim", None) or config.hidden_size / heads
-    keys = values = heads * head
-    if rotated := getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
-        keys = heads * (getattr(config, "qk_nope_head_dim", 0) + rotated)
-        values = heads * (getattr(config, "v_head_dim", None) or head)
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
+    layers = layer_configs(config)
     names = ("layer_types", "layers_block_type")
     types = next((found for name in names if (found := getattr(config, name, None))), None)
+    slides = getattr(config, "use_sliding_window", True)
     if types is None:
-        types = ["sliding_attention" if window else "attention"] * config.num_hidden_layers
-    windows = {
-        "sliding_attention": window,
-        "hybrid_sliding": window,
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-        "indexed_attention": getattr(config, "index_topk", None),
-    }
-    for kind in types:
-        if kind == "full_attention" and (wide := getattr(config, "global_head_dim", None)):
-            yield 2 * heads * wide, math.inf
-        elif kind not in _WITHOUT_ATTENTION:
-            yield keys + values, float(windows.get(kind) or math.inf)
+        windows = slides and largest_of_layers(config, "sliding_window")
+        types = ["sliding_attention" if windows else "attention"] * config.num_hidden_layers
+    if len(layers) == 1:
+        layers = layers * len(types)
+    for kind, layer in zip(types, layers, strict=True):
+        if kind in _WITHOUT_ATTENTION:
+            continue
+        heads = getattr(layer, "num_attention_heads", None) or 1
+        head = getattr(layer, "head_dim", None) or layer.hidden_size / heads
+        if kind == "full_attention":  # Gemma 4 in transformers 5.17
+            head = getattr(layer, "global_head_dim", None) or head
+        keys = values = heads * head
+        if rotated := getattr(layer, "qk_rope_head_dim", None):  # multi-head latent attention
+            keys = heads * (getattr(layer, "qk_nope_head_dim", 0) + rotated)
+            values = heads * (getattr(layer, "v_head_dim", None) or head)
+        limit = _WINDOWS.get(kind, "")
+        window = getattr(layer, limit, None) if slides or limit != "sliding_window" else None
+        yield keys + values, float(window or math.inf)
 
 
+_WINDOWS = {
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+    "indexed_attention": "index_topk",
+}
+"""By type of layer: the key of a config with the number of tokens that a token attends to."""
 _WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense")
 """Types of layers whose operations do not depend on the length of a document."""
 
@@ -478,7 +563,7 @@ def _used_parameters(
 ) -> Iterator[tuple[str, nn.Parameter, float]]:
     """Each parameter by name, and how many of its elements a token uses: some of the experts."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for name in counts if (n := getattr(config, name, None))), 1)
-    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    experts = next((n for name in counts if (n := largest_of_layers(config, name))), 1)
+    share = (experts_of_token(config) or experts) / experts
     for name, parameter in module.named_parameters():
         yield name, parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)

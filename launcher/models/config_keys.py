@@ -6,7 +6,6 @@ import dataclasses
 
 from launcher.errors import RecipeError, suggestion
 from launcher.recipe.load import LoadedRecipe
-from launcher.recipe.model_config import IMAGE_TEXT
 
 UNDECLARED = {
     "model_type",
@@ -37,8 +36,10 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         what = f"must be a model type of transformers; got {model_type}{near}"
         raise loaded.refuse(("model", "config", "model_type"), what)
     task = "sequence_classification" if model.classifies else model.task
-    mapping = getattr(modeling_auto, f"MODEL_FOR_{task.upper()}_MAPPING_NAMES")
-    if model_type not in mapping and (model.task != "causal_lm" or model_type not in IMAGE_TEXT):
+    mappings = [f"MODEL_FOR_{task.upper()}_MAPPING_NAMES"]
+    if task == "causal_lm":  # some of these are refused when the model is built, with the reason
+        mappings.append("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+    if not any(model_type in getattr(modeling_auto, mapping) for mapping in mappings):
         what = f"{model_type} is not available with model.task: {model.task}"
         raise loaded.refuse(("model", "config", "model_type"), what)
     config_class = CONFIG_MAPPING[model_type]

@@ -114,9 +114,11 @@ def open_checkpoint(
     conversions, unexpected, problems = load_conversions(model, stored.tensors)
     state: dict[str, torch.Tensor] = model.state_dict()
     embedded = vocabulary_names(model) if new_ids else ()
+    shapes = set[torch.Size]()  # of the embeddings, before they grow
     for each in conversions:
         if each.converter is None and each.first in embedded:
             (name,) = each.names()
+            shapes.add(stored.tensors[name].shape)
             stored.extend(name, new_ids)
             each.targets = {each.first: stored.tensors[name]}
     made = {name: list(value.shape) for each in conversions for name, value in each.targets.items()}
@@ -133,6 +135,13 @@ def open_checkpoint(
     problems += _missing(model, state.keys() - loaded - failed, notes)
     others, copied = _unexpected(model, unexpected, notes)
     problems += others
+    # Layers that predict further tokens have embeddings of their own (DeepSeek-V3). A server that
+    # loads them expects as many rows as the model has tokens
+    tables = [name for name in copied if stored.tensors[name].shape in shapes]
+    for name in tables:
+        stored.extend(name, new_ids)
+    if tables:
+        notes.append(f"rows of new tokens are the mean of the others: {_listing(tables)}")
     if problems:
         title = f"{key}: {folder} does not fit a {type(model).__name__} with its config:"
         raise RecipeError([title, *sorted(problems)])

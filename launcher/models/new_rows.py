@@ -6,6 +6,7 @@ With adapters, the rows are parameters of their own beside the frozen embedding,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,11 +34,28 @@ def grow_vocabulary(model: PreTrainedModel, new_ids: range) -> None:
         raise RecipeError(f"model.new_tokens: {type(model).__name__} names no input embedding")
     if new_ids and embedding.num_embeddings < new_ids.stop:
         model.resize_token_embeddings(new_ids.stop, mean_resizing=False)
+    for module in _tables(model) if new_ids else ():
+        if isinstance(module, nn.Embedding) and module.num_embeddings < new_ids.stop:
+            raise RecipeError(
+                f"model.new_tokens: {type(model).__name__} has another embedding for the inputs of "
+                f"its layers, with {module.num_embeddings} rows, which this version of transformers "
+                "does not enlarge; update transformers"
+            )
+
+
+def _tables(model: nn.Module) -> list[Any]:
+    """The modules that have a row for each token: the embeddings, and that of the inputs of layers
+    (Gemma 3n and 4)."""
+    modules = [module for module in embeddings(model) if module is not None]
+    with contextlib.suppress(AttributeError):  # larger ones of Gemma 4 have none
+        of_layers: Any = model.get_per_layer_input_embeddings
+        modules.append(of_layers())
+    return modules
 
 
 def vocabulary_names(model: nn.Module) -> set[str]:
     """Names of the weights and biases of the embeddings; of a tied one, all names."""
-    modules = [module for module in embeddings(model) if module is not None]
+    modules = _tables(model)
     ids = {id(parameter) for module in modules for parameter in module.parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {clean_name(name) for name, parameter in named if id(parameter) in ids}
@@ -51,8 +69,8 @@ def add_new_rows(model: Any, new_ids: range, saved: Collection[str]) -> dict[str
     names = {module: name for name, module in model.named_modules()}
     made: dict[int, nn.Parameter] = {}  # by id of the weight: tied ones share them
     module: Any
-    for module in embeddings(model) if new_ids else ():
-        if module is None or names[module] in saved:
+    for module in _tables(model) if new_ids else ():
+        if names[module] in saved:
             continue
         instead = "leave it out of lora.target_modules"
         what = "" if type(module) is nn.Linear or isinstance(module, nn.Embedding) else "an adapter"

@@ -25,7 +25,13 @@ from launcher.errors import RecipeError
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
 from launcher.models.applied import applied
-from launcher.models.build import embeddings
+from launcher.models.build import (
+    embeddings,
+    largest_of_layers,
+    layer_configs,
+    modules_without_text,
+    reads_embedding,
+)
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import row_unit, shape_of, with_parts
 from launcher.models.nf4_layers import Nf4Linear
@@ -44,10 +50,19 @@ Forward = Callable[..., torch.Tensor]
 
 
 def find_layers(model: nn.Module) -> dict[str, str]:
-    """The entry of transformers' plan for each module and parameter of the model that has one."""
+    """The entry of transformers' plan for each module and parameter of the model that has one, but
+    for those of a vision tower, which text does not use."""
     plan = getattr(model, "tp_plan", None) or {}
-    tensors = model.named_parameters(remove_duplicate=False)
-    names = [name for name, _ in (*model.named_modules(), *tensors)]
+    towers = {inner for module in modules_without_text(model) for inner in module.modules()}
+    modules = {name: module for name, module in model.named_modules() if module not in towers}
+    names = [
+        *modules,
+        *(
+            name
+            for name, _ in model.named_parameters(remove_duplicate=False)
+            if name.rpartition(".")[0] in modules
+        ),
+    ]
     patterns = {name: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
     return {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
 
@@ -188,12 +203,10 @@ class _Division:
     def _divide_column(self, name: str, module: Any, *, gather: bool) -> None:
         layer, size, rows = _base(module), self._group.size(), None
         ups, downs = _adapters(module, "lora_B"), _adapters(module, "lora_A")
+        self._adapt_groups(name, layer)
         if (heads := self._few.get(name)) is not None:
             rows = chunks(layer.out_features, heads)[self._rank * heads // size]
             self._add_partial(layer, *ups)
-            parent: Any = self._model.get_submodule(name.rpartition(".")[0])
-            if name.endswith("k_proj"):
-                parent.num_key_value_groups = parent.num_key_value_groups * heads // size
         self._add_partial(*downs)
         for adapter in ups:
             if rows is None:
@@ -203,6 +216,19 @@ class _Division:
         widths = [len(part) for part in chunks(layer.out_features, size)] if gather else None
         shared = self._input_of(name)
         module.forward = partial(_column, module.forward, self._group, shared, widths)
+
+    def _adapt_groups(self, name: str, layer: Any) -> None:
+        """With fewer key heads than ranks, a key head of a rank belongs to all its query heads. A
+        layer without `k_proj` takes keys from another one with as many heads (Gemma 4)."""
+        parent: Any = self._model.get_submodule(name.rpartition(".")[0])
+        width = getattr(parent, "head_dim", None)
+        groups = getattr(parent, "num_key_value_groups", None)
+        if not name.endswith("q_proj") or not width or not groups:
+            return
+        heads, size = layer.out_features // width, self._group.size()
+        key_heads = heads // groups
+        if key_heads % size and size % key_heads == 0:
+            parent.num_key_value_groups = heads // size
 
     def _input_of(self, name: str) -> _SharedInput:
         parent = name.rpartition(".")[0]
@@ -243,6 +269,16 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
     cannot be divided by this number."""
     name, (first, head) = type(model).__name__, embeddings(model)
     problems: dict[str, str] = {}
+    if EMBEDDING in styles.values() and reads_embedding(model):
+        raise RecipeError(
+            f"{KEY}: {name} reads the weight of its embedding beside looking tokens up, which each "
+            "rank has a part of; use 1"
+        )
+    if any(getattr(_text_config(model), "activation_sparsity_pattern", None) or ()):
+        raise RecipeError(
+            f"{KEY}: {name} keeps the largest activations of a layer (activation_sparsity_pattern), "
+            "of which each rank has a part; use 1"
+        )
     modules = dict(model.named_modules())
     if not any(modules.get(path) not in (first, head) for path in styles):
         raise RecipeError(f"{KEY}: transformers has no plan for the layers of {name}; use 1")
@@ -270,22 +306,20 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
             f"{KEY}: the plan for {name} has what is not supported: {what}; {instead}"
         )
     if (uneven := _indivisible(model, styles, size)) is not None:
-        config = _text_config(model)
-        fits = range(1, config.num_attention_heads + 1)
+        fits = range(1, largest_of_layers(_text_config(model), "num_attention_heads") + 1)
         sizes = ", ".join(str(n) for n in fits if _indivisible(model, styles, n) is None)
         raise RecipeError(f"{KEY}: {size} does not divide {uneven} of {name}; use one of {sizes}")
 
 
 def _indivisible(model: nn.Module, styles: Styles, size: int) -> str | None:
     """What this number of ranks does not divide; None if it divides all."""
-    config = _text_config(model)
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
     few = _few_heads(model, styles, size)
-    if divides_attention(styles):
+    for layer in layer_configs(_text_config(model)) if divides_attention(styles) else ():
+        heads = layer.num_attention_heads
+        key_heads = getattr(layer, "num_key_value_heads", None) or heads
         if heads % size:
             return f"the {heads} attention heads"
-        if key_heads % size and not few:
+        if key_heads % size and (not few or size % key_heads):
             return f"the {key_heads} key and value heads"
     for path, style in styles.items():
         if style in _DIMENSION and path not in few:

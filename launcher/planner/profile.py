@@ -13,7 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from launcher.models.build import embeddings, modules_without_text, text_config
+from launcher.models.build import (
+    embeddings,
+    experts_of_token,
+    largest_of_layers,
+    layer_configs,
+    modules_without_text,
+    text_config,
+)
 from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
@@ -318,9 +325,6 @@ def _profile_of_shapes(
 
     config = text_config(model)
 
-    def configured(name: str) -> int:
-        return getattr(config, name, None) or 0
-
     units = [model.get_submodule(name) for name in prepared.blocks]
     blocks = [group(block.parameters()) for block in units]
     classes = tuple(dict.fromkeys(blocks))
@@ -328,7 +332,11 @@ def _profile_of_shapes(
     first = embeddings(model)[:1] if prepared.outer_units else ()
     unused = modules_without_text(model)
     inside = {id(p) for unit in (*first, *units, *unused) for p in unit.parameters()}
-    hidden, heads = configured("hidden_size"), configured("num_attention_heads")
+    hidden = largest_of_layers(config, "hidden_size")
+    heads = largest_of_layers(config, "num_attention_heads")
+    # The mean of layers: those of Gemma 4 with full attention have wider heads
+    widths = [getattr(layer, "head_dim", None) or 0 for layer in layer_configs(config)]
+    head_size = round(sum(widths) / len(widths)) or (hidden // heads if heads else 0)
     return ModelProfile(
         device=device,
         block_classes=kinds,
@@ -340,9 +348,9 @@ def _profile_of_shapes(
         chunked_loss=prepared.chunked_loss,
         hidden=hidden,
         vocabulary=_logits_per_token(recipe, prepared),
-        heads=(heads, configured("head_dim") or (hidden // heads if heads else 0)),
+        heads=(heads, head_size),
         packed_attention=prepared.masking == "varlen",
-        experts=configured("num_experts_per_tok") or 1,
+        experts=experts_of_token(config) or 1,
         saved={},
     )
 

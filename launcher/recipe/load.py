@@ -437,7 +437,7 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
     if model.get("builder") is not None:
         why = "a model of model.builder gets a document in each row"
     elif task == "causal_lm":
-        why = why_not_packed(_model_type(model, hub=hub))
+        why = why_not_packed(_model_config(model, hub=hub))
     elif task == "masked_lm" and given == "auto":  # true has its own error
         why = "attention of model.task: masked_lm goes to both sides"
     if why is not None and given == "auto":
@@ -447,8 +447,8 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
         yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
 
 
-def _model_type(model: Mapping[str, Any], *, hub: bool) -> str | None:
-    """`model_type` in model.config, or in the config of model.path; None: it is not known here."""
+def _model_config(model: Mapping[str, Any], *, hub: bool) -> Mapping[str, object]:
+    """model.config if it is whole, or else the config of model.path; empty: it is not known here."""
     config, path = model.get("config"), model.get("path")
     if isinstance(path, str) and not (isinstance(config, dict) and "model_type" in config):
         # What is wrong with the path or its config is reported when the model is built
@@ -456,8 +456,7 @@ def _model_type(model: Mapping[str, Any], *, hub: bool) -> str | None:
             file = config_file(path, fetch=hub)
             if file is not None and file.is_file():
                 config = json.loads(file.read_text(encoding="utf-8"))
-    found = config.get("model_type") if isinstance(config, dict) else None
-    return found if isinstance(found, str) else None
+    return config if isinstance(config, dict) else {}
 
 
 def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 
 from launcher.recipe.section import LARGEST_INT
 
-IMAGE_TEXT = ("gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types of images and text whose text model can be trained, with their own class."""
 _CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
 _SELECT_TOKENS = {
     "axk2",
@@ -29,6 +27,7 @@ _SELECT_TOKENS = {
     "mistral_large4_text",
     "qwen4_exp",
     "qwen4_exp_text",
+    "unlimited_ocr",
 }
 _MASK_WITHOUT_DOCUMENTS = {
     "bert",
@@ -126,15 +125,21 @@ Found = Iterator[tuple[tuple[str, ...], str]]
 """Paths of wrong keys, and what is wrong with each."""
 
 
-def why_not_packed(model_type: str | None) -> str | None:
-    """Why causal models of this type cannot keep the documents of a packed row apart; None: they can,
-    or the type is not known. Read in transformers 5.23; those with masks were tried."""
-    if model_type in _CARRY_A_STATE:
-        return f"layers of {model_type} carry a state from one document to the next"
-    if model_type in _SELECT_TOKENS:
-        return f"attention of {model_type} selects tokens without regard to documents"
-    if model_type in _MASK_WITHOUT_DOCUMENTS:
-        return f"attention masks of {model_type} do not tell documents apart"
+def why_not_packed(config: Mapping[str, object]) -> str | None:
+    """Why causal models with this config, of config.json or model.config, cannot keep the documents of
+    a packed row apart; None: they can, or the type is not known. Read in transformers 5.23; those with
+    masks were tried."""
+    text = config.get("text_config")
+    parts = (config, text) if isinstance(text, Mapping) else (config,)
+    for model_type in (part.get("model_type") for part in parts):
+        if not isinstance(model_type, str):
+            continue
+        if model_type in _CARRY_A_STATE:
+            return f"layers of {model_type} carry a state from one document to the next"
+        if model_type in _SELECT_TOKENS:
+            return f"attention of {model_type} selects tokens without regard to documents"
+        if model_type in _MASK_WITHOUT_DOCUMENTS:
+            return f"attention masks of {model_type} do not tell documents apart"
     return None
 
 

@@ -17,10 +17,14 @@ from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
+from launcher.models.new_rows import grow_vocabulary
 from launcher.models.precision import kept_in_float32
 from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training.model import prepare_model, prepare_teacher
+from tests import multimodal
+from tests.unit.models.recurrent_families import FAMILIES
+from tests.unit.models.recurrent_families import build as build_recurrent
 from tests.unit.models.test_export import create_checkpoint, recipe_of
 from tests.unit.models.test_load import CPU, FIELDS, LATENT, change, save
 
@@ -32,6 +36,8 @@ TEXT = FIELDS | RECURRENT | {"mtp_num_hidden_layers": 1}
 VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
 VISION |= {"out_hidden_size": 32, "patch_size": 14, "num_position_embeddings": 16}
 MTP = ("mtp.fc.weight", "mtp.layers.0.norm.weight")
+SHARED = ("model.language_model.layers.2.self_attn.k_proj.weight",)
+"""Keys of a layer that takes those of another one, which checkpoints of Gemma 4 have."""
 
 
 def save_source(folder, kind):
@@ -45,6 +51,16 @@ def save_source(folder, kind):
     elif kind == "deepseek_v3":
         save(folder, model_type=kind, num_nextn_predict_layers=1, **LATENT, **HALF)
         names = ("model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight")
+    elif kind in multimodal.MODELS:
+        config = transformers.AutoConfig.for_model(kind, **multimodal.MODELS[kind])
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model.to(torch.bfloat16).save_pretrained(folder)
+        names = SHARED if kind == "gemma4" else ()
+    elif kind in FAMILIES:
+        model = build_recurrent(kind).to(torch.bfloat16)
+        model.config.time_step_limit = (0.0, 1.0)  # transformers cannot read the infinity it writes
+        model.save_pretrained(folder)
+        names = MTP
     elif kind == "minimax_m2":
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "head_dim": 8}
         save(folder, model_type=kind, **sizes, **HALF)
@@ -60,7 +76,15 @@ def save_source(folder, kind):
     return folder
 
 
-@pytest.fixture(params=["qwen3_5", "deepseek_v3", "minimax_m2"])
+LONG = ["glm4v_moe", "mllama", "nemotron_h", "qwen3_next", "llama4"]
+
+
+@pytest.fixture(
+    params=[
+        *("qwen3_5", "deepseek_v3", "minimax_m2", "gemma4"),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG),
+    ]
+)
 def source(request, tmp_path):
     return save_source(tmp_path / "source", request.param)
 
@@ -77,8 +101,8 @@ def loaded(folder, *, lora=False):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_exports_are_whole_and_keep_dtypes(source, tmp_path, messages, lora):
-    """MTP layers, towers, router biases and the decay of recurrent states. Frozen weights are not
-    rounded either."""
+    """MTP layers, router biases and the decay of recurrent states. Frozen weights are not rounded
+    either."""
     model, found = loaded(source, lora=lora)
     options = {"rank": 0, "device": CPU, "dtype": found.stored.dtype(), "merged": lora}
     export_hugging_face(model, tmp_path / "out", source=found, **options)
@@ -87,17 +111,28 @@ def test_exports_are_whole_and_keep_dtypes(source, tmp_path, messages, lora):
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype, name
         assert torch.equal(after[name], tensor), name
-    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32}
+    kind = source_type(source)
+    if kind in ("qwen3_5", "deepseek_v3", "minimax_m2"):
+        assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32}
     config = [json.loads((f / "config.json").read_text()) for f in (source, tmp_path / "out")]
     assert config[0]["architectures"] == config[1]["architectures"]
     notes = [m for m in messages() if "exports copy them unchanged" in m]
     what = "note: in the checkpoint, but not in this model, not trained: "
     assert notes == {
-        "qwen3_5": [f"{what}model.visual.blocks.*, model.visual, mtp.fc, mtp.layers.0; exports copy "
-                    "them unchanged"],
+        "qwen3_5": [f"{what}mtp.fc, mtp.layers.0; exports copy them unchanged"],
         "deepseek_v3": [f"{what}model.layers.2; exports copy them unchanged"],
-        "minimax_m2": [],
-    }[source_type(source)]  # fmt: skip
+        "gemma4": [f"{what}model.language_model.layers.2; exports copy them unchanged"],
+        "nemotron_h": [f"{what}mtp.fc, mtp.layers.0; exports copy them unchanged"],
+        "qwen3_next": [f"{what}mtp.fc, mtp.layers.0; exports copy them unchanged"],
+    }.get(kind, [])  # fmt: skip
+    auto = transformers.AutoModelForCausalLM
+    if kind in multimodal.MODELS:
+        auto = transformers.AutoModelForImageTextToText
+    _, loading = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
+    unexpected = {name for name in before if name.startswith("model.layers.2.")}
+    assert loading["unexpected_keys"] == (unexpected if kind == "deepseek_v3" else set())
+    assert not loading["missing_keys"]
+    assert not loading["mismatched_keys"]
 
 
 def source_type(folder):
@@ -193,18 +228,39 @@ def test_frozen_parameters_that_matter_stay_in_float32(tmp_path):
         prepared = prepare_model(lora, device=CPU)
         frozen = {n: p for n, p in prepared.model.named_parameters() if not p.requires_grad}
         found = {n.rpartition(".")[2] for n, p in frozen.items() if p.dtype == torch.float32}
-        assert found == {"A_log", "dt_bias"}
+        assert found == {"A_log", "dt_bias"}, source
         prepared.init_fn(prepared.model, CPU, CPU)
         stored = load_file(source / "model.safetensors")
-        name = "model.layers.0.linear_attn.A_log"
-        value = stored.get(name, stored.get(name.replace("model.", "model.language_model.")))
-        assert torch.equal(prepared.model.get_parameter(name), value)
+        (name,) = (name for name in stored if name.endswith("layers.0.linear_attn.A_log"))
+        assert torch.equal(prepared.model.get_parameter(name), stored[name])
     recipe = recipe_for(whole, distillation=schema.Distillation(teacher=str(whole), top_k=4))
     own = prepare_model(recipe, device=CPU)
     teacher = prepare_teacher(recipe, own, device=CPU).model
     dtypes = {name: p.dtype for name, p in teacher.named_parameters()}
     assert dtypes["model.layers.0.linear_attn.A_log"] == torch.float32
     assert dtypes["model.embed_tokens.weight"] == torch.bfloat16
+
+
+def test_embeddings_of_copied_layers_get_rows_of_new_tokens(tmp_path, messages):
+    """A server that loads them expects as many rows as the model has tokens."""
+    source, new = save_source(tmp_path / "source", "deepseek_v3"), range(64, 67)
+    head = "model.layers.2.shared_head.head.weight"
+    change(source, {head: torch.arange(64 * 32).view(64, 32).to(torch.bfloat16)})
+    model = build_model(Model(path=str(source)), sequence_length=16)
+    grow_vocabulary(model, new)
+    found = open_checkpoint(source, model, new_ids=new)
+    pretrained_weights(model, CPU, CPU, checkpoint=found, seed=0)
+    options = {"rank": 0, "device": CPU, "dtype": torch.bfloat16}
+    export_hugging_face(model, tmp_path / "out", source=found, **options)
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    assert after[head].shape == after["lm_head.weight"].shape == (67, 32)
+    assert torch.equal(after[head][:64], before[head])
+    mean = before[head].double().mean(0).to(torch.bfloat16)
+    assert torch.equal(after[head][64:], mean.expand(3, -1))
+    other = "model.layers.2.eh_proj.weight"
+    assert torch.equal(after[other], before[other])
+    note = f"note: rows of new tokens are the mean of the others: {head}"
+    assert note in messages()
 
 
 def test_random_weights_of_a_source_are_exported_with_its_config(tmp_path):

@@ -298,9 +298,25 @@ def test_text_training_of_a_multimodal_model_freezes_the_rest(tmp_path, lora, mo
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["paligemma", "blip-2", "qwen2_vl"])
-def test_other_multimodal_models_are_refused(model_type):
-    message = f"{model_type} is not a causal .*; of models with other inputs, gemma3, llama4, .*"
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("blip-2", "Blip2ForConditionalGeneration needs pixel_values in each forward pass"),
+        ("paligemma", "its tokens of a text see the ones after them"),
+        ("git", "its layers and its vision tower are one model"),
+        ("udop", "it is an encoder-decoder"),
+        ("diffusion_gemma", "it denoises blocks of tokens, and does not predict the next one"),
+    ],
+)
+def test_models_that_text_alone_does_not_train_are_refused(model_type, why):
+    message = f"^model.config: {model_type} cannot be trained on text alone: {why}$"
+    with pytest.raises(RecipeError, match=message):
+        build_model(Model(config={"model_type": model_type}), sequence_length=16)
+
+
+@pytest.mark.parametrize("model_type", ["voxtral", "qwen2_audio", "qwen2_5_omni"])
+def test_models_of_sound_are_refused(model_type):
+    message = f"{model_type} is neither a causal language model of transformers, nor one of images"
     with pytest.raises(RecipeError, match=message):
         build_model(Model(config={"model_type": model_type}), sequence_length=16)
 

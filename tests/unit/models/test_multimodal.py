@@ -11,6 +11,7 @@ from launcher.checkpoint import verify
 from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
 from launcher.models.build import parts_without_text, token_flops
+from launcher.models.recurrent import documents_at
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step
@@ -37,7 +38,7 @@ def random_model(kind):
     return schema.Model(config={"model_type": kind, **MODELS[kind]})
 
 
-def packed(ids, masking):
+def packed(ids, prepared):
     """Targets and inputs of rows that hold DOCUMENTS."""
     targets = torch.full_like(ids, -100)
     for row, sizes in enumerate(DOCUMENTS):
@@ -46,8 +47,10 @@ def packed(ids, masking):
             targets[row, start : start + size - 1] = ids[row, start + 1 : start + size]
             start += size
     positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
-    inputs = {"position_ids": torch.stack(positions), "use_cache": False}
-    if masking == "varlen":
+    inputs: dict[str, Any] = {"position_ids": torch.stack(positions), "use_cache": False}
+    if prepared.recurrent:
+        inputs["documents"] = documents_at(inputs["position_ids"].numpy())
+    if prepared.masking == "varlen":
         bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 16, "max_length_k": 16}
@@ -80,7 +83,7 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
     assert type(own) is type(model)
     assert prepared.chunked_loss
     assert prepared.masking == ("varlen" if attention == "auto" else "mask")
-    targets, inputs = packed(ids, prepared.masking)
+    targets, inputs = packed(ids, prepared)
     found = own(input_ids=ids, targets=targets, **inputs).loss
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     found.backward()
@@ -88,7 +91,8 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) is (name in gradients), name
         if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+            difference = (gradients[name] - parameter.grad).abs().max()
+            assert difference <= 1e-5 * parameter.grad.abs().max() + 1e-6, name
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -111,7 +115,8 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
     unused = {id(p) for module in prepared.unused for p in module.parameters()}
     names = parts_without_text(prepared.model)
     assert {id(prepared.model.get_parameter(name)) for name in names} == unused
-    assert len(prepared.blocks) == 2
+    layers = {"gemma4": 4}.get(kind, 2)
+    assert len(prepared.blocks) == layers
     assert all("Vision" not in type(block).__name__ for block in prepared.blocks.values())
     profile = profile_of_shapes(prepared, recipe, device="cpu")
     total = sum(parameter.numel() for parameter in prepared.model.parameters())
@@ -124,7 +129,7 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
     assert larger.peak.total - smaller.peak.total == 4 * profile.unused.count // 2
     assert larger.peak.components.gathered == smaller.peak.components.gathered
     flops = token_flops(prepared.model).at(16)
-    assert 0 < flops <= 6.0 * profile.parameters + 12 * 2 * 32 * 16
+    assert 0 < flops <= 6.0 * profile.parameters + 12 * layers * 64 * 16
 
 
 def test_a_trace_shards_the_rest_and_does_not_gather_it():
@@ -162,7 +167,7 @@ def test_routers_that_are_derived_from_linear_layers_get_no_adapters(targets, me
     assert not any("router" in name and ".lora_" in name for name, _ in model.named_parameters())
     prepared.init_fn(model, CPU, CPU)
     ids = torch.randint(3, 60, (2, 16))
-    targets, inputs = packed(ids, prepared.masking)
+    targets, inputs = packed(ids, prepared)
     model(input_ids=ids, targets=targets, **inputs).loss.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert all(".lora_" in name for name in trained)

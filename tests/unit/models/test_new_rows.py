@@ -26,6 +26,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.recipe.schema import Data, Lora, Model
+from tests.multimodal import SHARED_KEYS
 from tests.unit.models.test_load import CPU, save
 
 TOKENS = ("<tool_call>", "</tool_call>", "<|end_of_turn|>")
@@ -87,6 +88,8 @@ CASES = {
     "bias": {"vocab_size": 60, "model_type": "phi"},
     "scaled": {"vocab_size": 64, "model_type": "gemma3_text", "tie_word_embeddings": True},
 }
+CASES["of layers"] = {"vocab_size": 60, "model_type": "gemma4_text", "num_hidden_layers": 4}
+CASES["of layers"] |= SHARED_KEYS | {"vocab_size_per_layer_input": 60, "head_dim": 8}
 IDS = torch.tensor([[3, 60, 7, 61, 62, 5, 60, 9], [1, 2, 62, 4, 5, 61, 60, 8]])
 
 
@@ -116,6 +119,8 @@ def reference(folder):
     if model.config.vocab_size < NEW.stop:
         model.resize_token_embeddings(NEW.stop, mean_resizing=False)
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if hasattr(model, "get_per_layer_input_embeddings"):
+        modules.append(model.get_per_layer_input_embeddings())
     weights = {id(p): p for module in modules for p in module.parameters()}
     with torch.no_grad():
         for weight in weights.values():
@@ -150,7 +155,7 @@ def test_losses_are_those_of_transformers(folder):
     assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
 
 
-@pytest.mark.parametrize("folder", ["added", "spare", "tied", "scaled"], indirect=True)
+@pytest.mark.parametrize("folder", ["added", "spare", "tied", "scaled", "of layers"], indirect=True)
 def test_adapters_train_only_the_new_rows_and_peft_loads_them(folder, tmp_path):
     ours, _ = load(folder, Lora(rank=4, alpha=8.0))
     trained = {

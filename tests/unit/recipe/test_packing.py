@@ -73,7 +73,7 @@ def test_types_with_other_kinds_of_layers_are_known():
         with contextlib.suppress(Exception):  # some configs have no defaults
             config = AutoConfig.for_model(model_type).get_text_config(decoder=True)
             others = set(config.layer_types) - packed
-        if others and why_not_packed(model_type) is None:
+        if others and why_not_packed({"model_type": model_type}) is None:
             unknown.append((model_type, others))
     assert unknown == []
 
@@ -87,4 +87,5 @@ def test_layers_that_carry_a_state_are_found_when_the_model_is_built(model_type)
     options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     with pytest.raises(RecipeError, match=r"use data\.packing=false"):
         isolate_documents(model, sequence_length=16, **options)
-    assert why_not_packed(model_type) is not None
+    assert why_not_packed({"model_type": model_type}) is not None
+    assert why_not_packed({"model_type": "llava", "text_config": config}) is not None
