@@ -142,7 +142,7 @@ def machine(report: Report) -> None:
             report.value(package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             report.value(package, "not installed")
-    report.value("compiles", why_eager(report.device.type, here=True) or "yes")
+    report.value("compiles", why_eager(report.device.type, check_triton=True) or "yes")
     report.value("CPU cores", os.cpu_count())
     if report.cuda:
         free, total = torch.cuda.mem_get_info()

@@ -161,7 +161,7 @@ def _report(
         notes = [*notes, known] if known else notes
     if recipe.model.compile == "auto":
         here = verify or measure_fastest
-        recipe, note = recipe_values.with_compile(recipe, machine.device, here=here)
+        recipe, note = recipe_values.with_compile(recipe, machine.device, check_triton=here)
         word = f"model.compile={str(recipe.model.compile).lower()}"
         overrides, notes = [*overrides, word], [*notes, note]
     with progress("choosing what is auto"):

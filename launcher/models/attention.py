@@ -424,7 +424,13 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     out = varlen.varlen_attn(
-        *(query, key, value, bounds, bounds, longest, longest),
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
         scale=size**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0),  # 0 to the right: causal
         **_GROUPED,
@@ -445,7 +451,10 @@ def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     if not grouped:
         key, value = _repeat_heads(query, key, value)
     out = functional.scaled_dot_product_attention(
-        *(query, key, value, mask),
+        query,
+        key,
+        value,
+        mask,
         dropout_p=options.get("dropout", 0.0),
         is_causal=mask is None and tokens > 1,
         scale=options.get("scaling"),

@@ -194,7 +194,11 @@ def _launch(rows: torch.Tensor, out: torch.Tensor) -> None:
     (count, features), levels = out.shape, _levels(out.device)
     if count:
         kernel.dequantize[(count, -(-features // kernel.NUMBERS))](
-            *(rows.contiguous(), levels, out, features, rows.shape[1]),
+            rows.contiguous(),
+            levels,
+            out,
+            features,
+            rows.shape[1],
             numbers=kernel.NUMBERS,
             num_warps=kernel.WARPS,
             enable_fp_fusion=False,

@@ -41,8 +41,13 @@ _TOP_K = (("id", "<i4"), ("log_probability", "<f4"))
 SAVED_SECONDS = 10.0
 """Seconds after which the finished part of a pass is written."""
 _NOT_COMPUTED = {
-    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
-    *("use_cache", "_attn_implementation"),
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "_attn_implementation",
 }
 """Keys of config.json without influence on predictions. The dtype is that of the run."""
 

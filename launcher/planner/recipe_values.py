@@ -26,10 +26,10 @@ def has_reductions_to_choose(recipe: Recipe, *, ranks: int) -> bool:
     return moved and micro_batches_of(recipe, ranks=ranks) > 1
 
 
-def with_compile(recipe: Recipe, device: str, *, here: bool) -> tuple[Recipe, str]:
+def with_compile(recipe: Recipe, device: str, *, check_triton: bool) -> tuple[Recipe, str]:
     """The recipe with true or false in place of `model.compile: auto` on a kind of device, and why;
-    `here`: on this machine."""
-    why = why_eager(device, here=here)
+    check_triton: see `why_eager`."""
+    why = why_eager(device, check_triton=check_triton)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, compile=not why))
     return recipe, f"model.compile: auto is {f'off: {why}' if why else 'on'}"
 

@@ -158,7 +158,7 @@ def _source_columns(recipe: Recipe) -> Found:
         for role, key in KEYS.items():
             given = getattr(source, key, None)
             if given and role not in roles_of(source.kind or recipe.data.kind):
-                yield f"data.train.{name}.{key}", f"needs kind: {' or '.join(_kinds_with(role))}"
+                yield f"data.train.{name}.{key}", f"needs kind={' or '.join(_kinds_with(role))}"
 
 
 def _columns(recipe: Recipe) -> Found:
@@ -180,7 +180,7 @@ def _columns(recipe: Recipe) -> Found:
                 continue
             if not any(role in roles_of(kind) for kind in kinds):
                 able = _kinds_with(role)
-                yield where, f"needs data.kind: {' or '.join(able)}"
+                yield where, f"needs data.kind={' or '.join(able)}"
             key = KEYS.get(role, "")
             if role in seen:
                 yield where, f"is another name for {seen[role]}; give one of them"
@@ -244,7 +244,7 @@ def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
         values = kinds_of(recipe) if other == "data.kind" else {str(value_of(recipe, other))}
         if not values & {*needed.split()}:
             wanted = " or ".join(needed.split())
-            yield key, f"needs {other}: {wanted}{_INSTEAD.get((key, other), '')}"
+            yield key, f"needs {other}={wanted}{_INSTEAD.get((key, other), '')}"
         return
     given = [name for name in other.split() if value_of(recipe, name)]
     if needed and not given:

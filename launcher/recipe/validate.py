@@ -26,8 +26,13 @@ from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 
 _TEMPLATE_VALUES = (
-    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "return_assistant_tokens_mask"),
+    "messages",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
 )
 
 
@@ -90,7 +95,7 @@ def open_keys(recipe: Recipe) -> list[str]:
 def _resharding(recipe: Recipe) -> Found:
     # True was the default of earlier versions, whose recipes name it with ddp, too
     if recipe.strategy.kind == "ddp" and recipe.strategy.reshard_after_forward is False:
-        yield "strategy.reshard_after_forward", "needs strategy.kind: fsdp or auto"
+        yield "strategy.reshard_after_forward", "needs strategy.kind=fsdp or auto"
 
 
 def _kept_logits(recipe: Recipe) -> Found:
@@ -261,7 +266,7 @@ def _micro_batch_tokens(recipe: Recipe) -> Found:
         what = "needs data.packing=false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
     if data.similar_lengths and data.packing and data.kind != "classification":
-        yield "data.similar_lengths", "needs data.packing: false; packed sequences are all as long"
+        yield "data.similar_lengths", "needs data.packing=false; packed sequences are all as long"
     if tokens is not None and tokens < data.sequence_length:
         what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"
         yield "batch.micro_batch_tokens", f"{tokens} {what}"
@@ -286,7 +291,7 @@ def _metrics(recipe: Recipe) -> Found:
         if KINDS[recipe.data.kind].loss_on != "answers":
             mixed = isinstance(recipe.data.train, dict)
             why = ", which is the kind of data.validation, too" if mixed else ""
-            yield "evaluation.generate", f"needs data.kind: chat or instruct{why}"
+            yield "evaluation.generate", f"needs data.kind=chat or instruct{why}"
         known += [f"eval_{metric.rpartition(':')[2]}" for metric in generate.metrics]
         length = recipe.data.sequence_length
         if generate.max_new_tokens >= length:
@@ -402,29 +407,25 @@ def _data_files(recipe: Recipe) -> Found:
 
 
 _RULES = (
-    *(
-        _mixture,
-        _pretrained,
-        _adapter_targets,
-        _attention,
-        _classification,
-        _masked_lm,
-        _section,
-        _preference,
-        _config,
-        _sizes,
-    ),
+    _mixture,
+    _pretrained,
+    _adapter_targets,
+    _attention,
+    _classification,
+    _masked_lm,
+    _section,
+    _preference,
+    _config,
+    _sizes,
     _whole_export,
-    *(
-        _new_tokens,
-        _template_values,
-        _micro_batch_tokens,
-        _metrics,
-        _nodes,
-        _resume,
-        _resharding,
-        _kept_logits,
-    ),
+    _new_tokens,
+    _template_values,
+    _micro_batch_tokens,
+    _metrics,
+    _nodes,
+    _resume,
+    _resharding,
+    _kept_logits,
 )
 _RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)

@@ -32,7 +32,7 @@ def resolve_compile(recipe: Recipe, *, start: Start, ranks: RankLayout, run: Run
     """
     if recipe.model.compile != "auto":
         return recipe
-    reasons = gather(why_eager(ranks.device, here=True), ranks.group)
+    reasons = gather(why_eager(ranks.device, check_triton=True), ranks.group)
     why = next((reason for reason in reasons if reason is not None), None)
     recorded = recorded_recipe(run, start) if ranks.rank == 0 else {}
     before = from_rank_0(recorded.get("model", {}).get("compile"), ranks.group)

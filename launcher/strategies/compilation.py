@@ -18,13 +18,13 @@ def allow_variants() -> None:
     raise_recompile_limit(RECOMPILE_LIMIT)
 
 
-def why_eager(device: torch.device | str, *, here: bool = False) -> str | None:
-    """Why `model.compile: auto` is off on this kind of device; None: it is on. `here` also checks
+def why_eager(device: torch.device | str, *, check_triton: bool = False) -> str | None:
+    """Why `model.compile: auto` is off on this kind of device; None: it is on. `check_triton` also checks
     that this machine has what Triton needs to compile for its GPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return "the ranks compute on CPUs, where it takes minutes and needs g++"
-    return missing_for_triton(device) if here else None
+    return missing_for_triton(device) if check_triton else None
 
 
 def graph_breaks() -> list[str]:

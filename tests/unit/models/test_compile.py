@@ -207,15 +207,15 @@ def able(monkeypatch, tmp_path):
 def test_auto_is_off_where_nothing_can_be_compiled(able, tmp_path):
     assert "CPUs" in why_eager("cpu")
     assert why_eager("cuda") is None, "of a machine that is planned for, nothing else is known"
-    assert why_eager("cuda", here=True) is None
+    assert why_eager("cuda", check_triton=True) is None
     (tmp_path / "Python.h").unlink()
-    assert "python3-dev" in why_eager("cuda", here=True)
+    assert "python3-dev" in why_eager("cuda", check_triton=True)
     able.setattr(triton_support.shutil, "which", lambda name: None)
-    assert "no C compiler" in why_eager("cuda", here=True)
+    assert "no C compiler" in why_eager("cuda", check_triton=True)
     able.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    assert "7.0" in why_eager("cuda", here=True)
+    assert "7.0" in why_eager("cuda", check_triton=True)
     able.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
-    assert why_eager("cuda", here=True) == "Triton is not installed"
+    assert why_eager("cuda", check_triton=True) == "Triton is not installed"
 
 
 @pytest.mark.parametrize(
