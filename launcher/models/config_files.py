@@ -194,6 +194,8 @@ def _old_rotary(parameters: Any, model_type: str) -> Json:
         if "bert" in model_type:
             old.pop("rope_theta", None)  # unknown to the class, which would keep it as a setting
             bases = ("global_rope_theta", "local_rope_theta")
+        elif not model_type.startswith("gemma3"):  # such as Gemma 4, which transformers 4 lacks
+            return {}
         both = (full.get("rope_theta"), window.get("rope_theta"))
         return old | dict(zip(bases, both, strict=True))
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -50,17 +51,15 @@ _MOST_ENTRIES = 10_000
 def nearest_path(name: str) -> str | None:
     """The existing path that `name`, which does not exist, is probably a misspelling of."""
     path = Path(name)
-    for parent in path.parents:
-        if parent.is_dir():
-            missing, *rest = path.relative_to(parent).parts
-            try:
+    with contextlib.suppress(OSError):  # a folder that cannot be read, or a name that is too long
+        for parent in path.parents:
+            if parent.is_dir():
+                missing, *rest = path.relative_to(parent).parts
                 with os.scandir(parent) as entries:
                     known = [entry.name for entry in itertools.islice(entries, _MOST_ENTRIES)]
-            except OSError:
-                return None
-            near = closest(missing, known)
-            found = None if near is None else Path(parent, near, *rest)
-            return str(found) if found is not None and found.exists() else None
+                near = closest(missing, known)
+                found = None if near is None else Path(parent, near, *rest)
+                return str(found) if found is not None and found.exists() else None
     return None
 
 

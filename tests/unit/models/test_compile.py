@@ -233,7 +233,7 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
 ):
     """One rank that cannot compile is enough; a run keeps the choice of its checkpoint."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(run_compilation, "why_eager", lambda device, here: reasons[0])
+    monkeypatch.setattr(run_compilation, "why_eager", lambda device, check_triton: reasons[0])
     monkeypatch.setattr(run_compilation, "gather", lambda value, group: reasons)
     monkeypatch.setattr(run_compilation, "from_rank_0", lambda value, group: value)
     recorded = {} if before is None else {"model": {"compile": before}}
