@@ -64,7 +64,7 @@ from launcher.training.operators import shapes_of
 EDGE = 2
 """A deep model is traced with its first and last two blocks, whose neighbours differ from the
 neighbours of other blocks, and with one block between; with two between for Muon, whose matrices
-are assigned to the ranks."""
+are assigned to the ranks. Where the kinds of blocks repeat, these numbers are of whole periods."""
 CPU = torch.device("cpu")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -93,7 +93,7 @@ def trace_step(
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
         names, period = list(original.blocks), _period(original, recipe.activation_checkpointing)
-        ends = 2 * EDGE * period
+        ends = 2 * period * -(-EDGE // max(1, period))
         depth = ends + (2 if recipe.optimizer.name == "muon" else 1) * period
         if period == 0 or len(names) <= depth:
             return run(prepare()).step_memory()
@@ -124,9 +124,10 @@ def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | No
     """Number of blocks after which the pattern of blocks repeats; 0 if it does not, so that the
     whole model must be traced."""
     blocks = list(prepared.blocks.values())
-    kinds = getattr(text_config(prepared.model), "layer_types", None) or [None] * len(blocks)
-    if len({shapes_of(block) for block in blocks}) != 1 or len(kinds) != len(blocks):
+    types = getattr(text_config(prepared.model), "layer_types", None) or [None] * len(blocks)
+    if not blocks or len(types) != len(blocks):
         return 0
+    kinds = [(shapes_of(block), kind) for block, kind in zip(blocks, types, strict=True)]
     every = checkpointing.every_n_blocks if checkpointing is not None else 1
     counts = range(1, len(blocks) + 1)
     period = next(n for n in counts if all(kinds[i] == kinds[i % n] for i in range(len(blocks))))

@@ -137,6 +137,43 @@ def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
     assert extrapolated.host == whole.host
 
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.long
+def test_blocks_that_differ_periodically_are_extrapolated(monkeypatch):
+    """Three of four have other weights. All were traced, which takes minutes for 32 of them."""
+    config = CONFIG | HYBRID
+    hybrid = dataclasses.replace(
+        recipe(checkpointing="full", mixed_precision=MixedPrecision()),
+        model=Model(config=config),
+    )
+    settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
+    depths, extrapolate = [], trace._extrapolated
+
+    def recorded(small, large, found, names):
+        depths.append(found)
+        return extrapolate(small, large, found, names)
+
+    monkeypatch.setattr(trace, "_extrapolated", recorded)
+    extrapolated = trace_step(hybrid, **settings)
+    assert depths == [(8, 12)]
+    monkeypatch.setattr(trace, "EDGE", 100)
+    whole = trace_step(hybrid, **settings)
+    near(extrapolated.peak.total, whole.peak.total, by=0.001)
+    for phase, moment in whole.phases.items():
+        near(extrapolated.phases[phase].total, moment.total, by=0.001)
+    assert extrapolated.held == whole.held
+
+
 def test_offload_moves_states_to_the_host():
     found = step(device="cuda", cpu_offload=CpuOffload(), checkpointing="full")
     assert found.held.total < PARAMETERS * 4 * 0.05
