@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import varlen
 
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import (
     attention_choice,
     attention_implementation,
@@ -520,11 +520,21 @@ def check_isolation(
             model(input_ids=pair, **inputs, use_cache=False).logits[:, 8:].float() for pair in pairs
         )
         difference = float((after_first - after_other).abs().max() / after_first.abs().max())
-    except TypeError:
+    except TypeError as error:
+        if "position_ids" not in str(error):
+            raise RecipeError(
+                f"model: {name} fails in a forward pass: {type(error).__name__}: "
+                f"{first_line(error)}; is a value missing in its config, such as pad_token_id?"
+            ) from error
         what = f"{name} takes no position_ids, so it cannot keep packed documents apart"
         raise RecipeError(f"data.packing: {what}; use data.packing=false") from None
     finally:
         model.train(training)
+    if not math.isfinite(difference):
+        raise RecipeError(
+            f"model: the logits of {name} are not finite before the first step: are its weights "
+            "damaged?"
+        )
     if not difference < max(1e-4, 4 * torch.finfo(dtype).eps):
         raise RecipeError(
             f"data.packing: in {name} a packed document sees the one before it (its logits change "

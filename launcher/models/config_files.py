@@ -60,7 +60,7 @@ def write_config(
         whole = json.loads((source / CONFIG).read_text(encoding="utf-8"))
         without_quantization(whole)
         section = _section(whole, config)
-        before = _as_json(type(config).from_dict(copy.deepcopy(section)))
+        before = _as_json(type(config).from_dict(_with_floats(section)))
         _change(section, before, wanted, config)
         if section is whole:
             whole["architectures"] = config.architectures
@@ -131,6 +131,16 @@ def _write(content: Json, file: Path, source: Path | None) -> None:
 def _as_json(config: PreTrainedConfig) -> Json:
     """All settings of a config, as they are read from a file."""
     return json.loads(json.dumps(config.to_dict(), default=str))  # type: ignore[no-any-return]
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy of a config's text in which infinities are numbers: transformers 5 writes them as
+    `{"__float__": "Infinity"}`, which its readers of files understand and `from_dict` does not."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _section(whole: Json, config: PreTrainedConfig) -> Json:
@@ -212,7 +222,7 @@ def _is_read_as(whole: Json, config: PreTrainedConfig, wanted: Json) -> bool:
     """Whether transformers makes this config of the text."""
     try:
         section = _section(copy.deepcopy(whole), config)
-        found = _as_json(type(config).from_dict(section))
+        found = _as_json(type(config).from_dict(_with_floats(section)))
     except Exception:  # the classes of configs raise anything
         return False
     return _compared(found) == _compared(wanted)

@@ -116,8 +116,10 @@ class Dequantized(StoredTensors):
         parts, tensors, problems = dict(stored._parts), dict(stored.tensors), list[str]()
         method = settings.get("quant_method")
         read = {"fp8": _fp8_weights, "mxfp4": _mxfp4_weights}.get(str(method))
-        if read is not None:
-            size = settings.get("weight_block_size")
+        size = settings.get("weight_block_size")
+        if read is not None and not _is_block_size(size):
+            problems.append(f"weight_block_size must be two positive integers; got {size!r}")
+        elif read is not None:
             for weight, names in read(tensors, size, problems):
                 self._weights[weight.name] = weight
                 parts[weight.name] = [
@@ -133,14 +135,18 @@ class Dequantized(StoredTensors):
             if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 problems.append(f"{name} has the dtype {dtype} and no scales")
-        if not self._weights:
-            problems.append("no weight has scales")
+        if not self._weights and not problems:
+            problems.append("no weight has scales; are the weights not quantized at all?")
         if problems:
             format = f" ({settings['format']})" if settings.get("format") else ""
             what = "FP8 with weight_scale_inv (quant_method: fp8) and MXFP4 (mxfp4) can be read"
-            reason = f": {problems[0]}" if read is not None else ""
+            if read is not None:
+                raise RecipeError(
+                    f"{key}: {method}{format}: {problems[0]}; get its files again, or give the "
+                    "checkpoint that they were made from"
+                )
             raise RecipeError(
-                f"{key}: the weights are quantized as {method}{format}{reason}; {what}; give the "
+                f"{key}: the weights are quantized as {method}{format}; {what}; give the "
                 "checkpoint that they were made from, or save one in bfloat16"
             )
         super().__init__(parts, tensors)
@@ -185,6 +191,14 @@ _Weights = Iterator[tuple[_Fp8 | _Mxfp4, tuple[str, str]]]
 """Quantized weights, each with the names of the two stored tensors that it is made of."""
 
 
+def _is_block_size(size: Any) -> bool:
+    """Whether this can be weight_block_size: two positive integers, or None."""
+    if size is None:
+        return True
+    whole = isinstance(size, list) and all(type(each) is int and each > 0 for each in size)
+    return whole and len(size) == 2
+
+
 def _fp8_weights(stored: Mapping[str, torch.Tensor], size: Any, problems: list[str]) -> _Weights:
     for scale_name in [name for name in stored if name.endswith(_SCALE)]:
         name, scales = scale_name.removesuffix(_SCALE), stored[scale_name]
@@ -192,6 +206,12 @@ def _fp8_weights(stored: Mapping[str, torch.Tensor], size: Any, problems: list[s
             problems.append(f"{scale_name} has no weight of two or three dimensions")
             continue
         shape = stored[name].shape
+        if size is None and scales.shape[-2:].numel() > 1:
+            problems.append(
+                f"{scale_name} is {list(scales.shape)}, and quantization_config has no "
+                "weight_block_size"
+            )
+            continue
         # Without blocks experts have a scale each
         block = None if scales.numel() == 1 else tuple(size or shape[-2:])
         weight = _Fp8(name, shape, block)
@@ -210,7 +230,11 @@ def _mxfp4_weights(stored: Mapping[str, torch.Tensor], size: Any, problems: list
         name, codes = codes_name.removesuffix(_BLOCKS), stored[codes_name]
         exponents = stored.get(name + _SCALES)
         if codes.ndim != 4 or exponents is None or exponents.shape != codes.shape[:-1]:
-            problems.append(f"{codes_name} has no {_SCALES[1:]} for its blocks")
+            found = "missing" if exponents is None else list(exponents.shape)
+            problems.append(
+                f"{codes_name} is {list(codes.shape)}, and needs {name}{_SCALES} of "
+                f"{list(codes.shape[:-1])}, which is {found}"
+            )
             continue
         experts, rows, blocks, width = codes.shape
         weight = _Mxfp4(name, torch.Size((experts, 2 * blocks * width, rows)))

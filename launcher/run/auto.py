@@ -284,9 +284,13 @@ def choose_collectives(
     host_needed: list[int] = []
     """The host memory that a node would need, of each choice that fits a device but not a node."""
 
+    estimated = False
+
     def leaves(share: float, choice: Recipe) -> bool:
+        nonlocal estimated
         short = 0
         for plan in _estimates(choice, machine, (profiles[0], traced)):
+            estimated = True
             if plan.spare is not None and plan.spare >= share * known:
                 if not on_cpu or plan.host_spare is None or plan.host_spare >= 0:
                     return True
@@ -307,6 +311,8 @@ def choose_collectives(
     elif host_needed:
         of = f"{bytes_as_text(machine.host_memory or 0)} of host memory"
         why = f"{what} would need {bytes_as_text(min(host_needed))} of a node's {of}"
+    elif not estimated:
+        why = _NO_ESTIMATE
     return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
 
 
@@ -345,12 +351,14 @@ def choose_logits(
     chosen, why = again, f"kept logits would leave less than {room:.0%} of {memory} free"
     if failed:
         why = "with kept logits an earlier start ran out of memory"
-    elif any(
-        plan.spare is not None and plan.spare >= room * known
-        for plan in _estimates(kept, machine, profiles)
-    ):
+    elif not (plans := list(_estimates(kept, machine, profiles))):
+        why = _NO_ESTIMATE
+    elif any(plan.spare is not None and plan.spare >= room * known for plan in plans):
         chosen, why = kept, f"by estimate {room:.0%} of {memory} or more stay free"
     return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
+
+
+_NO_ESTIMATE = "what the blocks of this model save is not known without a trace"
 
 
 def _with_strategy(recipe: Recipe, values: Mapping[str, bool]) -> Recipe:

@@ -1,5 +1,8 @@
 """`model.attention: auto`: sdpa where transformers has it for the model, else eager."""
 
+import re
+import types
+
 import pytest
 import torch
 import transformers
@@ -136,3 +139,33 @@ def test_refusals_name_the_override():
         prepare("gemma2", packing=False, attention="sdpa")
     with pytest.raises(RecipeError, match=r"^data.packing: .*; use data.packing=false$"):
         prepare("rwkv", packing=True)
+
+
+class Fails(torch.nn.Module):
+    """A model whose forward pass returns logits of NaN, or raises."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.error = error
+
+    def forward(self, input_ids, **inputs):
+        if self.error is not None:
+            raise self.error
+        return types.SimpleNamespace(logits=torch.full((*input_ids.shape, 4), torch.nan))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (None, "the logits of It are not finite before the first step"),
+        (
+            TypeError("where() got NoneType"),
+            "model: It fails in a forward pass: TypeError: where()",
+        ),
+        (TypeError("unexpected argument 'position_ids'"), "data.packing: It takes no position_ids"),
+    ],
+)
+def test_the_check_of_packing_names_what_it_found(error, message):
+    """NaN and any TypeError were taken for documents that see each other, or for no positions."""
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        check_isolation(Fails(error), name="It", vocabulary=4, device=torch.device("cpu"))

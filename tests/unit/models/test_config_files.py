@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers
 from launcher.models.build import build_model
 from launcher.models.config_files import (
     _old_rotary,
+    _with_floats,
     problems_of_older_readers,
     write_config,
     write_generation_config,
@@ -106,6 +108,23 @@ def test_new_rows_and_untied_embeddings_are_in_the_config(tmp_path):
     grow_vocabulary(model, range(64, 70))
     model.config.tie_word_embeddings = False
     assert written(folder, model) == LLAMA | {"vocab_size": 70}
+
+
+def test_an_infinity_as_transformers_5_writes_it_is_read(tmp_path):
+    """Such exports failed at the end of the training."""
+    infinity = {"__float__": "Infinity"}
+    found = _with_floats({"a": [0.0, infinity], "b": {"c": infinity}})
+    assert found == {"a": [0.0, math.inf], "b": {"c": math.inf}}
+    config = transformers.AutoConfig.for_model(
+        "nemotron_h", vocab_size=64, hidden_size=32, num_hidden_layers=2
+    )
+    config.time_step_limit = (0.0, math.inf)
+    folder = tmp_path / "source"
+    config.save_pretrained(folder)
+    assert "__float__" in (folder / "config.json").read_text()
+    model = type("Model", (), {"config": transformers.AutoConfig.from_pretrained(folder)})
+    text = written(folder, model)
+    assert text["time_step_limit"] == [0.0, infinity]
 
 
 def test_a_model_with_a_tower_keeps_its_config(tmp_path):

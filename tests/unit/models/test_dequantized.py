@@ -165,7 +165,7 @@ REFUSED = {
         {},
     ),
     "as bitsandbytes; FP8": ({"quant_method": "bitsandbytes"}, {}),
-    "as fp8: no weight has scales": (BLOCKS, {}),
+    "fp8: no weight has scales": (BLOCKS, {}),
     "lm_head.weight has the dtype float8_e4m3fn and no scales": (
         BLOCKS,
         {"lm_head.weight": HALF, "q.weight": HALF.clone(), "q.weight_scale_inv": torch.ones(1, 1)},
@@ -173,9 +173,17 @@ REFUSED = {
     "q.weight_scale_inv is [2, 2], and for blocks of [128, 128] (weight_block_size) q.weight of "
     "[4, 4] needs [1, 1]": (BLOCKS, {"q.weight": HALF, "q.weight_scale_inv": torch.ones(2, 2)}),
     "q.weight_scale_inv has no weight": (BLOCKS, {"q.weight_scale_inv": torch.ones(2, 2)}),
-    "e_blocks has no scales for its blocks": (
+    "e_blocks is [2, 4, 1, 16], and needs e_scales of [2, 4, 1], which is missing": (
         {"quant_method": "mxfp4"},
         {"e_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8)},
+    ),
+    "weight_block_size must be two positive integers; got [0, 32]": (
+        {"quant_method": "fp8", "weight_block_size": [0, 32]},
+        {"q.weight": HALF.clone(), "q.weight_scale_inv": torch.ones(2, 2)},
+    ),
+    "q.weight_scale_inv is [2, 2], and quantization_config has no weight_block_size": (
+        {"quant_method": "fp8"},
+        {"q.weight": HALF.clone(), "q.weight_scale_inv": torch.ones(2, 2)},
     ),
 }
 
