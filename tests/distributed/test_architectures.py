@@ -41,16 +41,10 @@ ROUND_TRIPS = [
 QUICK = [
     "memory",
     "llama",
-    "gpt2",
-    "mixtral",
-    "gemma3",
     "bf16 in several files",
-    "classifier",
-    "hybrid bf16",
     "from config mixtral",
     "classes on llama",
     "frozen",
-    "lora gpt2",
     "lora mixtral bfloat16",
 ]
 """Cases of the tests that are not long."""

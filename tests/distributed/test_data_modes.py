@@ -11,6 +11,8 @@ import pytest
 from tests import REPOSITORY
 from tests.distributed.launching import forked
 
+pytestmark = pytest.mark.long  # tests/unit/data compares the order of samples on any ranks
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

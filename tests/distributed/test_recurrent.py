@@ -6,6 +6,7 @@ from tests.distributed.launching import results_of
 from tests.distributed.recurrent_worker import CASES, STEPS
 
 
+@pytest.mark.long
 def test_packed_rows_train_as_single_documents(tmp_path):
     results = results_of("recurrent_worker.py", tmp_path, ranks=2, timeout=200)
     for case in CASES:

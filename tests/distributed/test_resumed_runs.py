@@ -296,6 +296,7 @@ def test_killed_and_stopped_run_on_divided_ranks_is_bit_identical(folder, layout
 # Resuming with other numbers of ranks and strategies
 
 
+@pytest.mark.long
 def test_run_resumes_with_other_ranks_and_strategies(folder, one_rank):
     """4 -> 2 -> 1 -> 3 ranks with context and tensor parallelism, fsdp, offloading and ddp. All losses equal those of
     one rank."""

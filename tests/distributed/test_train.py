@@ -516,6 +516,7 @@ def when_training(run_dir, action):
     return during
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
@@ -544,6 +545,7 @@ def test_single_process_stops_on_request(ask, reason, tmp_path):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.long
 def test_torchrun_stops_all_ranks_at_the_same_step(tmp_path):
     """The agent forwards SIGTERM; both ranks stop at the same step."""
     run_dir = tmp_path / "run"
@@ -741,6 +743,7 @@ def data(password):
 """
 
 
+@pytest.mark.long
 def test_a_secret_from_the_environment_is_in_no_file_of_the_run(tmp_path):
     (tmp_path / "built.py").write_text(BUILDER)
     (tmp_path / "built.yaml").write_text(

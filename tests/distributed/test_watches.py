@@ -192,6 +192,7 @@ def test_hang_is_reported_while_the_agent_is_stopped(tmp_path):
     assert "dist.all_reduce(asked)" in (run_dir / "log/hang/rank_0.txt").read_text()
 
 
+@pytest.mark.long
 def test_signal_before_the_first_step_stops_all_ranks(tmp_path):
     """The signalled rank waits in a collective, where Python runs no signal handlers."""
     run_dir = tmp_path / "run"

@@ -84,8 +84,6 @@ SAMPLE = [
     (SMALL, 2, [BF16, FULL, STATE]),
     (NARROW, 1, [BF16, FULL, STATE, IN_FILES]),
     (SMALL, 2, [BF16, MUON]),
-    (EXPERTS, 1, [BF16, ON_EXPERTS, FULL]),
-    (EXPERTS, 1, [BF16, NF4_ON_EXPERTS]),
 ]
 """Model, micro-batches per step, overrides."""
 
@@ -115,6 +113,8 @@ GRID = {
         ("1B", 1, [BF16, FULL, DORA]),
         (EXPERTS, 2, [DDP, BF16, ON_EXPERTS]),
         (EXPERTS, 1, [BF16, ON_EXPERTS, PADDED]),
+        (EXPERTS, 1, [BF16, ON_EXPERTS, FULL]),
+        (EXPERTS, 1, [BF16, NF4_ON_EXPERTS]),
         ("1B", 1, [DDP, BF16, COMPILED]),
         ("1B", 1, [BF16, COMPILED]),
         ("1B", 1, [BF16, COMPILED, "activation_checkpointing={mode: full, every_n_blocks: 2}"]),

@@ -83,6 +83,7 @@ def test_blocks_share_their_compiled_graphs():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.long
 def test_the_import_of_torchao_is_silent():
     """torchao warns of libraries that only GPUs need. transformers imports torchao if it is
     installed, so this concerns all commands. Other warnings of the same loggers are shown."""
