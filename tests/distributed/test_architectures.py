@@ -41,6 +41,7 @@ ROUND_TRIPS = [
 QUICK = [
     "memory",
     "llama",
+    "mixtral",
     "bf16 in several files",
     "from config mixtral",
     "classes on llama",

@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 def test_retries_are_counted_and_room_prevents_them(null_gpus, folder):
     recipe = load_recipe(["recipe=recipe.yaml"], ranks=1).recipe
     plan = make_plan(recipe, known_machine("h100", nodes=1, gpus_per_node=1))
