@@ -43,7 +43,7 @@ ALL_LINEAR = "all-linear"
 """Entry of target_modules, as in peft."""
 Read = Callable[[str], torch.Tensor]
 """Returns a whole tensor by name."""
-_MOST = 0.5
+_MOST_PARAMETERS = 0.5
 """Share of the parameters from which on experts get adapters by default."""
 
 
@@ -70,7 +70,7 @@ def add_adapters(
 
     saved = _saved_modules(model, lora)
     adapted = _expert_targets(model, lora, saved)
-    targets, skipped = _targets(model, lora, saved, or_experts=bool(adapted))
+    targets, skipped = _targets(model, lora, saved, may_be_empty=bool(adapted))
     layers = _linear_layers(model, targets)
     if lora.dora:
         _refuse_dora(model, layers)
@@ -117,14 +117,18 @@ def add_adapters(
             parameter.data = parameter.data.to(base_dtype)
         if ".experts." in name and parameter.ndim == 3 and not trained and name not in adapted:
             experts.append(name)
-    _note_layers_without(model, experts, skipped)
+    _note_layers_without(model, lora, experts, skipped)
 
 
-def _note_layers_without(model: nn.Module, experts: list[str], skipped: list[str]) -> None:
+def _note_layers_without(
+    model: nn.Module, lora: Lora, experts: list[str], skipped: list[str]
+) -> None:
     """Logs which tensors and layers get no adapters."""
     if experts:
         can = experts[0] in expert_weights(model)
         add = "lora.target_parameters adds some" if can else "their class computes in another way"
+        if can and (option := _unfit_for_experts(lora)):
+            add = f"lora.{option} cannot be computed for them"
         logger.info(
             f"note: {len(experts)} weights of experts get no adapters, such as {experts[0]}; {add}"
         )
@@ -194,10 +198,11 @@ def _linear_layers(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Mod
 
 
 def _targets(
-    model: nn.Module, lora: Lora, saved: list[str], *, or_experts: bool
+    model: nn.Module, lora: Lora, saved: list[str], *, may_be_empty: bool
 ) -> tuple[list[str], list[str]]:
     """peft's target_modules; and layers that get no adapter because peft gives their names to
-    experts. Neither has layers in the `saved` modules. There may be none if experts get adapters."""
+    experts. Neither has layers in the `saved` modules. may_be_empty: no target is not an error,
+    because experts get adapters."""
     layers = [name for name, module in model.named_modules() if _is_linear(module)]
     within = tuple(f"{module}." for module in saved)
     unused = {name.rpartition(".")[0] for name in parts_without_text(model)}
@@ -227,7 +232,7 @@ def _targets(
     taken = _taken_by_experts(model, inside)
     skipped = [name for name in inside if name.rpartition(".")[2] in taken]
     inside = [name for name in inside if name not in skipped]
-    if not inside and not or_experts:
+    if not inside and not may_be_empty:
         raise RecipeError(
             f"lora.target_modules: missing; {type(model).__name__} has no linear layers in its "
             f"blocks to choose: name some of {', '.join(_last_parts(layers))}"
@@ -285,7 +290,7 @@ def _expert_targets(model: nn.Module, lora: Lora, saved: list[str]) -> list[str]
     weights = [
         name for name in expert_weights(model) if not name.startswith(within) and name not in unused
     ]
-    unfit = "dropout" if lora.dropout else "dora" if lora.dora else None
+    unfit = _unfit_for_experts(lora)
     if lora.target_parameters is not None:
         found = _named_parameters(weights, lora.target_parameters)
         reason = "lora.target_parameters"
@@ -300,6 +305,11 @@ def _expert_targets(model: nn.Module, lora: Lora, saved: list[str]) -> list[str]
         what += "weight of each; turn it off, or set lora.target_parameters=[]"
         raise RecipeError(f"lora.{unfit}: {what}")
     return found
+
+
+def _unfit_for_experts(lora: Lora) -> str | None:
+    """The option of a recipe that cannot be computed for adapters of experts."""
+    return "dropout" if lora.dropout else "dora" if lora.dora else None
 
 
 def _named_parameters(weights: Sequence[str], entries: Iterable[str]) -> list[str]:
@@ -324,7 +334,7 @@ def _default_experts(model: nn.Module, weights: list[str], unfit: str | None) ->
     unused = {*parts_without_text(model)}
     sizes = {clean_name(n): p.numel() for n, p in model.named_parameters() if n not in unused}
     share = sum(sizes[name] for name in weights) / max(1, sum(sizes.values()))
-    if share <= _MOST:
+    if share <= _MOST_PARAMETERS:
         return []
     text = f"note: experts hold {share:.0%} of the parameters"
     if unfit is not None:

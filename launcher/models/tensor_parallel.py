@@ -92,7 +92,8 @@ def apply_tensor_parallel(
 
 
 class PlannedGroup(dist.ProcessGroup):
-    """The first of this many ranks, whose collectives do nothing. Copies of a model share it."""
+    """A group of this many ranks, seen from the first one, whose collectives do nothing. Copies of a
+    model share the group."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg]
@@ -101,7 +102,7 @@ class PlannedGroup(dist.ProcessGroup):
         return self
 
     def _do_nothing(self, *arguments: Any) -> Any:
-        """A collective."""
+        """Takes the place of each collective."""
 
     allreduce: Any = _do_nothing
     allgather: Any = _do_nothing

@@ -15,7 +15,7 @@ from launcher.libraries.private import (
     grouped_product_check,
 )
 from launcher.models import attention, nf4
-from launcher.models.tracing import Trace, tracing
+from launcher.models.tracing import Trace, current, tracing
 from launcher.objectives.synthetic import SyntheticData
 
 
@@ -49,7 +49,9 @@ def computing_as_on(
     lengths = list[int]()
     if "cu_seq_lens_q" in data.tensors:
         lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-    trace = Trace(
+    # Inside of a trace of a step, its device counts: the budget of activation checkpointing traces
+    # blocks on a rank whose own device is the CPU
+    trace = current() or Trace(
         cuda=device == "cuda",
         triton=kernel,
         updates_on_gpu=updates_on_gpu,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.console import bytes_as_text
-from launcher.models import chunked_loss, linear_chunks
+from launcher.models import chunked_loss, linear_chunks, tracing
 from launcher.planner import plan, trace
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
@@ -248,6 +248,17 @@ def test_a_trace_replaces_nothing_of_the_launcher(monkeypatch):
     trace_step(recipe(layers=1), ranks=2, device="cuda", micro_batches=1)
     assert owners
     assert not [owner for owner in owners if owner.startswith("launcher")]
+
+
+def test_a_trace_inside_of_another_is_for_its_device():
+    """The budget of activation checkpointing traces blocks for the device of the rank, a CPU."""
+    data = types.SimpleNamespace(tensors={})
+    with fake_tensors.computing_as_on("cuda", data):
+        outer = tracing.current()
+        with fake_tensors.computing_as_on("cpu", data):
+            assert tracing.current() is outer
+            assert outer.cuda
+    assert tracing.current() is None
 
 
 def test_traces_in_other_processes_are_the_same(monkeypatch):
