@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # Names that are only imported under another path than torch's public ones
 __all__ = [
     "CheckpointWrapper",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -118,6 +119,26 @@ and exports would have wrong names; `tests/unit/test_private_names.py` compares 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """Loggers that the launcher quiets. Under other names the log has needless lines."""
+
+
+class PlainDispatch:
+    """Comes before `TorchDispatchMode` among the bases of a mode whose calls torch shall not wrap
+    (torch 2.13). The wrapper keeps torch.compile out of the mode, which takes as long as the mode.
+    Under another name traces take longer."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def fake_tensor_on_cpu(like: FakeTensor, meta: torch.Tensor) -> FakeTensor:
+    """A fake tensor on the CPU of the same mode as `like`, which has no tensor's values, and with the
+    storage of a meta tensor. The constructor takes three times as long."""
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+    )
+    vars(made).update(vars(like))
+    return made
 
 
 def varlen_operator() -> OpOverload:

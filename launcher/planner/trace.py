@@ -26,7 +26,6 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import first_line
 from launcher.libraries.private import (
     FAKE_TENSOR_LOGGER,
-    FakeTensorMode,
     fake_store,
     tree_leaves,
     tree_map_only,
@@ -57,6 +56,7 @@ from launcher.planner.tracker import HOST, Held, Label, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.strategies.fsdp import Fsdp
+from launcher.training.fake_tensors import ShapesMode
 from launcher.training.loop import Update, train_steps
 from launcher.training.model import PreparedModel, row_part
 from launcher.training.operators import shapes_of
@@ -64,7 +64,8 @@ from launcher.training.operators import shapes_of
 EDGE = 2
 """A deep model is traced with its first and last two blocks, whose neighbours differ from the
 neighbours of other blocks, and with one block between; with two between for Muon, whose matrices
-are assigned to the ranks. Where the kinds of blocks repeat, these numbers are of whole periods."""
+are assigned to the ranks. Where the kinds of blocks repeat, there are one or two periods between,
+and the first and last blocks, at least two each, are together whole periods, too."""
 CPU = torch.device("cpu")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -93,7 +94,7 @@ def trace_step(
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
         names, period = list(original.blocks), _period(original, recipe.activation_checkpointing)
-        ends = 2 * period * -(-EDGE // max(1, period))
+        ends = period * -(-2 * EDGE // max(1, period))
         depth = ends + (2 if recipe.optimizer.name == "muon" else 1) * period
         if period == 0 or len(names) <= depth:
             return run(prepare()).step_memory()
@@ -103,7 +104,8 @@ def trace_step(
         prepared = prepare(blocks=range(depth))
         keep_blocks(prepared.model, prepared.blocks, range(depth))
         traced = run(prepared)
-        between = frozenset(names[ends // 2 : depth - ends // 2])
+        first = ends // 2
+        between = frozenset(names[first : first + depth - ends])
         # The smaller model is traced between steps and in the optimizer's step. Its forward and
         # backward passes are taken from the larger model, without the blocks in between
         small = traced.step_memory(run(smaller, only_update=True), between)
@@ -148,7 +150,7 @@ def _run(
     passes."""
     ranks = ranks.with_sizes(recipe.strategy)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = ShapesMode()
 
     def init_fn(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
         with fake:

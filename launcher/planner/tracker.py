@@ -19,6 +19,7 @@ from launcher.libraries.private import (
     CAST,
     SAFE_SOFTMAX,
     SOFTMAX_BACKWARD,
+    PlainDispatch,
     TorchDispatchMode,
     tree_leaves,
 )
@@ -62,7 +63,7 @@ class Place(NamedTuple):
     where: str
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracker(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode, entered inside of a fake-tensor mode."""
 
     def __init__(
@@ -100,7 +101,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         record.label = record.label or "communication"
             if func in (CAST, aten.copy_.default):
                 source = args[func is aten.copy_.default]
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor, source=source)
         # Attention without a fused kernel, in aten/src/ATen/native (torch 2.11 to 2.13): a byte

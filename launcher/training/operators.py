@@ -23,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import (
-    FakeTensorMode,
     OpOverload,
+    PlainDispatch,
     TorchDispatchMode,
     is_mutable,
     saved_by_partition,
@@ -37,7 +37,7 @@ from launcher.models.nf4 import PAIRS
 from launcher.objectives.synthetic import SyntheticData
 from launcher.recipe.section import size_in_bytes
 from launcher.strategies.activation_checkpointing import ATTENTION, PRODUCTS, Kept, is_random
-from launcher.training.fake_tensors import computing_as_on
+from launcher.training.fake_tensors import ShapesMode, computing_as_on
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -204,7 +204,7 @@ def saved_of_blocks(
         if parameter.is_floating_point() and not autocast:
             parameter.data = parameter.data.to(dtype)
     cpu = torch.device("cpu")
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = ShapesMode()
     with fake:
         materialize(model, parameters=cpu, buffers=cpu)
         tensors = tree_map_only(torch.Tensor, torch.empty_like, data.tensors)
@@ -266,7 +266,7 @@ def _saved_if_compiled(
     return total
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a block's forward pass, and what autograd saves of them."""
 
     def __init__(

@@ -204,7 +204,10 @@ def test_torch_has_the_names_of_tensors_and_modules():
     choice = private.attention_choice(query, query, None, is_causal=True, enable_gqa=False)
     assert choice in torch.nn.attention.SDPBackend.__members__
     with private.FakeTensorMode():
-        assert torch.zeros(2).add(1).shape == (2,)
+        fake = torch.zeros(2).add(1)
+        assert fake.shape == (2,)
+        again = private.fake_tensor_on_cpu(fake, torch.empty(3, device="meta"))
+        assert (again.shape, again.device.type, again.add(1).device.type) == ((3,), "cpu", "cpu")
 
 
 def test_torch_has_the_names_of_process_groups():

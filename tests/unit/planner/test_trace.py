@@ -165,7 +165,7 @@ def test_blocks_that_differ_periodically_are_extrapolated(monkeypatch):
 
     monkeypatch.setattr(trace, "_extrapolated", recorded)
     extrapolated = trace_step(hybrid, **settings)
-    assert depths == [(8, 12)]
+    assert depths == [(4, 8)]
     monkeypatch.setattr(trace, "EDGE", 100)
     whole = trace_step(hybrid, **settings)
     near(extrapolated.peak.total, whole.peak.total, by=0.001)
