@@ -24,7 +24,7 @@ from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import TOKEN_KINDS, guess, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
-from launcher.recipe.model_config import why_not_packed
+from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import parse_yaml
@@ -157,6 +157,8 @@ def plannable(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with a known config in place of a model that is not here, and without packing if
     the model cannot have it; and a note or an empty text. Raises RecipeError."""
     planned, config, note = _with_config(recipe)
+    if (problem := why_not_dequantized(quantization(config))) is not None:
+        raise RecipeError(f"command line: model={recipe.model.path}: {problem}")
     if why_not_packed(config) is not None:
         unpacked = dataclasses.replace(planned.data, packing=False)
         planned = dataclasses.replace(planned, data=unpacked)

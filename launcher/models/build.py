@@ -19,12 +19,13 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes
 from launcher.models.config_overrides import changed_config
+from launcher.models.dequantized import settings_of
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
-from launcher.recipe.model_config import value_problems
+from launcher.recipe.model_config import value_problems, why_not_dequantized
 from launcher.recipe.schema import Model
 
 if TYPE_CHECKING:
@@ -295,6 +296,9 @@ def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
     except RecipeError:
         raise
     except Exception as error:  # the classes of models raise anything on unsuitable values
+        settings = None if folder is None else settings_of(folder)
+        if settings is not None and not isinstance(settings, dict):
+            raise RecipeError(f"{key}: {folder}: {why_not_dequantized(settings)}") from error
         lines = str(error).strip().splitlines()[:3] or [type(error).__name__]
         what = " ".join(line.strip() for line in lines)[:400]
         if isinstance(error, KeyError) and " " in what:  # a message: str() puts it in quotes

@@ -15,17 +15,33 @@ import torch
 
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import StoredRows, StoredTensors
+from launcher.recipe.model_config import (
+    CAN_BE_READ,
+    QUANTIZATION,
+    UNQUANTIZED,
+    quantization,
+    why_not_dequantized,
+)
 
 logger = logging.getLogger(__name__)
 
-KEY = "quantization_config"
-"""The key of config.json that says how weights are quantized."""
 _AT_ONCE = 2**24
 """Numbers of a weight that are dequantized at a time: 64 MiB in float32. Of MXFP4 at least one
 expert."""
 _SCALE, _BLOCKS, _SCALES, _OF_INPUTS = "_scale_inv", "_blocks", "_scales", "activation_scale"
 """Ends of the names of FP8's scales, of MXFP4's codes and exponents, and of scales that only
 computation in FP8 needs."""
+_OTHER_SCALES = (".scale", ".qscale_weight", ".weight_scale", ".scales")
+"""What stands in place of `.weight` in the names of scales that other programs write."""
+_ENDS = {
+    _SCALE: "FP8",
+    _BLOCKS: "MXFP4",
+    ".qweight": "AWQ or GPTQ",
+    ".weight_packed": "compressed-tensors",
+    ".qscale_weight": "FP8",
+    ".absmax": "bitsandbytes",
+}
+"""Ends of names that only quantized weights have, and their formats."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _PAIRS = torch.cartesian_prod(torch.cat([_E2M1, -_E2M1]), torch.cat([_E2M1, -_E2M1])).flip(1)
 """The two numbers of each byte of MXFP4, (256, 2): the lower four bits are the first."""
@@ -109,18 +125,19 @@ class Dequantized(StoredTensors):
     """Stored tensors of which some are quantized. Their names, shapes and dtypes are those of the
     weights."""
 
-    def __init__(self, stored: StoredTensors, settings: Mapping[str, Any], *, key: str) -> None:
+    def __init__(self, stored: StoredTensors, settings: Any, *, key: str) -> None:
         """settings: what config.json says of the quantization. Raises RecipeError, which begins
         with `key`, if the weights have another format."""
         self._stored, self._weights = stored, dict[str, _Fp8 | _Mxfp4]()
         parts, tensors, problems = dict(stored._parts), dict(stored.tensors), list[str]()
-        method = settings.get("quant_method")
-        read = {"fp8": _fp8_weights, "mxfp4": _mxfp4_weights}.get(str(method))
+        if (problem := why_not_dequantized(settings)) is not None:
+            raise RecipeError(f"{key}: {problem}")
+        method = str(settings["quant_method"])
         size = settings.get("weight_block_size")
-        if read is not None and not _is_block_size(size):
+        if not _is_block_size(size):
             problems.append(f"weight_block_size must be two positive integers; got {size!r}")
-        elif read is not None:
-            for weight, names in read(tensors, size, problems):
+        else:
+            for weight, names in _READ[method](tensors, size, problems):
                 self._weights[weight.name] = weight
                 parts[weight.name] = [
                     StoredRows(part.file, 0, weight.shape[0]) for part in parts[names[0]]
@@ -134,20 +151,18 @@ class Dequantized(StoredTensors):
         for name, tensor in tensors.items():
             if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
                 dtype = str(tensor.dtype).removeprefix("torch.")
+                scales = (name.removesuffix(".weight") + end for end in _OTHER_SCALES)
+                other = next((each for each in scales if each in tensors and each != name), None)
+                if other is not None:
+                    problems.insert(0, f"the scales of {name} are {other}, and {CAN_BE_READ}")
+                    break
                 problems.append(f"{name} has the dtype {dtype} and no scales")
         if not self._weights and not problems:
             problems.append("no weight has scales; are the weights not quantized at all?")
         if problems:
-            format = f" ({settings['format']})" if settings.get("format") else ""
-            what = "FP8 with weight_scale_inv (quant_method: fp8) and MXFP4 (mxfp4) can be read"
-            if read is not None:
-                raise RecipeError(
-                    f"{key}: {method}{format}: {problems[0]}; get its files again, or give the "
-                    "checkpoint that they were made from"
-                )
             raise RecipeError(
-                f"{key}: the weights are quantized as {method}{format}; {what}; give the "
-                "checkpoint that they were made from, or save one in bfloat16"
+                f"{key}: {method}: {problems[0]}; get its files again, or give the checkpoint "
+                "that they were made from"
             )
         super().__init__(parts, tensors)
 
@@ -241,22 +256,31 @@ def _mxfp4_weights(stored: Mapping[str, torch.Tensor], size: Any, problems: list
         yield weight, (codes_name, name + _SCALES)
 
 
-def quantization(folder: Path) -> dict[str, Any] | None:
+_READ = {"fp8": _fp8_weights, "mxfp4": _mxfp4_weights}
+"""By quant_method."""
+
+
+def settings_of(folder: Path) -> object:
     """What a model's config.json says of the quantization of its weights; None: nothing."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = config.get(KEY) or (config.get("text_config") or {}).get(KEY)
+        return quantization(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def dequantized(stored: StoredTensors, folder: Path, *, key: str) -> StoredTensors:
     """The weights of a model's folder in the dtypes that they stand for, with a line in the log if
     they are quantized. Raises RecipeError, which begins with `key`, for a format that cannot be
     read."""
-    settings = quantization(folder)
+    settings = settings_of(folder)
     if settings is None:
+        for name, tensor in stored.tensors.items():
+            if (format := _format(name, tensor)) is not None:
+                raise RecipeError(
+                    f"{key}: {folder}: {name} belongs to weights that are quantized ({format}), "
+                    f"and config.json has no {QUANTIZATION}, which says how; get config.json "
+                    f"again, or {UNQUANTIZED}"
+                )
         return stored
     made = Dequantized(stored, settings, key=f"{key}: {folder}")
     logger.info(
@@ -266,13 +290,23 @@ def dequantized(stored: StoredTensors, folder: Path, *, key: str) -> StoredTenso
     return made
 
 
+def _format(name: str, tensor: torch.Tensor) -> str | None:
+    """The format of quantized weights, of which a stored tensor is a part; None: of none."""
+    if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
+        return "FP8"
+    for end, format in _ENDS.items():
+        if name.endswith(end) and (end != _BLOCKS or tensor.dtype == torch.uint8):
+            return format
+    return None
+
+
 def without_quantization(config: Any) -> None:
     """Removes what a config of transformers, or the text of one, says of quantization."""
     if isinstance(config, dict):
         sections = [config, *(part for part in config.values() if isinstance(part, dict))]
         for section in sections:
-            section.pop(KEY, None)
+            section.pop(QUANTIZATION, None)
         return
     for section in (config, config.get_text_config(decoder=True)):
-        if hasattr(section, KEY):
-            delattr(section, KEY)
+        if hasattr(section, QUANTIZATION):
+            delattr(section, QUANTIZATION)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from launcher.errors import RecipeError
 from launcher.files import flush_path, mode_of_umask
 from launcher.models.shards import local_columns, local_rows, takes_whole_rows, write
+from launcher.recipe.model_config import CAN_BE_READ, UNQUANTIZED
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -254,7 +255,10 @@ def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTenso
             stored = handle.get_slice(name)
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if dtype not in DTYPES:
-                raise RecipeError(f"{key}: {file}: {name} has the unknown dtype {dtype}")
+                problem = f"{key}: {file}: {name} has the dtype {dtype}, which is not known"
+                if dtype.startswith(("F4", "F6")):
+                    problem += f": its weight is quantized; {CAN_BE_READ}; {UNQUANTIZED}"
+                raise RecipeError(problem)
             tensors[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
             parts[name] = [StoredRows(file, 0, shape[0] if shape else 1)]
     return StoredTensors(parts, tensors)

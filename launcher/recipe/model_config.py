@@ -121,8 +121,35 @@ _SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3", None)
 """Values of rope_type with which `factor` stretches positions. None: the type of the checkpoint."""
 
 
+QUANTIZATION = "quantization_config"
+"""The key of config.json that says how weights are quantized."""
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Values of its `quant_method` that can be read."""
+CAN_BE_READ = "FP8 with weight_scale_inv (quant_method: fp8) and MXFP4 (mxfp4) can be read"
+UNQUANTIZED = "give the checkpoint that they were made from, or save one in bfloat16"
+
 Found = Iterator[tuple[tuple[str, ...], str]]
 """Paths of wrong keys, and what is wrong with each."""
+
+
+def quantization(config: Mapping[str, object]) -> object:
+    """What a config, of config.json, says of the quantization of its weights; None: nothing."""
+    text = config.get("text_config")
+    own = config.get(QUANTIZATION)
+    return own or (text.get(QUANTIZATION) if isinstance(text, Mapping) else None) or None
+
+
+def why_not_dequantized(found: object) -> str | None:
+    """Why weights with this `quantization_config` cannot be read; None: they can, or there is none."""
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        what = "must be an object with quant_method and others"
+        return f"config.json: quantization_config {what}; got {found!r}"
+    if (method := found.get("quant_method")) in DEQUANTIZED:
+        return None
+    format = f" ({found['format']})" if found.get("format") else ""
+    return f"the weights are quantized as {method}{format}; {CAN_BE_READ}; {UNQUANTIZED}"
 
 
 def why_not_packed(config: Mapping[str, object]) -> str | None:

@@ -145,6 +145,16 @@ def test_unknown_models_data_and_gpus_are_refused(here, capsys, monkeypatch):
         assert problem in capsys.readouterr().err
 
 
+def test_weights_that_cannot_be_read_are_refused(here, capsys):
+    """A recipe was written, which `launcher train` refused."""
+    for method in ("bitsandbytes", "awq", "gptq"):
+        config = CONFIG | {"quantization_config": {"quant_method": method}}
+        (here / "model/config.json").write_text(json.dumps(config))
+        refused = written(capsys, "data=chat.jsonl", "gpu=h100", status=2)
+        assert f"model: the weights are quantized as {method}; FP8" in refused.err
+        assert refused.out == ""
+
+
 @pytest.mark.long
 def test_a_model_that_cannot_be_packed(here, capsys):
     config = {

@@ -159,7 +159,30 @@ def test_scales_that_are_exponents(tmp_path, exponents):
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 HALF = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
+BARE = {"q.weight": HALF.clone(), "q.weight_scale_inv": torch.ones(1, 1)}
 REFUSED = {
+    "config.json: quantization_config must be an object with quant_method and others; got 'fp8'": (
+        "fp8",
+        BARE,
+    ),
+    "q.weight belongs to weights that are quantized (FP8), and config.json has no "
+    "quantization_config": (None, BARE),
+    "q.qweight belongs to weights that are quantized (AWQ or GPTQ), and": (
+        {},
+        {"q.qweight": torch.zeros(4, 4, dtype=torch.int32)},
+    ),
+    "e_blocks belongs to weights that are quantized (MXFP4), and config.json has no": (
+        None,
+        {"e_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8)},
+    ),
+    "the scales of q.weight are q.scale, and FP8 with weight_scale_inv (quant_method: fp8)": (
+        BLOCKS,
+        {"q.weight": HALF.clone(), "q.scale": torch.ones(1, 1)},
+    ),
+    "the scales of q.weight are q.qscale_weight, and FP8": (
+        BLOCKS,
+        {"q.weight": HALF.clone(), "q.qscale_weight": torch.ones(1)},
+    ),
     "as compressed-tensors (pack-quantized); FP8 with weight_scale_inv": (
         {"quant_method": "compressed-tensors", "format": "pack-quantized"},
         {},
@@ -193,8 +216,19 @@ def test_other_formats_are_refused(tmp_path, message):
     settings, tensors = REFUSED[message]
     save(tmp_path, model_type="llama", **{k: v for k, v in FIELDS.items() if k != "model_type"})
     quantize(tmp_path, settings, tensors)
-    model = build_model(Model(path=str(tmp_path)), sequence_length=16)
     with pytest.raises(RecipeError) as caught:
-        open_checkpoint(tmp_path, model)
+        open_checkpoint(tmp_path, build_model(Model(path=str(tmp_path)), sequence_length=16))
     assert message in str(caught.value)
-    assert "give the checkpoint that they were made from" in str(caught.value)
+    if not isinstance(settings, str):
+        assert "give the checkpoint that they were made from" in str(caught.value)
+
+
+def test_weights_in_four_bits_are_refused_by_name(tmp_path):
+    """A dtype of safetensors that this torch has no dtype for."""
+    header = json.dumps({"q.weight": {"dtype": "F4", "shape": [4, 4], "data_offsets": [0, 8]}})
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(8)
+    (tmp_path / "w.safetensors").write_bytes(content)
+    with pytest.raises(
+        RecipeError, match=r"q.weight has the dtype F4.*MXFP4 \(mxfp4\) can be read"
+    ):
+        open_files([tmp_path / "w.safetensors"])
