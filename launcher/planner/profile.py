@@ -24,6 +24,7 @@ from launcher.models.build import (
 from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import is_packed, shape_of
+from launcher.models.precision import computes_in_float32
 from launcher.models.tensor_parallel import (
     PlannedMesh,
     divides_attention,
@@ -56,6 +57,8 @@ class Weight:
     """Bytes of the whole weight in NF4; 0: it is not quantized."""
     orthogonalized: bool = False
     """Whether Muon orthogonalizes it."""
+    exact: bool = False
+    """Whether forward passes in 16 bits use it in float32."""
 
     @property
     def count(self) -> int:
@@ -69,7 +72,7 @@ class WeightGroup:
 
     parameters: tuple[Weight, ...]
     adapted: bool
-    """With adapters (LoRA) frozen weights are held in the compute dtype."""
+    """With adapters (LoRA) frozen weights are held in the compute dtype, if they are not exact."""
 
     @cached_property
     def count(self) -> int:
@@ -118,24 +121,32 @@ class WeightGroup:
 
     def unsharded(self, dtype_bytes: int) -> int:
         """Bytes of all weights as FSDP gathers them."""
-        return self._packed + dtype_bytes * (self.count - sum(self.quantized))
+        more = (4 - dtype_bytes) * self._exact
+        return self._packed + dtype_bytes * (self.count - sum(self.quantized)) + more
+
+    @cached_property
+    def _exact(self) -> int:
+        return sum(weight.count for weight in self.parameters if weight.exact)
 
     def sizes(self, dtype_bytes: int) -> list[int]:
         """Bytes of each parameter as the model holds it, for a compute dtype of `dtype_bytes`."""
         return [
-            weight.packed
-            or weight.count * (dtype_bytes if self.adapted and not weight.trained else weight.size)
+            weight.packed or weight.count * self._held(weight, dtype_bytes)
             for weight in self.parameters
         ]
+
+    def _held(self, weight: Weight, dtype_bytes: int) -> int:
+        """Bytes of an element of a weight as the model holds it."""
+        in_compute_dtype = self.adapted and not (weight.trained or weight.exact)
+        return dtype_bytes if in_compute_dtype else weight.size
 
     def copied(self, dtype_bytes: int) -> int:
         """Bytes of copies in a compute dtype of `dtype_bytes` of the weights in another dtype."""
         return sum(
             dtype_bytes * weight.count
             for weight in self.parameters
-            if not weight.packed
-            and weight.size != dtype_bytes
-            and (weight.trained or not self.adapted)
+            if not (weight.packed or weight.exact)
+            and self._held(weight, dtype_bytes) != dtype_bytes
         )
 
     def pinned(self, shards: int, dtype_bytes: int) -> int:
@@ -314,13 +325,17 @@ def _profile_of_shapes(
     stacked = {id(p) for module in find_experts(model).values() for p in module.parameters()}
     blocks = [model.get_submodule(name) for name in prepared.blocks]
     matrices = {id(p) for p in orthogonalized_parameters(model, blocks).values()}
+    half = torch.float16 if compute_dtype(recipe.strategy) == torch.float16 else torch.bfloat16
+    in_float32 = {id(p) for p in computes_in_float32(model, half)}
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
         weights = []
         for p in parameters:
             shape, packed = tuple(shape_of(p)), p.nbytes if is_packed(p) else 0
             expert, matrix = id(p) in stacked, id(p) in matrices
-            weights.append(Weight(shape, p.requires_grad, p.element_size(), expert, packed, matrix))
+            exact = id(p) in in_float32
+            size = p.element_size()
+            weights.append(Weight(shape, p.requires_grad, size, expert, packed, matrix, exact))
         return WeightGroup(tuple(weights), recipe.lora is not None)
 
     config = text_config(model)

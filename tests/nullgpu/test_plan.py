@@ -33,6 +33,12 @@ SHAPES = {
     "2 blocks of 30B-A3B": "model_type: qwen3_moe, hidden_size: 2048, num_attention_heads: 32, num_key_value_heads: 4,"
     " head_dim: 128, num_experts: 32, num_experts_per_tok: 8, moe_intermediate_size: 768, intermediate_size: 6144,"
     " vocab_size: 32000, num_hidden_layers: 2",
+    "4 layers of Qwen3.5": "model_type: qwen3_5_text, hidden_size: 1024, intermediate_size: 3584, head_dim: 256,"
+    " num_attention_heads: 8, num_key_value_heads: 2, linear_num_key_heads: 16, linear_num_value_heads: 16,"
+    " vocab_size: 32000, num_hidden_layers: 4",
+    "2 layers of gpt-oss": "model_type: gpt_oss, hidden_size: 1024, intermediate_size: 1024, head_dim: 64,"
+    " num_attention_heads: 32, num_key_value_heads: 8, num_local_experts: 16, num_experts_per_tok: 4,"
+    " vocab_size: 32000, num_hidden_layers: 2",
     "1B": f"{WIDTHS_1B}, vocab_size: 128256, num_hidden_layers: 16",
     "8B": "hidden_size: 4096, intermediate_size: 14336, num_attention_heads: 32, num_key_value_heads: 8,"
     " vocab_size: 128256, num_hidden_layers: 32",
@@ -61,6 +67,8 @@ EXPERTS, ON_EXPERTS = (
 NF4_ON_EXPERTS = ON_EXPERTS.replace("}", ", quantize: nf4}")
 NF4 = "lora={rank: 16, quantize: nf4}"
 DORA = "lora={rank: 16, dora: true, modules_to_save: [embed_tokens, lm_head]}"
+QWEN3_5, GPT_OSS = "4 layers of Qwen3.5", "2 layers of gpt-oss"
+SHORT = "data.sequence_length=1024"
 REDUCE_ONCE, UNSHARDED = (
     "strategy.sync_every_micro_batch=false",
     "strategy.reshard_after_backward=false",
@@ -125,6 +133,12 @@ GRID = {
         (NARROW, 2, [BF16, OFFLOAD, FULL, PADDED]),
         (NARROW, 1, [FP32, OFFLOAD, SELECTIVE]),
         (NARROW, 1, [BF16, OFFLOAD, LORA, TO_HOST]),
+        (QWEN3_5, 2, [BF16, FULL, SHORT]),
+        (QWEN3_5, 1, [BF16, SHORT]),
+        (QWEN3_5, 1, [BF16, SHORT, PADDED]),
+        (QWEN3_5, 1, [DDP, BF16, SHORT]),
+        (GPT_OSS, 1, [BF16, FULL, SHORT, ON_EXPERTS]),
+        (GPT_OSS, 1, [BF16, SHORT, ON_EXPERTS, PADDED]),
     ],
     (1, 80): [
         (SMALL, 1, [DDP, BF16]),

@@ -15,6 +15,7 @@ from launcher.planner.memory import CUBLAS_WORKSPACES, Components, Moment, StepM
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import trace_step, with_compiled_blocks
+from launcher.recipe.schema import Lora
 
 LLAMA_8B = """\
 run: {name: llama, max_steps: 10}
@@ -459,3 +460,23 @@ def test_plan_of_pairs_names_the_reference_pass(load, method, noted):
     plan = make_plan(recipe, machine)
     assert plan.traced
     assert any("the reference pass" in note for note in plan.notes) == noted
+
+
+def test_weights_kept_in_float32_are_gathered_with_four_bytes(load):
+    """The decay of recurrent layers, which fsdp gathers in float32, also beside adapters."""
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    states = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    linear = dict.fromkeys((f"linear_{name}" for name in states), 8)
+    config = {"model_type": "qwen3_5_text"} | sizes | heads | linear
+    recipe = load(f"model.config={json.dumps(config)}", "data.sequence_length=64")
+    exact = 3 * 2 * 8  # three layers, A_log and dt_bias, eight heads
+    for adapted in (recipe, dataclasses.replace(recipe, lora=Lora())):
+        own = profile_model(adapted, device="cuda")
+        assert own.unsharded(2) == 2 * own.parameters + 2 * exact
+        assert own.unsharded(4) == 4 * own.parameters
+        frozen = own.parameters - own.trained
+        held = 4 * own.parameters - (2 * (frozen - exact) if adapted.lora else 0)
+        assert own.held(2) == held
+        copied = own.parameters - exact if adapted.lora is None else own.trained
+        assert sum(group.copied(2) for group in own.groups) == 2 * copied
