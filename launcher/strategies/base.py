@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -90,3 +90,12 @@ def offloads_parameters(cpu_offload: schema.CpuOffload | None) -> bool:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that a recipe gives to a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def units_without(
+    units: Iterable[nn.Module], parameters: Collection[nn.Parameter]
+) -> list[nn.Module]:
+    """The units of FSDP that have none of these parameters. A unit with a parameter in float32 is a
+    part of the root instead."""
+    kept = set(parameters)
+    return [unit for unit in units if kept.isdisjoint(unit.parameters())]

@@ -30,6 +30,7 @@ from launcher.strategies.base import (
     dtype_name,
     joint_norm,
     offloads_parameters,
+    units_without,
 )
 
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -126,10 +127,8 @@ class Fsdp(WrappedModel):
         separate = {p for module in (*experts, *unused) for p in module.parameters()}
         exact = set(in_float32) - separate
         # Units with such weights are parts of the root, and modules of a second group
-        embedding, last = (
-            [unit for unit in units if exact.isdisjoint(unit.parameters())]
-            for units in (outer_units[:1], outer_units[1:])
-        )
+        embedding = units_without(outer_units[:1], exact)
+        last = units_without(outer_units[1:], exact)
         holders = _holders(model, {*blocks, *embedding, *last}, exact)
         exact &= {p for modules in holders.values() for m in modules for p in m.parameters()}
         for module in experts:

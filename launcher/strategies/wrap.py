@@ -14,7 +14,7 @@ from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.activation_offload import ActivationOffload
-from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
+from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, units_without
 from launcher.strategies.compilation import allow_variants
 from launcher.strategies.ddp import Ddp
 from launcher.strategies.fsdp import Fsdp, FsdpPolicy
@@ -82,11 +82,9 @@ def wrap(
             block.compile()
     param_dtype, precision = compute_dtype(strategy), strategy.mixed_precision
     if one_rank:
-        kept = set(parts.in_float32)
-        outer_units = [unit for unit in parts.outer_units if kept.isdisjoint(unit.parameters())]
         return OneRank(
             model,
-            [*blocks.values(), *outer_units],
+            [*blocks.values(), *units_without(parts.outer_units, parts.in_float32)],
             parts.unused,
             parts.in_float32,
             param_dtype=param_dtype,

@@ -17,13 +17,12 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
 from tests import multimodal
 from tests.distributed.launching import end_worker
-from tests.distributed.recurrent_worker import RECIPE, plain_loop, train
+from tests.distributed.recurrent_worker import RECIPE, plain_loop, start_ranks, train
 from tests.run_files import write_lines
 
 transformers.logging.set_verbosity_error()
@@ -103,14 +102,7 @@ def cache_difference(model, ids):
 
 
 def main(folder, *chosen):
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    ranks = RankLayout(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        group=dist.group.WORLD,
-        device=torch.device("cpu"),
-    )
+    ranks = start_ranks()
     results = {}
     for name, fields in MODELS.items():
         config = {"model_type": name.split(",")[0]} | fields
