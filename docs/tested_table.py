@@ -21,10 +21,13 @@ from tests.distributed import (
     gemma_worker,
     layouts,
     nf4_worker,
+    recurrent_worker,
     test_architectures,
 )
 from tests.unit.models import (
     recurrent_families,
+    test_dequantized,
+    test_expert_adapters,
     test_experts,
     test_lora,
     test_masked_lm,
@@ -41,10 +44,14 @@ table from the lists in the tests.
 
 - **trained**: loads a checkpoint with the logits of transformers, trains to the same losses with DDP, FSDP and FSDP
   with CPU offload, and exports what transformers loads again.
+- **losses**: trains to the losses and gradients of a plain loop with transformers' model, with DDP or FSDP. *trained*
+  includes it.
 - **packed**: the loss of packed documents is that of the documents alone.
 - **classes**: `model.task: sequence_classification`, with a new head.
 - **masked**: losses and gradients of `model.task: masked_lm` are those of transformers.
 - **LoRA**, **QLoRA**: adapters. peft loads them, or the losses are those of the rounded weights.
+- **on experts**: `lora.target_parameters`. Losses, gradients and files are those of peft.
+- **dequantized**: published weights in FP8 or MXFP4 are read as transformers dequantizes them.
 - **tensor**, **context**, **expert**: ranks that [divide a model](parallelism.md) train to the losses of one rank.
   *found* means that the experts of this type are found, and not that a test trains it.
 
@@ -83,18 +90,26 @@ def table() -> dict[str, dict[str, str]]:
     trained = {n: model_type(n, c) for n, c in architectures_worker.ARCHITECTURES.items()}
     tests = test_architectures
     lora = [case.split()[1] for case in tests.LORA if case.split()[1] in trained]
+    round_trips = [trained[n] for n in tests.ROUND_TRIPS if n in trained] + [*multimodal.MODELS]
+    gemmas = [name.split(",")[0] for name in gemma_worker.MODELS]
+    recurrent = [
+        case.split()[0] for case in (*recurrent_worker.CASES, *recurrent_worker.IN_FLOAT32)
+    ]
     columns = {
-        "trained": [trained[n] for n in tests.ROUND_TRIPS if n in trained] + [*multimodal.MODELS],
+        "trained": round_trips,
+        "losses": [*round_trips, *gemmas, *recurrent],
         "packed": [
             *test_packed_attention.MODELS,
             *test_packed_attention.WITHOUT_POSITIONS,
             *recurrent_families.FAMILIES,
-            *(name.split(",")[0] for name in gemma_worker.MODELS),
+            *gemmas,
         ],
         "classes": marked(tests.test_new_classification_head_on_base_model),
         "masked": [config.model_type for config in test_masked_lm.CONFIGS],
         "LoRA": [*lora, *test_lora.MIXTURES],
         "QLoRA": [name.split()[0] for name in nf4_worker.CASES],
+        "on experts": [*test_expert_adapters.KINDS],
+        "dequantized": marked(test_dequantized.test_values_are_those_of_transformers),
         "tensor": divided(layouts.TP),
         "context": divided(layouts.CP),
         "expert": divided(layouts.EP),

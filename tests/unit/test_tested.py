@@ -10,7 +10,10 @@ def test_page_is_what_the_tests_train():
 
 def test_table_has_what_the_tests_name():
     rows = tested_table.table()
-    assert rows["llama"] == dict.fromkeys(rows["llama"], "yes") | {"expert": "", "masked": ""}
+    others = dict.fromkeys(("expert", "masked", "on experts", "dequantized"), "")
+    assert rows["llama"] == dict.fromkeys(rows["llama"], "yes") | others
+    assert rows["qwen3_5_text"]["losses"] == rows["gemma4_text"]["losses"] == "yes"
+    assert rows["gpt_oss"]["on experts"] == rows["deepseek_v3"]["dequantized"] == "yes"
     assert rows["bert"] == dict.fromkeys(rows["bert"], "") | {"classes": "yes", "masked": "yes"}
     assert rows["qwen3_vl"]["trained"] == "yes"
     assert (rows["mixtral"]["expert"], rows["olmoe"]["expert"]) == ("yes", "found")
