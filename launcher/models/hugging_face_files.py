@@ -134,7 +134,7 @@ def write_weights(
     source: the checkpoint that the model was loaded from. An export of the whole model also has
     those of its tensors that the model's class does not have, byte for byte.
     dtype: of the floating-point weights that the source has in the dtype of most. The others keep
-    theirs; float32 stays what transformers keeps in float32.
+    theirs. What transformers keeps in float32 is float32, unless the source has it in `dtype`.
     """
     if not hasattr(model, "config"):  # of model.builder
         weights = exported_tensors(model, read, merged=merged)
@@ -151,10 +151,12 @@ def write_weights(
         return
     in_float32 = names_in_float32(model, dtype)
     odd = {} if source is None else source.odd_dtypes
+    stored = {} if source is None else source.stored.tensors
 
     def whole_model() -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
         for name, tensor in exported_tensors(model, read, merged=merged):
             exact = any(part in name for part in in_float32)
+            exact = exact and (name not in stored or stored[name].dtype != dtype)
             yield name, tensor, torch.float32 if exact else odd.get(name, dtype)
         if source is not None:
             for name, tensor in source.read_copied():

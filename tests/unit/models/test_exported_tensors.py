@@ -167,6 +167,19 @@ def test_export_command_keeps_and_compares_them(tmp_path):
     ]
 
 
+def test_what_the_source_has_in_16_bits_stays_so(tmp_path):
+    """Also biases of routers, which transformers keeps in float32 while a model is in memory."""
+    source = save_source(tmp_path / "source", "deepseek_v3")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    change(source, {bias: load_file(source / "model.safetensors")[bias].bfloat16()})
+    model, found = loaded(source)
+    options = {"rank": 0, "device": CPU, "source": found}
+    for name, dtype in (("same", torch.bfloat16), ("other", torch.float16)):
+        export_hugging_face(model, tmp_path / name, dtype=dtype, **options)
+        exported = load_file(tmp_path / name / "model.safetensors")[bias]
+        assert exported.dtype == (torch.bfloat16 if name == "same" else torch.float32)
+
+
 def test_exports_of_a_classifier_leave_other_layers_out(tmp_path, messages):
     source = save_source(tmp_path / "source", "deepseek_v3")
     section = Model(path=str(source), task="sequence_classification", num_labels=2)
