@@ -167,6 +167,30 @@ def test_export_command_keeps_and_compares_them(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_5", *(pytest.param(k, marks=pytest.mark.long) for k in ("gemma4", "nemotron_h"))],
+)
+def test_export_command_writes_the_config_of_the_source(tmp_path, kind):
+    """Byte for byte, from a checkpoint of a run, but for the keys that transformers 4 reads."""
+    source = save_source(tmp_path / "source", kind)
+    model, _ = loaded(source)
+    run, out = tmp_path / "run", tmp_path / "out"
+    recipe = recipe_of(f"model.path={source}", "data.tokenizer=null", "data.kind=tokens")
+    create_checkpoint(run, model, 10, recipe)
+    (run / "recipe.yaml").write_text("run: {}\n")
+    assert main(["export", str(run), str(out)]) == 0
+    config = json.loads((out / "config.json").read_text())
+    for section in (config, config.get("text_config", {})):
+        for key in ("torch_dtype", "rope_theta", "partial_rotary_factor"):
+            section.pop(key, None)
+    text = json.dumps(config, indent=2) + "\n"
+    assert text == (source / "config.json").read_text()
+    before, after = (load_file(f / "model.safetensors") for f in (source, out))
+    assert {n: t.dtype for n, t in before.items()} == {n: t.dtype for n, t in after.items()}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_what_the_source_has_in_16_bits_stays_so(tmp_path):
     """Also biases of routers, which transformers keeps in float32 while a model is in memory."""
     source = save_source(tmp_path / "source", "deepseek_v3")
