@@ -45,7 +45,9 @@ LEAST_ROOM = GiB // 4
 """Least room with FSDP: small buffers on the streams of its collectives."""
 CUDA_PROCESS, CPU_PROCESS = 3 * GiB, GiB // 2
 """Resident memory of a rank without tensors: an estimate on a GPU, measured on a CPU (0.4 GiB with
-torch 2.13 and transformers 5.23)."""
+torch 2.13 and transformers 5.23). On a GPU it covers dequantizing FP8 and MXFP4 while weights are
+read: 11 bytes for each number that is dequantized at a time, 170 MiB (measured). On a CPU the peak
+of a step, which is later, exceeds that."""
 LOADER_PROCESS = 160 * MiB
 """Memory of a loader process that it does not share with its rank. An estimate."""
 TOKEN_BYTES = 3 * 8
