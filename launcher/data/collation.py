@@ -73,6 +73,13 @@ class TextInputs:
         """Tokens of a row of a micro-batch of these samples, without packing."""
         return self.width(max(len(row["input_ids"]) for row in rows))
 
+    def complete(
+        self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
+    ) -> Sample:
+        """The sample with what its documents have beside text. pieces: see
+        `SequenceDataset.pieces`."""
+        return sample
+
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
         """See `collate_sequences`. several_documents: a row holds several documents even if it is
         padded to the longest one."""

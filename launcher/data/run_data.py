@@ -248,7 +248,7 @@ def open_run_data(
         assert isinstance(sampler, RankBatchSampler)
         training = StreamingDataset(
             find_parts(data.train, kind=data.kind, max_document=data.max_document_bytes),
-            make_encoder(data.kind, data, tokenizer=tokenizer),
+            make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images),
             objective=objective,
             sampler=sampler,
             data=data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ class Parts:
     """What `apply_tensor_parallel` returns."""
     in_float32: Collection[nn.Parameter] = ()
     """The parameters that forward passes use in float32, whatever their dtype of computation."""
+    tower: dict[str, nn.Module] = field(default_factory=dict)
+    """The blocks of an image tower by name."""
 
 
 def wrap(
@@ -86,7 +88,7 @@ def wrap(
         outer_units = [unit for unit in parts.outer_units if kept.isdisjoint(unit.parameters())]
         return OneRank(
             model,
-            [*blocks.values(), *outer_units],
+            [*blocks.values(), *parts.tower.values(), *outer_units],
             parts.unused,
             parts.in_float32,
             param_dtype=param_dtype,
@@ -114,7 +116,7 @@ def wrap(
     )
     return Fsdp(
         model,
-        list(blocks.values()),
+        [*parts.tower.values(), *blocks.values()],
         parts.outer_units,
         parts.experts,
         parts.partial,

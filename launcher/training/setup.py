@@ -161,6 +161,7 @@ def assemble(
             recurrent=prepared.recurrent,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
+            images=prepared.images,
         ),
         ranks=ranks,
         build=build_data,

@@ -1,0 +1,184 @@
+"""The image tower of a model of images and text, where rows have images.
+
+transformers replaces the embeddings of a model's image tokens by the features of the tower, and this
+module sees to it that every rank runs the tower in every micro-batch, that attention in the tower
+sees the whole image, and that packed documents are kept apart where an image attends to itself in
+both directions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+from launcher.libraries.private import block_classes
+from launcher.models.applied import applied
+from launcher.models.build import modules_without_text, parts_without_text, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Trained = Literal["none", "projector", "all"]
+_PROJECTORS = ("projector", "merger", "connector", "embed_vision")
+"""Parts of the names of the modules between a tower and the text model."""
+_OTHERS = ("audio",)
+"""Parts of the names of modules that neither text nor images use."""
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_BOTH_WAYS = ("gemma3",)
+"""Types of models whose images attend to themselves in both directions, in a way that
+`packed_masks` knows."""
+
+
+def use_images(model: PreTrainedModel, train: Trained, *, key: str = "images") -> None:
+    """Changes a meta model so that it trains on rows with images, and freezes what is not trained of
+    the parts that text does not use. Raises RecipeError if the model takes no images, or in a way
+    that is not known."""
+    base: Any = model.base_model
+    name = type(model).__name__
+    if not hasattr(base, "get_image_features"):
+        raise RecipeError(
+            f"{key}: {name} takes no images; remove the section, or give a model that does"
+        )
+    if getattr(text_config(model), "cross_attention_layers", None):
+        raise RecipeError(
+            f"{key}: {name} attends to images in layers of their own, which is not supported"
+        )
+    unused = parts_without_text(model)
+    trained = {name for name in unused if _is_trained(name, train)}
+    if train != "none" and not trained:
+        raise RecipeError(f"{key}.train: {train}: {name} has no parameters of that kind")
+    for name in unused:
+        model.get_parameter(name).requires_grad_(name in trained)
+    applied(model).images = ImageTower(model)
+
+
+def _is_trained(name: str, train: Trained) -> bool:
+    if train == "none" or any(part in name for part in _OTHERS):
+        return False
+    return train == "all" or any(part in name for part in _PROJECTORS)
+
+
+def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost modules that are never called: those that text does not use, or with images
+    those that neither uses."""
+    modules = modules_without_text(model)
+    if applied(model).images is None:
+        return modules
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(m for m in modules if any(part in names[m] for part in _OTHERS))
+
+
+def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of the image tower, by name; empty if rows have no images."""
+    if applied(model).images is None:
+        return {}
+    unused = set(unused_modules(model))
+    towers = [module for module in modules_without_text(model) if module not in unused]
+    inside = {module for tower in towers for module in tower.modules()}
+    classes = {name for module in inside for name in block_classes(module)}
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # Some name their embeddings, too, which are not repeated
+        if module in inside and type(module).__name__ in classes and "embeddings" not in name:
+            nested = any(name.startswith(f"{outer}.") for outer in blocks)
+            if not nested and next(module.parameters(), None) is not None:
+                blocks[name] = module
+    return blocks
+
+
+@dataclass(frozen=True)
+class _Takes:
+    """The arguments of a model's base that are about images."""
+
+    features: frozenset[str]
+    token_types: str | None
+
+
+class ImageTower:
+    """Replaces the forward method of a model's base, so that the tower runs in every micro-batch.
+
+    FSDP gathers weights and reduces gradients in the tower, and DDP waits for the gradients of its
+    parameters. So a rank whose micro-batch has no image must compute the tower, too. There the tower
+    sees a blank image, whose features are added to the embeddings times 0.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        base: Any = model.base_model
+        parameters = inspect.signature(base.forward).parameters
+        types = next((name for name in _TOKEN_TYPES if name in parameters), None)
+        own = inspect.signature(base.get_image_features).parameters
+        self.takes = _Takes(frozenset(own) - {"kwargs", "return_dict"}, types)
+        self.grid = hasattr(base, "get_rope_index")
+        """Whether tokens of an image have positions of time, height and width."""
+        text = text_config(model)
+        self.both_ways = text.model_type.startswith(_BOTH_WAYS)
+        """Whether the tokens of an image see those after them."""
+        window = getattr(text, "sliding_window", None)
+        self._window = window if isinstance(window, int) else None
+        self._base, self._forward = base, base.forward
+        base.forward = self._forward_with_tower
+
+    @property
+    def token_types(self) -> str | None:
+        """The argument that says which tokens are those of images, if the masks of the model need
+        it. With positions of a grid, it is only for these, which the launcher makes."""
+        return None if self.grid else self.takes.token_types
+
+    def _forward_with_tower(self, *args: Any, images: int | None = None, **inputs: Any) -> Any:
+        """images: the number of images; None: the call is about text alone."""
+        if images is None:
+            return self._forward(*args, **inputs)
+        positions = inputs.get("position_ids")
+        if self.both_ways and positions is not None:
+            assert self.takes.token_types is not None
+            types = inputs[self.takes.token_types]
+            inputs["attention_mask"] = packed_masks(types, positions, self._window)
+        if images == 0:
+            own = {name: inputs.pop(name) for name in self.takes.features if name in inputs}
+            features = self._base.get_image_features(**own, return_dict=True)
+            sums = [tensor.sum() for tensor in _tensors(features)]
+            embeds = self._base.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = embeds + 0 * torch.stack(sums).sum().to(embeds.dtype)
+        return self._forward(*args, **inputs)
+
+
+def packed_masks(
+    types: torch.Tensor, positions: torch.Tensor, window: int | None
+) -> dict[str, torch.Tensor]:
+    """Masks (rows, 1, tokens, tokens) of packed documents whose images attend to themselves in both
+    directions. types: (rows, tokens), 1 for tokens of images. positions: (rows, tokens), 0 at the
+    start of each document. window: of sliding layers.
+
+    transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the images
+    at positions that count from the start of the row (docs/images.md).
+    """
+    order = torch.arange(types.shape[1], device=types.device)
+    distance = order[:, None] - order[None, :]
+    is_image = types == 1
+    begins = is_image & ~nn.functional.pad(is_image, (1, 0))[:, :-1]
+    image = torch.where(is_image, begins.cumsum(1), 0)
+    document = (positions == 0).cumsum(1)
+    same_image = (image[:, :, None] == image[:, None, :]) & is_image[:, None, :]
+    same_document = document[:, :, None] == document[:, None, :]
+    full = same_document & ((distance >= 0) | same_image)
+    near = full if window is None else full & (distance < window)
+    return {"full_attention": full[:, None], "sliding_attention": near[:, None]}
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an output that may need gradients, at every depth."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
