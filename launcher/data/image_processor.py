@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -143,6 +145,11 @@ class ImageProcessor:
 
         return self.process(Image.new("RGB", (32, 32), (128, 128, 128))).arrays
 
+    @property
+    def blank_batch(self) -> Arrays:
+        """The arrays of a micro-batch with that image alone."""
+        return self.join([self.blank])
+
     def join(self, images: list[Arrays]) -> Arrays:
         """The arrays of several images. Those of different sizes are padded with zeros on the right
         and at the bottom: models read their sizes."""
@@ -254,6 +261,21 @@ def processor_identity(rows: RowImages) -> list[object]:
     return ["images", sums, rows.max_pixels, rows.folder]
 
 
+def _processor_class(name: str) -> Any:
+    """A class of processors, without looking for torchvision as `transformers` itself does."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    for kind, own in PROCESSOR_MAPPING_NAMES.items():
+        if own == name:
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
+                if hasattr(module, name):
+                    return getattr(module, name)
+    import transformers
+
+    return getattr(transformers, name)
+
+
 def _load(name: str) -> Any:
     """Raises RecipeError."""
     import transformers
@@ -265,7 +287,7 @@ def _load(name: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if config.model_type not in PROCESSOR_MAPPING_NAMES:
             raise RecipeError(f"images: {name}: transformers has no processor for its type")
-        kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[config.model_type])
+        kind = _processor_class(PROCESSOR_MAPPING_NAMES[config.model_type])
         # In Pillow and numpy on every machine: the pixels of torchvision differ
         images = transformers.AutoImageProcessor.from_pretrained(
             folder, backend="pil", local_files_only=True

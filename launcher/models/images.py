@@ -8,9 +8,9 @@ both directions.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,15 +30,21 @@ _PROJECTORS = ("projector", "merger", "connector", "embed_vision")
 _OTHERS = ("audio",)
 """Parts of the names of modules that neither text nor images use."""
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-_BOTH_WAYS = ("gemma3",)
-"""Types of models whose images attend to themselves in both directions, in a way that
-`packed_masks` knows."""
+_FEATURES = ("pooler_output", "deepstack_features")
+"""The outputs of a tower that models put in the place of the embeddings of images."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def use_images(model: PreTrainedModel, train: Trained, *, key: str = "images") -> None:
+def use_images(
+    model: PreTrainedModel,
+    train: Trained,
+    blank: Mapping[str, torch.Tensor],
+    *,
+    key: str = "images",
+) -> None:
     """Changes a meta model so that it trains on rows with images, and freezes what is not trained of
-    the parts that text does not use. Raises RecipeError if the model takes no images, or in a way
-    that is not known."""
+    the parts that text does not use. blank: what the model takes of an image. Raises RecipeError if
+    the model takes no images, or in a way that is not known."""
     base: Any = model.base_model
     name = type(model).__name__
     if not hasattr(base, "get_image_features"):
@@ -51,11 +57,36 @@ def use_images(model: PreTrainedModel, train: Trained, *, key: str = "images") -
         )
     unused = parts_without_text(model)
     trained = {name for name in unused if _is_trained(name, train)}
+    if trained:
+        trained -= _without_gradient(model, blank)
     if train != "none" and not trained:
         raise RecipeError(f"{key}.train: {train}: {name} has no parameters of that kind")
     for name in unused:
         model.get_parameter(name).requires_grad_(name in trained)
     applied(model).images = ImageTower(model)
+
+
+def _without_gradient(model: PreTrainedModel, blank: Mapping[str, torch.Tensor]) -> set[str]:
+    """The parameters of the tower that its features do not depend on, such as the layers after
+    `vision_feature_layer` (LLaVA): DDP would wait for their gradients."""
+    tower = copy.deepcopy(model.base_model)
+    names = {name for name, _ in tower.named_parameters()}
+    # Integers, such as the sizes of images, are read
+    inputs = {
+        name: value.to("meta") if value.is_floating_point() else value
+        for name, value in blank.items()
+    }
+    try:
+        features = tower.get_image_features(**inputs, return_dict=True)
+        found = [value for key, value in features.items() if key in _FEATURES]
+        torch.stack([tensor.sum() for tensor in _tensors(found)]).sum().backward()
+    except (
+        Exception
+    ):  # a model that cannot run on meta; of those that are known, all parts are used
+        return set()
+    used = {name for name, parameter in tower.named_parameters() if parameter.grad is not None}
+    base = f"{model.base_model_prefix}."
+    return {base + name for name in names - used}
 
 
 def _is_trained(name: str, train: Trained) -> bool:
@@ -92,12 +123,13 @@ def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-@dataclass(frozen=True)
-class _Takes:
-    """The arguments of a model's base that are about images."""
-
-    features: frozenset[str]
-    token_types: str | None
+def _both_ways(model: PreTrainedModel) -> frozenset[str]:
+    """The kinds of layers in which the tokens of an image see those after them."""
+    text = text_config(model)
+    if text.model_type == "gemma3_text":
+        return frozenset((_FULL, _SLIDING))
+    vision = getattr(text, "use_bidirectional_attention", None) == "vision"
+    return frozenset((_SLIDING,)) if text.model_type == "gemma4_text" and vision else frozenset()
 
 
 class ImageTower:
@@ -111,24 +143,26 @@ class ImageTower:
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model
         parameters = inspect.signature(base.forward).parameters
-        types = next((name for name in _TOKEN_TYPES if name in parameters), None)
         own = inspect.signature(base.get_image_features).parameters
-        self.takes = _Takes(frozenset(own) - {"kwargs", "return_dict"}, types)
+        self._takes = frozenset(own) - {"kwargs", "return_dict"}
         self.grid = hasattr(base, "get_rope_index")
         """Whether tokens of an image have positions of time, height and width."""
-        text = text_config(model)
-        self.both_ways = text.model_type.startswith(_BOTH_WAYS)
-        """Whether the tokens of an image see those after them."""
-        window = getattr(text, "sliding_window", None)
+        self.both_ways = _both_ways(model)
+        """The kinds of layers in which the tokens of an image see those after them."""
+        types = next((name for name in _TOKEN_TYPES if name in parameters), None)
+        # Those with positions of a grid read the types only for these, which the launcher makes
+        needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
+        self.token_types = types if needed else None
+        """The argument that says which tokens are those of images, if masks are made of it."""
+        window = getattr(text_config(model), "sliding_window", None)
         self._window = window if isinstance(window, int) else None
         self._base, self._forward = base, base.forward
         base.forward = self._forward_with_tower
 
     @property
-    def token_types(self) -> str | None:
-        """The argument that says which tokens are those of images, if the masks of the model need
-        it. With positions of a grid, it is only for these, which the launcher makes."""
-        return None if self.grid else self.takes.token_types
+    def keeps_documents_apart(self) -> bool:
+        """Whether packed documents with images are kept apart."""
+        return self.token_types is None or bool(self.both_ways)
 
     def _forward_with_tower(self, *args: Any, images: int | None = None, **inputs: Any) -> Any:
         """images: the number of images; None: the call is about text alone."""
@@ -136,24 +170,36 @@ class ImageTower:
             return self._forward(*args, **inputs)
         positions = inputs.get("position_ids")
         if self.both_ways and positions is not None:
-            assert self.takes.token_types is not None
-            types = inputs[self.takes.token_types]
-            inputs["attention_mask"] = packed_masks(types, positions, self._window)
-        if images == 0:
-            own = {name: inputs.pop(name) for name in self.takes.features if name in inputs}
+            assert self.token_types is not None
+            inputs["attention_mask"] = packed_masks(
+                inputs[self.token_types], positions, self._window, both_ways=self.both_ways
+            )
+        if images:
+            return self._forward(*args, **inputs)
+        own = {name: inputs.pop(name) for name in self._takes if name in inputs}
+
+        def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
+            handle.remove()
             features = self._base.get_image_features(**own, return_dict=True)
-            sums = [tensor.sum() for tensor in _tensors(features)]
-            embeds = self._base.get_input_embeddings()(inputs.pop("input_ids"))
-            inputs["inputs_embeds"] = embeds + 0 * torch.stack(sums).sum().to(embeds.dtype)
+            sums = [tensor.sum().float() for tensor in _tensors(features)]
+            return embeds + 0 * torch.stack(sums).sum().to(embeds.dtype)
+
+        # After the embedding, as with images: the ranks gather weights in the same order
+        handle = self._base.get_input_embeddings().register_forward_hook(run_tower)
         return self._forward(*args, **inputs)
 
 
 def packed_masks(
-    types: torch.Tensor, positions: torch.Tensor, window: int | None
+    types: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    *,
+    both_ways: Collection[str] = (_FULL, _SLIDING),
 ) -> dict[str, torch.Tensor]:
     """Masks (rows, 1, tokens, tokens) of packed documents whose images attend to themselves in both
-    directions. types: (rows, tokens), 1 for tokens of images. positions: (rows, tokens), 0 at the
-    start of each document. window: of sliding layers.
+    directions, by kind of layer. types: (rows, tokens), 1 for tokens of images. positions: (rows,
+    tokens), 0 at the start of each document. window: of sliding layers. both_ways: the kinds of
+    layers in which images do so; in the others attention is causal.
 
     transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the images
     at positions that count from the start of the row (docs/images.md).
@@ -166,9 +212,12 @@ def packed_masks(
     document = (positions == 0).cumsum(1)
     same_image = (image[:, :, None] == image[:, None, :]) & is_image[:, None, :]
     same_document = document[:, :, None] == document[:, None, :]
-    full = same_document & ((distance >= 0) | same_image)
-    near = full if window is None else full & (distance < window)
-    return {"full_attention": full[:, None], "sliding_attention": near[:, None]}
+    causal = same_document & (distance >= 0)
+    either = same_document & ((distance >= 0) | same_image)
+    full = either if _FULL in both_ways else causal
+    near = either if _SLIDING in both_ways else causal
+    near = near if window is None else near & (distance < window)
+    return {_FULL: full[:, None], _SLIDING: near[:, None]}
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ def wrap(
 ) -> WrappedModel:
     """Wraps a meta model and initializes its weights. `one_rank`: see
     `Recipe.uses_one_rank`."""
-    blocks = parts.blocks
+    blocks, tower = parts.blocks, parts.tower
     if checkpointing is not None:
         blocks = checkpoint_blocks(
             model,
@@ -77,6 +77,12 @@ def wrap(
             parts.kept,
             offload=wrappers.activation_offload(),
         )
+        # A frozen tower keeps no activations. A budget is about the blocks of text
+        if any(p.requires_grad for block in tower.values() for p in block.parameters()):
+            mode = "full" if checkpointing.budget is not None else checkpointing.mode
+            tower = checkpoint_blocks(
+                model, tower, replace(checkpointing, mode=mode, budget=None, offload_to_cpu=False)
+            )
     if compile:
         allow_variants()
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
@@ -88,7 +94,7 @@ def wrap(
         outer_units = [unit for unit in parts.outer_units if kept.isdisjoint(unit.parameters())]
         return OneRank(
             model,
-            [*blocks.values(), *parts.tower.values(), *outer_units],
+            [*blocks.values(), *tower.values(), *outer_units],
             parts.unused,
             parts.in_float32,
             param_dtype=param_dtype,
@@ -116,7 +122,7 @@ def wrap(
     )
     return Fsdp(
         model,
-        [*parts.tower.values(), *blocks.values()],
+        [*tower.values(), *blocks.values()],
         parts.outer_units,
         parts.experts,
         parts.partial,

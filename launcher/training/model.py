@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from launcher.data.image_inputs import ModelImages
+from launcher.data.image_processor import load_processor
 from launcher.data.images import RowImages
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
@@ -40,7 +41,7 @@ from launcher.models.changes import (
 )
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.context_parallel import check_context_parallel
-from launcher.models.images import tower_blocks, unused_modules
+from launcher.models.images import Trained, tower_blocks, unused_modules
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
@@ -267,6 +268,14 @@ def row_images(recipe: Recipe) -> RowImages | None:
     return RowImages(recipe.model.path, section.max_pixels, section.folder)
 
 
+def _trained_on_images(recipe: Recipe) -> tuple[Trained, Mapping[str, torch.Tensor]] | None:
+    section, rows = recipe.images, row_images(recipe)
+    if section is None or rows is None:
+        return None
+    blank = load_processor(rows.processor, rows.max_pixels).blank_batch
+    return section.train, {name: torch.from_numpy(array) for name, array in blank.items()}
+
+
 def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
     """How the changed model takes images; None: rows are text."""
     tower, rows = applied(model).images, row_images(recipe)
@@ -312,7 +321,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         recipe.model,
         seed=recipe.run.seed,
         new_ids=new_ids,
-        images=recipe.images,
+        images=_trained_on_images(recipe),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
