@@ -58,7 +58,7 @@ def verify_export(
     teach_ends(stored.model, recipe.data, recipe.model)
     differences, dtype = _compare_tensors(stored, out)
     differences += problems_of_older_readers(out)
-    kept = tokenizer_to_keep(recipe.data, recipe.model)
+    kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
     tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)

@@ -82,7 +82,7 @@ def print_page(
 
 def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
-    data, model = files.data, model_inputs(recipe.model)
+    data, model = files.data, model_inputs(recipe)
     tokenizer, patterns = tokenizer_name(data, recipe.model), files.patterns
     objective = make_objective(replace(recipe, data=data), trained=False).for_validation()
     if not (files.validation or files.held_out):

@@ -139,6 +139,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     import torch
 
     from launcher.checkpoint.reader import read_state
+    from launcher.data.image_inputs import images_of
     from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
     from launcher.data.tokenizer import tokenizer_name
@@ -156,7 +157,10 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         batch,
         recipe.run,
         objective=make_objective(recipe, trained=False),
-        model=ModelInputs(tokenizer=tokenizer_name(data, recipe.model)),
+        model=ModelInputs(
+            tokenizer=tokenizer_name(data, recipe.model),
+            images=images_of(recipe.images, recipe.model),
+        ),
         ranks=alone,
         build=True,
         skipped_rows=None,

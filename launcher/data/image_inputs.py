@@ -14,6 +14,7 @@ from launcher.data.collation import Collated, Sample, TextInputs
 from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
 from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
+from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
 
@@ -32,6 +33,14 @@ class ModelImages:
     def processor(self) -> ImageProcessor:
         """The processor of this process."""
         return load_processor(self.rows.processor, self.rows.max_pixels)
+
+
+def images_of(section: schema.Images | None, model: schema.Model) -> ModelImages | None:
+    """How the rows of a recipe have images, without what only the built model knows; None: they are
+    text."""
+    if section is None or model.path is None:
+        return None
+    return ModelImages(RowImages(model.path, section.max_pixels, section.folder))
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def _load(name: str) -> Any:
             folder, backend="pil", local_files_only=True
         )
 
-        class Processor(kind):  # type: ignore[misc]
+        class Processor(kind):  # type: ignore[misc, valid-type]
             """Without processors of video and audio, which need torchvision."""
 
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:

@@ -49,6 +49,8 @@ class KeptTokenizer:
     """The folder that it comes from; None: it has none."""
     chat_template: str | None = None
     """Takes the place of the tokenizer's own; empty: there is none; None: its own stays."""
+    max_pixels: int | None = None
+    """Of the processor of images beside it (images.max_pixels); None: its own limit stays."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer's files into an existing folder, which has the model's files.
@@ -66,6 +68,8 @@ class KeptTokenizer:
             if self.chat_template is not None:
                 _set_template(folder, self.chat_template)
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
+        if self.max_pixels is not None:
+            limit_pixels(folder, self.max_pixels)
 
     def _copy(self, source: Path, folder: Path) -> None:
         own = getattr(self.tokenizer, "vocab_files_names", {})
@@ -118,6 +122,22 @@ class KeptTokenizer:
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(config.get("extra_special_tokens"), list):
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
+
+
+def limit_pixels(folder: Path, max_pixels: int) -> None:
+    """Writes the largest number of pixels of an image into the files of a processor: a model should
+    see images as it was trained on them."""
+
+    def limit(content: Json) -> None:
+        for section in (content, content.get("image_processor")):
+            size = section.get("size") if isinstance(section, dict) else None
+            if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
+                size["longest_edge"] = min(max_pixels, size["longest_edge"])
+            if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
+                section["max_pixels"] = min(max_pixels, section["max_pixels"])
+
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        _edit(folder / name, limit)
 
 
 def _set_template(folder: Path, template: str) -> None:

@@ -79,7 +79,8 @@ def _without_gradient(model: PreTrainedModel, blank: Mapping[str, torch.Tensor])
     try:
         features = tower.get_image_features(**inputs, return_dict=True)
         found = [value for key, value in features.items() if key in _FEATURES]
-        torch.stack([tensor.sum() for tensor in _tensors(found)]).sum().backward()
+        total = torch.stack([tensor.sum() for tensor in _tensors(found)]).sum()
+        torch.autograd.backward(total)
     except (
         Exception
     ):  # a model that cannot run on meta; of those that are known, all parts are used

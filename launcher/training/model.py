@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from launcher.data.image_inputs import ModelImages
-from launcher.data.image_processor import load_processor
-from launcher.data.images import RowImages
+from launcher.data.image_inputs import ModelImages, images_of
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
@@ -259,29 +257,20 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     return ratios
 
 
-def row_images(recipe: Recipe) -> RowImages | None:
-    """How rows have images; None: they are text."""
-    section = recipe.images
-    if section is None:
-        return None
-    assert recipe.model.path is not None
-    return RowImages(recipe.model.path, section.max_pixels, section.folder)
-
-
 def _trained_on_images(recipe: Recipe) -> tuple[Trained, Mapping[str, torch.Tensor]] | None:
-    section, rows = recipe.images, row_images(recipe)
-    if section is None or rows is None:
+    section, images = recipe.images, images_of(recipe.images, recipe.model)
+    if section is None or images is None:
         return None
-    blank = load_processor(rows.processor, rows.max_pixels).blank_batch
+    blank = images.processor.blank_batch
     return section.train, {name: torch.from_numpy(array) for name, array in blank.items()}
 
 
 def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
     """How the changed model takes images; None: rows are text."""
-    tower, rows = applied(model).images, row_images(recipe)
-    return (
-        None if tower is None or rows is None else ModelImages(rows, tower.grid, tower.token_types)
-    )
+    tower, images = applied(model).images, images_of(recipe.images, recipe.model)
+    if tower is None or images is None:
+        return None
+    return replace(images, grid=tower.grid, token_types=tower.token_types)
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.images_worker import CASES, QUICK
+from tests.distributed.images_worker import CASES, LONGEST, QUICK
 from tests.distributed.launching import results_of
 
 
@@ -13,7 +13,8 @@ def check(results, cases):
         assert found["documents"] == 9, case
         assert not found["cut"], case
         counts = [count for rank in found["images"] for count in rank]
-        assert 0 in counts, (case, counts)  # some micro-batch has none
+        if case.split()[0] not in LONGEST:
+            assert 0 in counts, (case, counts)  # a micro-batch has none
         assert max(counts) > 0, (case, counts)
         assert found["losses"] == pytest.approx(expected["losses"], abs=3e-6), case
         assert found["norms"] == pytest.approx(expected["norms"], rel=2e-5), case
