@@ -20,6 +20,7 @@ from launcher.data.chat_template import Rendered
 from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
 from launcher.data.tokenizer import Ids, hugging_face_tokenizer
+from launcher.data.tokenizer_files import PROCESSOR_FILES
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.hub import model_folder
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 Arrays = dict[str, npt.NDArray[Any]]
 """What a model takes of an image, by the names of its arguments. The first dimension counts images,
 or parts of images."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _OF_TEXT = (
     "input_ids",
     "attention_mask",

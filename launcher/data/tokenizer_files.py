@@ -32,6 +32,8 @@ _FILES = (
     "chat_template.jinja",
 )
 """Files of tokenizers. A class may name others."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a processor of images."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
 """Keys that transformers 5 writes and does not read."""
 Json = dict[str, Any]
@@ -68,8 +70,9 @@ class KeptTokenizer:
             if self.chat_template is not None:
                 _set_template(folder, self.chat_template)
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
-        if self.max_pixels is not None:
-            limit_pixels(folder, self.max_pixels)
+        if (most := self.max_pixels) is not None:
+            for name in PROCESSOR_FILES:
+                _edit(folder / name, lambda content: limit_pixels(content, most))
 
     def _copy(self, source: Path, folder: Path) -> None:
         own = getattr(self.tokenizer, "vocab_files_names", {})
@@ -124,20 +127,15 @@ class KeptTokenizer:
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
 
 
-def limit_pixels(folder: Path, max_pixels: int) -> None:
-    """Writes the largest number of pixels of an image into the files of a processor: a model should
-    see images as it was trained on them."""
-
-    def limit(content: Json) -> None:
-        for section in (content, content.get("image_processor")):
-            size = section.get("size") if isinstance(section, dict) else None
-            if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
-                size["longest_edge"] = min(max_pixels, size["longest_edge"])
-            if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
-                section["max_pixels"] = min(max_pixels, section["max_pixels"])
-
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        _edit(folder / name, limit)
+def limit_pixels(content: Json, max_pixels: int) -> None:
+    """Writes the largest number of pixels of an image into the content of a processor's file: a model
+    should see images as it was trained on them."""
+    for section in (content, content.get("image_processor")):
+        size = section.get("size") if isinstance(section, dict) else None
+        if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
+            size["longest_edge"] = min(max_pixels, size["longest_edge"])
+        if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
+            section["max_pixels"] = min(max_pixels, section["max_pixels"])
 
 
 def _set_template(folder: Path, template: str) -> None:

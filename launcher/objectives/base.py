@@ -197,6 +197,8 @@ class Objective(ABC):
                 how += ", and one by one in recurrent layers"
             padding = 1 - tokens / (count * dataset.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
+        if (images := dataset.store.images) is not None:
+            text += f"; {len(images):,} images"
         if dataset.store.labels is not None and self.shows_loss:
             text += f"; {sequences.targets / tokens:.1%} of these tokens carry loss"
         return text
