@@ -58,7 +58,7 @@ class ImageInputs(TextInputs):
         processor, found, places = self.images.processor, list[Arrays](), list[Any]()
         before = 0
         for _, start, end in pieces:
-            for image in _between(store.images, start, end):
+            for image in images_between(store.images, start, end):
                 try:
                     found.append(_arrays(store.image_source(image), image, processor))
                 except RowError as error:
@@ -90,7 +90,7 @@ class ImageInputs(TextInputs):
         return {**made, "tensors": tensors}
 
 
-def _between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.NDArray[Any]:
+def images_between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.NDArray[Any]:
     """The images whose first token is in this range of the store."""
     if table is None:
         return np.zeros(0)

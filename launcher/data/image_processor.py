@@ -119,7 +119,7 @@ class ImageProcessor:
             made = self._processor(
                 images=[image],
                 text=[self.placeholder],
-                text_kwargs={"return_text_replacement_offsets": True, "padding": False},
+                return_text_replacement_offsets=True,
             )
         except Exception as error:  # such as for a line of pixels
             width, height = image.size
@@ -284,13 +284,15 @@ def _load(name: str) -> Any:
     folder = str(model_folder(name, key="model.path", weights=False))
     tokenizer = copy.deepcopy(hugging_face_tokenizer(name))  # processors add tokens to it
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         if config.model_type not in PROCESSOR_MAPPING_NAMES:
             raise RecipeError(f"images: {name}: transformers has no processor for its type")
         kind = _processor_class(PROCESSOR_MAPPING_NAMES[config.model_type])
         # In Pillow and numpy on every machine: the pixels of torchvision differ
         images = transformers.AutoImageProcessor.from_pretrained(
-            folder, backend="pil", local_files_only=True
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
         )
 
         class Processor(kind):  # type: ignore[misc, valid-type]
@@ -299,6 +301,7 @@ def _load(name: str) -> Any:
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
                 """Accepts None in the place of these."""
 
+        Processor.__name__ = kind.__name__
         own, _ = kind.get_processor_dict(folder, local_files_only=True)
         own = {
             key: value

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-import xxhash
-
 from launcher.data.messages import Message, RowError, is_image_part
 from launcher.errors import first_line
+from launcher.files import checksum_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,7 +74,7 @@ class ImageSource:
 
     def checksum(self, content: bytes) -> int:
         """A checksum of what `read` has returned."""
-        return xxhash.xxh3_64_intdigest(content)
+        return int(checksum_of([content])[:16], 16)
 
     def decode(self, content: bytes) -> Image:
         """The image in RGB, upright, of what `read` has returned. Raises RowError if it cannot be

@@ -47,13 +47,13 @@ def use_images(
     the model takes no images, or in a way that is not known."""
     base: Any = model.base_model
     name = type(model).__name__
-    if not hasattr(base, "get_image_features"):
-        raise RecipeError(
-            f"{key}: {name} takes no images; remove the section, or give a model that does"
-        )
     if getattr(text_config(model), "cross_attention_layers", None):
         raise RecipeError(
             f"{key}: {name} attends to images in layers of their own, which is not supported"
+        )
+    if not hasattr(base, "get_image_features"):
+        raise RecipeError(
+            f"{key}: {name} takes no images; remove the section, or give a model that does"
         )
     unused = parts_without_text(model)
     trained = {name for name in unused if _is_trained(name, train)}
@@ -116,10 +116,10 @@ def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     classes = {name for module in inside for name in block_classes(module)}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        # Some name their embeddings, too, which are not repeated
-        if module in inside and type(module).__name__ in classes and "embeddings" not in name:
-            nested = any(name.startswith(f"{outer}.") for outer in blocks)
-            if not nested and next(module.parameters(), None) is not None:
+        # Some name their embeddings and heads, too, which are not repeated
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if module in inside and type(module).__name__ in classes:
+            if isinstance(parent, nn.ModuleList):
                 blocks[name] = module
     return blocks
 

@@ -526,10 +526,8 @@ def lost_meaning(
     pictures = found.get("images")
     if not images and pictures is not None and has_content(row.get(pictures)):
         without = typed("data.ignore_columns", [*ignored, pictures])
-        lost = "holds images, which training on text does not see"
-        return (
-            f"column {pictures!r} {lost}; images.train=none trains on them, {without} without them"
-        )
+        lost = "holds images, which training on text does not see; images.train=none trains on them"
+        return f"column {pictures!r} {lost}; {without} trains without it"
     for column, value in unused_columns(row, found, ignored):
         name = column.lower()
         what = None

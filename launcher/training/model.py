@@ -204,8 +204,8 @@ class PreparedModel:
         part: RowPart = WHOLE_ROW,
         documents: int = 2,
     ) -> SyntheticData:
-        """Makes micro-batches without the data, as full as the recipe's micro-batches can be. A
-        packed row has this number of documents of equal length."""
+        """Makes micro-batches without the data, as full as the recipe's micro-batches can be, and
+        without images. A packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -216,7 +216,6 @@ class PreparedModel:
                 masking=self.masking,
                 recurrent=self.recurrent,
                 part=part,
-                images=self.images,
             ),
             packed=self.packed,
             documents=documents,
@@ -258,9 +257,11 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
 
 
 def _trained_on_images(recipe: Recipe) -> tuple[Trained, Mapping[str, torch.Tensor]] | None:
-    section, images = recipe.images, images_of(recipe.images, recipe.model)
-    if section is None or images is None:
+    if (section := recipe.images) is None:
         return None
+    images = images_of(section, recipe.model)
+    if images is None:  # the plan of a model of which only the config is known
+        return section.train, {}
     blank = images.processor.blank_batch
     return section.train, {name: torch.from_numpy(array) for name, array in blank.items()}
 
