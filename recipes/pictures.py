@@ -1,7 +1,7 @@
-"""Pictures of digits in colours, and a small model of images and text that learns to read them.
+"""Pictures of two coloured discs, and a small model of images and text that learns to name the colours.
 
 python recipes/pictures.py make FOLDER          writes the untrained model, pictures, train.jsonl and test.jsonl
-python recipes/pictures.py score MODEL FOLDER   share of the pictures of test.jsonl that a model reads correctly
+python recipes/pictures.py score MODEL FOLDER   share of the pictures of test.jsonl that a model describes correctly
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLOURS = {
 }
 SIZE = 64
 """Pixels of a side of a picture."""
-TRAIN, TEST = 3000, 200
+TRAIN, TEST = 2000, 200
 QUESTION = "<image>What do you see?"
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = """\
@@ -45,15 +45,18 @@ TEMPLATE = """\
 """
 
 
-def draw(file: Path, digit: int, colour: str, generator: random.Random) -> None:
-    """Writes a picture of a digit at a random place on a dark ground."""
-    from PIL import Image, ImageDraw, ImageFont
+def draw(file: Path, colours: tuple[str, str], generator: random.Random) -> None:
+    """Writes a picture of a disc on the left and one on the right, on a dark ground."""
+    from PIL import Image, ImageDraw
 
     ground = tuple(generator.randrange(0, 50) for _ in range(3))
     picture = Image.new("RGB", (SIZE, SIZE), ground)
-    place = generator.randrange(4, 28), generator.randrange(-2, 16)
-    font: Any = ImageFont.load_default(generator.randrange(38, 48))
-    ImageDraw.Draw(picture).text(place, str(digit), fill=COLOURS[colour], font=font)
+    pen = ImageDraw.Draw(picture)
+    for half, colour in enumerate(colours):
+        radius = generator.randrange(8, 15)
+        across = half * SIZE // 2 + SIZE // 4 + generator.randrange(-3, 4)
+        down = generator.randrange(radius, SIZE - radius)
+        pen.circle((across, down), radius, fill=COLOURS[colour])
     picture.save(file)
 
 
@@ -64,12 +67,12 @@ def make(folder: Path, *, seed: int = 1234) -> None:
     for name, count in (("train", TRAIN), ("test", TEST)):
         rows = []
         for number in range(count):
-            digit, colour = generator.randrange(10), generator.choice(sorted(COLOURS))
+            left, right = generator.choice(sorted(COLOURS)), generator.choice(sorted(COLOURS))
             picture = f"pictures/{name}_{number}.png"
-            draw(folder / picture, digit, colour, generator)
+            draw(folder / picture, (left, right), generator)
             messages = [
                 {"role": "user", "content": QUESTION},
-                {"role": "assistant", "content": f"a {colour} {digit}"},
+                {"role": "assistant", "content": f"{left} and {right}"},
             ]
             rows.append({"messages": messages, "images": [picture]})
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -151,7 +154,7 @@ def make_model(folder: Path) -> None:
 
 
 def score(model_folder: Path, folder: Path, *, examples: int = 5) -> float:
-    """Prints and returns the share of test pictures that the model reads correctly, by transformers'
+    """Prints and returns the share of test pictures that the model describes correctly, by transformers'
     `generate`."""
     import torch
     import transformers
@@ -193,9 +196,9 @@ def score(model_folder: Path, folder: Path, *, examples: int = 5) -> float:
         wanted = row["messages"][1]["content"]
         correct += answer == wanted
         if number < examples:
-            print(f"  {file:<24} {wanted:<12} {answer!r}")
+            print(f"  {file:<24} {wanted:<18} {answer!r}")
     share = correct / len(lines)
-    print(f"{model_folder}: {correct} of {len(lines)} pictures read correctly ({share:.0%})")
+    print(f"{model_folder}: {correct} of {len(lines)} pictures described correctly ({share:.0%})")
     return share
 
 

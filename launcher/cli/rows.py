@@ -84,6 +84,8 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
     if loss and (why := objective_of(recipe).no_row_losses) is not None:
         raise RecipeError(f"command line: --loss: not available for {why}")
+    if loss and recipe.images is not None:
+        raise RecipeError("command line: --loss: not available for rows with images")
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")

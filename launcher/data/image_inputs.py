@@ -49,6 +49,11 @@ class ImageInputs(TextInputs):
 
     images: ModelImages = field(default_factory=lambda: ModelImages(RowImages("")))
 
+    @property
+    def row_images(self) -> RowImages:
+        """How the rows have images."""
+        return self.images.rows
+
     def complete(
         self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:

@@ -56,7 +56,9 @@ def use_images(
             f"{key}: {name} takes no images; remove the section, or give a model that does"
         )
     unused = parts_without_text(model)
-    trained = {name for name in unused if _is_trained(name, train)}
+    # What model.freeze names stays frozen
+    free = [name for name in unused if model.get_parameter(name).requires_grad]
+    trained = {name for name in free if _is_trained(name, train)}
     if trained:
         trained -= _without_gradient(model, blank)
     if train != "none" and not trained:
