@@ -90,7 +90,7 @@ def export_checkpoint(
             merged=merged,
             source=stored.source,
         )
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
         if tokenizer is not None:
             tokenizer.save(scratch)
     return adapter

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from launcher.checkpoint.export import StoredModel, open_checkpoint_weights, recipe_of
+from launcher.data.image_inputs import images_of
+from launcher.data.image_processor import Arrays, load_processor
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
+from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.build import (
@@ -31,6 +33,7 @@ from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_file
 from launcher.reliability.json_files import Json
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHAPE = (2, 32)
@@ -58,23 +61,29 @@ def verify_export(
     teach_ends(stored.model, recipe.data, recipe.model)
     differences, dtype = _compare_tensors(stored, out)
     differences += problems_of_older_readers(out)
-    kept = tokenizer_to_keep(recipe.data, recipe.model)
+    kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
     tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
-    wanted, facts = _logits(model, ids), _facts(model, tokenizer)
+    images = images_of(recipe.images, recipe.model)
+    adapter = (out / ADAPTER_CONFIG).is_file()
+    seen = None  # an adapter's processor is that of its base model
+    if images is not None and not adapter:
+        seen = images.processor.process(_image()).arrays
+    wanted, facts = _logits(model, ids, seen), _facts(model, tokenizer)
     config: Any = model.config
-    adapter, path = (out / ADAPTER_CONFIG).is_file(), config.name_or_path
-    if path and not adapter:  # an adapter's processor is that of its base model
-        facts |= _processor(Path(path))
+    path = config.name_or_path
+    if path and not adapter:
+        facts |= _processor(Path(path), None if images is None else images.rows.max_pixels)
     options: dict[str, Any] = {}
     if is_classifier(model) and adapter:
         options["num_labels"] = class_count(model)
     auto = auto_class(config, recipe.model.task)
     del model, stored  # the fresh process needs as much memory
     trusted = recipe.model.trust_remote_code
-    arguments = out.resolve(), ids, auto, options, tokenizer is not None, trusted
+    sees = seen is not None
+    arguments = out.resolve(), ids, auto, options, tokenizer is not None, trusted, sees
     try:
         logits, exported_facts = run_in_process(None, _load_exported, *arguments)
     except TrainingError as error:
@@ -120,9 +129,23 @@ def _compare_tensors(stored: StoredModel, out: Path) -> tuple[list[str], torch.d
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Computes the logits row by row, so that a classifier needs no padding."""
-    return torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
+def _logits(model: Any, ids: torch.Tensor, image: Arrays | None = None) -> torch.Tensor:
+    """Computes the logits row by row, so that a classifier needs no padding; after them the features
+    of an image, if there is one."""
+    logits = torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
+    if image is None:
+        return logits
+    arrays = {name: torch.from_numpy(array) for name, array in image.items()}
+    features = model.base_model.get_image_features(**arrays, return_dict=True).pooler_output
+    features = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([part.float().flatten() for part in (logits, *features)])
+
+
+def _image() -> Image:
+    """An image for `_logits`, larger than the limits of most processors."""
+    from PIL import Image
+
+    return Image.radial_gradient("L").resize((1600, 1200)).convert("RGB")
 
 
 def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Json:
@@ -153,6 +176,7 @@ def _load_exported(
     options: dict[str, Any],
     has_tokenizer: bool,
     trust_remote_code: bool,
+    sees: bool,
 ) -> tuple[torch.Tensor, Json]:
     """The logits and the facts of an exported folder, which a class of transformers loads."""
     import transformers
@@ -180,15 +204,20 @@ def _load_exported(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             out, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    return _logits(model, ids), _facts(model, tokenizer) | _processor(out)
+    image = load_processor(str(out), None).process(_image()).arrays if sees else None
+    return _logits(model, ids, image), _facts(model, tokenizer) | _processor(out)
 
 
-def _processor(folder: Path) -> Json:
-    """The processor of a model of images and text: its files, and the class that loads them."""
+def _processor(folder: Path, max_pixels: int | None = None) -> Json:
+    """The processor of a model of images and text: its files, with this limit of an image's pixels,
+    and the class that loads them."""
     from transformers import AutoProcessor
 
     files = sorted(file for pattern in PROCESSOR for file in folder.glob(pattern))
-    facts: Json = {file.name: file.read_text(encoding="utf-8") for file in files}
+    facts: Json = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    if max_pixels is not None:
+        for content in facts.values():
+            limit_pixels(content, max_pixels)
     if files:
         try:
             loaded: object = AutoProcessor.from_pretrained(

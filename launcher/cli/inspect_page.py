@@ -19,6 +19,7 @@ from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder
+from launcher.data.image_inputs import images_between
 from launcher.data.loader import expected_padding
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.problems import causes, problem_lines
@@ -82,7 +83,7 @@ def print_page(
 
 def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
-    data, model = files.data, model_inputs(recipe.model)
+    data, model = files.data, model_inputs(recipe)
     tokenizer, patterns = tokenizer_name(data, recipe.model), files.patterns
     objective = make_objective(replace(recipe, data=data), trained=False).for_validation()
     if not (files.validation or files.held_out):
@@ -177,7 +178,9 @@ def load_decoder(tokenizer: str | None, model: str | None = None) -> Decoder:
                 parts += [f"<{token}>" for token in group]
         return "".join(parts)
 
-    return Decoder(text, frozenset(loaded.all_special_ids))
+    added = loaded.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}
+    return Decoder(text, frozenset({*loaded.all_special_ids, *special}))
 
 
 class Span(NamedTuple):
@@ -190,19 +193,24 @@ class Span(NamedTuple):
 
 
 def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterator[Span]:
-    """Spans of tokens with and without loss; a special token is a span of its own."""
+    """Spans of tokens with and without loss; a special token is a span of its own, and so are equal
+    ones in a row, such as those of an image."""
     sorts = [
-        (learned, index if token in decoder.special else None)
-        for index, (token, learned) in enumerate(zip(ids, loss, strict=True))
+        (learned, token if token in decoder.special else None)
+        for token, learned in zip(ids, loss, strict=True)
     ]
     end, before = 0, ""
     for (learned, special), run in itertools.groupby(sorts):
-        end += len(list(run))
+        count = len(list(run))
+        end += count
         # The text of a token may depend on those before it, so all of them are decoded
         whole = decoder.text(ids[:end])
         if end < len(ids):
             whole = whole.rstrip("\ufffd")  # the first half of a character; the next span has it
-        yield Span(whole[len(before) :].translate(_SYMBOLS), learned, special is not None)
+        text = whole[len(before) :]
+        if special is not None and count > 1:
+            text = f"{text[: len(text) // count]}×{count:,}"
+        yield Span(text.translate(_SYMBOLS), learned, special is not None)
         before = whole
 
 
@@ -281,6 +289,8 @@ class _Page:
                 self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
                 first = last
             shown += end - start
+            for line in _images(dataset, start, end):
+                self._print(line, "cyan")
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
                 where = "are cut off" if cut else "of it come after these"
@@ -362,6 +372,7 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
         f"sequences of up to {dataset.length:,}": f"{len(sequences):,}",
         "tokens in them": f"{tokens:,}",
         "tokens with loss": with_loss,
+        "images": _some(0 if dataset.store.images is None else len(dataset.store.images)),
         "padding": padding,
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
@@ -369,6 +380,17 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
         f"{dataset.unit} longer than a sequence, dropped": _some(sequences.long_documents),
         "rows skipped": _some(len(dataset.skipped)),
     }
+
+
+def _images(dataset: SequenceDataset, start: int, end: int) -> Iterator[str]:
+    """A line about each image in a range of the store."""
+    store = dataset.store
+    for image in images_between(store.images, start, end):
+        source = store.image_source(image)
+        width, height = source.decode(source.read()).size
+        tokens = int(image["end"] - image["first"])
+        grid = f", {image['rows']} x {image['columns']}" if image["rows"] else ""
+        yield f"image: {source.name}, {width} x {height} pixels: {tokens:,} tokens{grid}"
 
 
 def _some(count: int) -> str:

@@ -11,7 +11,7 @@ from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, Model, Recipe
+from launcher.recipe.schema import Data, Recipe
 
 if TYPE_CHECKING:
     from launcher.data.token_store import ModelInputs
@@ -72,7 +72,7 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
         files.patterns,
         files.data,
         tokenizer=tokenizer_name(recipe.data, recipe.model),
-        model=model_inputs(recipe.model),
+        model=model_inputs(recipe),
         validation=files.validation,
         build=True,
     )
@@ -89,13 +89,17 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
             _print(f"  {line}")
 
 
-def model_inputs(model: Model) -> ModelInputs:
-    """The model's vocabulary and number of classes, as far as the recipe sets them."""
+def model_inputs(recipe: Recipe) -> ModelInputs:
+    """The model's vocabulary, number of classes and processor of images, as far as the recipe sets
+    them."""
+    from launcher.data.image_inputs import images_of
     from launcher.data.token_store import ModelInputs
 
+    model = recipe.model
     return ModelInputs(
         vocabulary=(model.config or {}).get("vocab_size"),
         classes=model.num_labels,
+        images=images_of(recipe.images, model),
     )
 
 

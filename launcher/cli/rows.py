@@ -84,6 +84,8 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
     if loss and (why := objective_of(recipe).no_row_losses) is not None:
         raise RecipeError(f"command line: --loss: not available for {why}")
+    if loss and recipe.images is not None:
+        raise RecipeError("command line: --loss: not available for rows with images")
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
@@ -139,6 +141,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     import torch
 
     from launcher.checkpoint.reader import read_state
+    from launcher.data.image_inputs import images_of
     from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
     from launcher.data.tokenizer import tokenizer_name
@@ -156,7 +159,10 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         batch,
         recipe.run,
         objective=make_objective(recipe, trained=False),
-        model=ModelInputs(tokenizer=tokenizer_name(data, recipe.model)),
+        model=ModelInputs(
+            tokenizer=tokenizer_name(data, recipe.model),
+            images=images_of(recipe.images, recipe.model),
+        ),
         ranks=alone,
         build=True,
         skipped_rows=None,

@@ -111,6 +111,8 @@ class Rendered:
     """The last turn ends the conversation."""
     weight: float | None = None
     """Of each token with loss (data.weights_column); None: 1."""
+    images: tuple[Any, ...] = ()
+    """Of each image the number of its tokens, their grid, its source, and the checksum of its file."""
 
 
 class ChatTemplate:

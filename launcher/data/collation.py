@@ -36,6 +36,8 @@ def make_sample(pieces: Iterable[Piece]) -> Sample:
     return sample | ({"weights": np.concatenate(weights[0])} if weights else {})
 
 
+BESIDE_TOKENS = ("images", "grid_positions", "error", "source")
+"""Keys of samples whose first dimension does not count tokens."""
 NOTHING = np.zeros(0, dtype=np.int64)
 EMPTY = make_sample([(NOTHING, NOTHING)])
 
@@ -72,6 +74,18 @@ class TextInputs:
     def width_of(self, rows: list[Sample]) -> int:
         """Tokens of a row of a micro-batch of these samples, without packing."""
         return self.width(max(len(row["input_ids"]) for row in rows))
+
+    @property
+    def row_images(self) -> Any:
+        """The `RowImages` of the rows; None: they are text."""
+        return None
+
+    def complete(
+        self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
+    ) -> Sample:
+        """The sample with what its documents have beside text. pieces: see
+        `SequenceDataset.pieces`."""
+        return sample
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
         """See `collate_sequences`. several_documents: a row holds several documents even if it is

@@ -38,10 +38,12 @@ class SequenceDataset:
     def __getitem__(self, index: int) -> Sample:
         """See the objective. An index may count on through the epochs if the objective draws."""
         sample: Sample = self.objective.sample(self, index)
-        return sample
+        return self.inputs.complete(sample, self.store, self.pieces(index))
 
     def collate(self, rows: list[Sample]) -> Collated:
-        """See the objective."""
+        """See the objective. `error`: why a sample could not be read."""
+        if (problem := next((row["error"] for row in rows if "error" in row), None)) is not None:
+            return {"error": f"data: {problem}"}
         collated: Collated = self.objective.collate(rows, self.inputs)
         return collated
 
@@ -209,7 +211,7 @@ class MixtureDataset:
         """As of the sources; with `sources`, the numbers of the losses' sources, and
         `source_count`, if the loss has a part for each."""
         made = self._first.collate(rows)
-        if not self.sources:
+        if not self.sources or "error" in made:
             return made
         of = [int(row["source"][0]) if "source" in row else 0 for row in rows]
         sources = self.objective.sources(rows, of)

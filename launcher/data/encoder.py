@@ -24,6 +24,8 @@ from launcher.data.columns import (
     read_value,
     read_weights,
 )
+from launcher.data.image_processor import Images, join_images, load_processor, processor_identity
+from launcher.data.images import ImageSource, RowImages, place_images
 from launcher.data.messages import (
     Message,
     NotAsServedError,
@@ -70,7 +72,7 @@ from launcher.recipe.layouts import (
 )
 
 _Tokens = tuple[Any, ...]
-"""Ids, labels, category and perhaps cut_tokens and weights of a row, as in Encoded."""
+"""Ids, labels, category and perhaps cut_tokens, weights and images of a row, as in Encoded."""
 _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "ignore_columns": lambda kind: True,
     "system": lambda kind: kind.templated,
@@ -97,6 +99,8 @@ class Encoded:
     """Tokens that a text for classification was longer than data.sequence_length."""
     weights: Weights | None = None
     """The weight of each token as a target; None: each counts 1. For kind preference the margin."""
+    images: Images | None = None
+    """The images of the row; None: it has none."""
     problem: str = ""
     """Why the row cannot be used."""
 
@@ -130,6 +134,8 @@ class Encoder:
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     """Those of _SETTINGS that have another value than their default; and for kinds with a prompt and
     answers `prompt_format`, chat or text."""
+    images: RowImages | None = None
+    """None: rows are text."""
 
     @property
     def text_column(self) -> str:
@@ -152,7 +158,8 @@ class Encoder:
         found = match_row(row, self.columns, [self.kind], self.ignored)
         if found is None:
             raise RowError(no_layout(row, self.columns, self.kind, self.ignored))
-        if (problem := lost_meaning(row, found, self.ignored)) is not None:
+        sees = self.images is not None
+        if (problem := lost_meaning(row, found, self.ignored, images=sees)) is not None:
             raise RowError(problem)
         return found
 
@@ -170,7 +177,8 @@ class Encoder:
         tokenizer, template, *day = self.fingerprint().values()
         settings = [self.settings] if self.settings else []
         common = [self.kind, tokenizer, self.columns, self.labels, template, self.longest]
-        return [*common, *day, *settings]
+        images = [] if self.images is None else processor_identity(self.images)
+        return [*common, *day, *settings, *images]
 
     def fingerprint(self) -> dict[str, str | None]:
         """Checksums of the tokenizer's files and of data.chat_template; and the date, if a template
@@ -202,12 +210,16 @@ class Encoder:
         RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _functions(self.kind)
+        images = self.images
         for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
                 if row.values is not None:
+                    encoder = self
+                    if images is not None:
+                        encoder = replace(self, images=images.of_file(row.part.name))
                     try:
-                        usable.append(read_row(self, row.values))
+                        usable.append(read_row(encoder, row.values))
                         if unused is not None:
                             self.note_unused(row.values, unused)
                     except RowError as error:
@@ -236,12 +248,18 @@ def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:
     return "text" if as_text else "chat"
 
 
-def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | None) -> Encoder:
+def make_encoder(
+    kind: schema.DataKind,
+    data: schema.Data,
+    *,
+    tokenizer: str | None,
+    images: RowImages | None = None,
+) -> Encoder:
     """The encoder of `kind`, without the settings that it does not use: they must not change the
     store.
 
-    tokenizer is data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be
-    read.
+    tokenizer is data.tokenizer, or the model's. images: None: rows are text. Raises RecipeError if
+    the chat template cannot be read.
     """
     rows = KINDS[kind]
     file, template = data.chat_template, None
@@ -275,6 +293,7 @@ def make_encoder(kind: schema.DataKind, data: schema.Data, *, tokenizer: str | N
         longest=data.sequence_length if rows.loss_on == "class" else None,
         day=day,
         settings=settings,
+        images=images if rows.templated else None,
     )
 
 
@@ -321,7 +340,8 @@ def _read_chat(encoder: Encoder, row: Values) -> Rendered:
     found = encoder.match(row)
     column = found.columns["messages"]
     value = read_value(row, column, object, "messages", role="messages")
-    messages = _with_system(encoder, found, row, read_messages(value, column, turns=True))
+    read = read_messages(value, column, turns=True, images=encoder.images is not None)
+    messages = _with_system(encoder, found, row, read)
     rendered, weights = _render(encoder, found, row, messages), encoder.columns.get("weights")
     if weights is None:
         return rendered
@@ -344,7 +364,12 @@ def _template(encoder: Encoder) -> ChatTemplate:
 def _render(
     encoder: Encoder, found: Match, row: Values, messages: list[Message], loss_from: int = 0
 ) -> Rendered:
-    return render(
+    images, sources = encoder.images, list[ImageSource]()
+    if images is not None:
+        column = found.get("images")
+        given = None if column is None else row.get(column)
+        messages, sources = place_images(messages, given, images.folder or "")
+    rendered = render(
         _template(encoder),
         row,
         found.get("tools"),
@@ -352,16 +377,30 @@ def _render(
         loss_from=loss_from,
         loss_on=encoder.settings.get("loss_on"),
     )
+    if images is None:
+        return rendered
+    return load_processor(images.processor, images.max_pixels).expand(rendered, sources)
 
 
-def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> list[_Tokens]:
+def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:
+    for row, (ids, labels, images) in zip(batch, _encode_rendered(encoder, batch), strict=True):
+        weights = None if row.weight is None else np.full(len(ids), row.weight, np.float32)
+        yield ids, labels, None, 0, weights, images
+
+
+def _encode_rendered(
+    encoder: Encoder, batch: list[Rendered]
+) -> Iterator[tuple[Ids, Ids, Images | None]]:
+    """Ids, labels and images of conversations. The tokens of an image carry no loss."""
+    images = encoder.images
     encoded = zip(batch, _template(encoder).tokens(batch), strict=True)
-    return [
-        (ids, labels, None)
-        if row.weight is None
-        else (ids, labels, None, 0, np.full(len(ids), row.weight, np.float32))
-        for row, (ids, labels) in encoded
-    ]
+    for row, (ids, labels) in encoded:
+        if images is None:
+            yield ids, labels, None
+            continue
+        processor = load_processor(images.processor, images.max_pixels)
+        shown = np.isin(ids, processor.token_ids)
+        yield ids, np.where(shown, np.int32(IGNORED), labels), processor.table(ids, row.images)
 
 
 @dataclass(frozen=True)
@@ -393,11 +432,21 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[_Toke
     for row in batch:
         answers = list(itertools.islice(encoded, len(row.answers)))
         if len(answers) == 1:
-            yield *answers[0], None if row.desirable is None else int(row.desirable)
+            ids, labels, images = answers[0]
+            yield (
+                ids,
+                labels,
+                None if row.desirable is None else int(row.desirable),
+                0,
+                None,
+                images,
+            )
             continue
-        ids, labels = (np.concatenate(parts) for parts in zip(*answers, strict=True))
+        all_ids, all_labels, all_images = zip(*answers, strict=True)
+        ids, labels = np.concatenate(all_ids), np.concatenate(all_labels)
         margins = None if row.margin is None else np.full(len(ids), row.margin, np.float32)
-        yield ids, labels, len(answers[0][0]), 0, margins
+        first = len(all_ids[0])
+        yield ids, labels, first, 0, margins, join_images(list(all_images), [0, first])
 
 
 def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tuple[str, str]:
@@ -415,7 +464,8 @@ def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tu
         return _read_answer(encoder, found, row, "response")
     column = found.columns["messages"]
     value = read_value(row, column, object, "messages", role="messages")
-    messages = _with_system(encoder, found, row, read_messages(value, column, turns=True))
+    read = read_messages(value, column, turns=True, images=encoder.images is not None)
+    messages = _with_system(encoder, found, row, read)
     if messages[-1]["role"] != "assistant":
         raise RowError(f"column {column!r} must end with the answer, a turn of the assistant")
     return _render(encoder, found, row, messages, loss_from=len(messages) - 1)
@@ -456,6 +506,9 @@ def _read_answer(
     reasoning = found.get("reasoning")
     thought = None if reasoning is None else read_text(row.get(reasoning), reasoning)
     if isinstance(prompt, str) and isinstance(response, str) and not as_turns:
+        if encoder.images is not None:
+            what = "rows with images need a chat template, which shows them"
+            raise RowError(f"{what}; set data.prompt_format=chat, or data.chat_template")
         if thought:
             what = "holds reasoning, which only a chat template writes; set data.prompt_format=chat"
             raise RowError(
@@ -472,10 +525,14 @@ def _read_answer(
     earlier = [
         turn
         for asked, answered in rounds
-        for turn in (*_turns("user", asked, key), *_turns("assistant", answered, column))
+        for turn in (
+            *_turns(encoder, "user", asked, key),
+            *_turns(encoder, "assistant", answered, column),
+        )
     ]
-    question = _with_system(encoder, found, row, [*earlier, *_turns("user", prompt, key)])
-    answer = _turns("assistant", response, column)
+    asked_now = _turns(encoder, "user", prompt, key)
+    question = _with_system(encoder, found, row, [*earlier, *asked_now])
+    answer = _turns(encoder, "assistant", response, column)
     if thought:
         answer[-1] = {**answer[-1], "reasoning_content": thought}
     try:
@@ -493,16 +550,16 @@ def _dialogue_before_answer(prompt: str) -> list[Message] | None:
     return dialogue(prompt) if prompt.rstrip().endswith("\n\nAssistant:") else None
 
 
-def _turns(role: str, value: str | list[object], column: str) -> list[Message]:
+def _turns(encoder: Encoder, role: str, value: str | list[object], column: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return read_messages(value, column)
+    return read_messages(value, column, images=encoder.images is not None)
 
 
 def _encode_answers(
     encoder: Encoder, batch: list[Rendered | tuple[str, str]]
-) -> Iterator[tuple[Ids, Ids]]:
-    """Ids and labels of answers, each after its prompt.
+) -> Iterator[tuple[Ids, Ids, Images | None]]:
+    """Ids, labels and images of answers, each after its prompt.
 
     Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
     differently from its middle. Tokens that hold a part of the response carry loss.
@@ -511,7 +568,7 @@ def _encode_answers(
     for are_rendered, rows in itertools.groupby(batch, lambda answer: isinstance(answer, Rendered)):
         answers: list[Any] = list(rows)
         if are_rendered:
-            yield from _template(encoder).tokens(answers)
+            yield from _encode_rendered(encoder, answers)
             continue
         for ids, first in tokenizer.joined(answers):
             document = _document(tokenizer, ids)
@@ -519,7 +576,7 @@ def _encode_answers(
             begun = bool(tokenizer.begin) and ids[:1].tolist() != tokenizer.begin
             if encoder.settings.get("loss_on") != "all":
                 labels[: first + begun] = IGNORED
-            yield document, labels
+            yield document, labels, None
 
 
 def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from launcher.data.image_processor import moved_images
 from launcher.data.packing import Integers
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
@@ -63,12 +64,23 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
         name: np.concatenate([getattr(store, name)[start:end] for start, end in ranges])
         for name in names
     }
+    images = None
+    if store.images is not None:
+        first = np.searchsorted(store.images["first"], starts)
+        last = np.searchsorted(store.images["first"], ends)
+        moved = np.cumsum(np.append(0, ends - starts))[:-1] - starts
+        tables = [
+            moved_images(store.images[begin:end], tokens, 0)
+            for begin, end, tokens in zip(first, last, moved, strict=True)
+        ]
+        images = np.concatenate(tables) if tables else store.images[:0]
     content = f"{store.fingerprint.get('content')}, {len(documents)} documents"
     return dataclasses.replace(
         store,
         **tokens,
         offsets=np.cumsum(np.append(0, ends - starts)),
         classes=None if store.classes is None else store.classes[documents],
+        images=images,
         skipped=[],
         fingerprint=store.fingerprint | {"content": content},
     )

@@ -25,6 +25,8 @@ _CONTENT_KEYS = ("content", "value", "parts", "text")
 _LOSS_KEYS = ("weight", "loss", "loss_weight", "train", "training")
 """Keys of a message that say whether it carries loss."""
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+IMAGE_TYPES = ("image", "image_url", "input_image")
+"""Types of parts that are images."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _PLACEHOLDER = "Qz7aZq"
@@ -48,7 +50,9 @@ class NotAsServedError(RowError):
     """A turn that the template shows otherwise than the model must produce it."""
 
 
-def read_messages(value: object, column: str, *, turns: bool = False) -> list[Message]:
+def read_messages(
+    value: object, column: str, *, turns: bool = False, images: bool = False
+) -> list[Message]:
     """Messages for a template: of `messages` (role, content), ShareGPT's `conversations` (from,
     value), or Gemini's `contents` (role, parts), also as JSON. Raises RowError.
 
@@ -56,7 +60,7 @@ def read_messages(value: object, column: str, *, turns: bool = False) -> list[Me
     messages of their own, and those in parts, become `tool_calls`. Keys without a value are dropped;
     other keys stay. `loss` is false in the messages that have a `weight` of 0 (OpenAI) or `loss:
     false` (ShareGPT), and in no other. turns: a list of texts are a user's and an assistant's in
-    turn.
+    turn. images: parts that are images stay parts, among the texts (`place_images`).
     """
     value = parsed_messages(value)
     if turns and isinstance(value, list) and value and all(isinstance(t, str) for t in value):
@@ -67,7 +71,7 @@ def read_messages(value: object, column: str, *, turns: bool = False) -> list[Me
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         messages: list[Message] = []
         for number, turn in enumerate(value, start=1):
-            for message in _messages_of(turn, f"message {number}"):
+            for message in _messages_of(turn, f"message {number}", images=images):
                 _append(messages, message)
         return messages
     got = "an empty list" if value == [] else type(value).__name__
@@ -141,7 +145,7 @@ def _append(messages: list[Message], message: Message) -> None:
         messages.append(message)
 
 
-def _messages_of(turn: Message, what: str) -> list[Message]:
+def _messages_of(turn: Message, what: str, *, images: bool) -> list[Message]:
     """The message of a turn; before it, those of results of tools in its parts."""
     message = {key: content for key, content in turn.items() if content is not None}
     role_key = next((key for key in _ROLE_KEYS if key in message), "role")
@@ -160,21 +164,23 @@ def _messages_of(turn: Message, what: str) -> list[Message]:
         got = "no role" if role is None else f"unknown role {role!r}"
         others = ", ".join([*_ROLES, *_OTHER_ROLES, *_CALLS])
         raise RowError(f"{what}: {got}; must be one of {others}")
+    if images:
+        message = _with_own_images(message)
     if seen := [key for key in _PICTURES if message.get(key)]:
-        raise RowError(f"{what}: only text can be trained on; got {', '.join(seen)}")
+        raise RowError(f"{what}: {_only(images)}; got {', '.join(seen)}")
     results: list[Message] = []
     if isinstance(message["content"], list):
-        message, results = _with_parts(message, what)
+        message, results = _with_parts(message, what, images=images)
     # Templates that only ask whether there is the key would write a call instead of the content
     if calls := _tool_calls(message.pop("tool_calls", None), what):
         message["tool_calls"] = calls
     content = message["content"]
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, str) and not (images and isinstance(content, list)):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
-    if role == "assistant":
+    if role == "assistant" and isinstance(content, str):
         content = _with_opening_mark(content)
     weights = [message.pop(key, 1) for key in _LOSS_KEYS]
     if any(weight not in (0, 1) for weight in weights):
@@ -187,10 +193,29 @@ def _messages_of(turn: Message, what: str) -> list[Message]:
     return [*results, {**message, "content": content, **silent}]
 
 
-def _with_parts(message: Message, what: str) -> tuple[Message, list[Message]]:
+def _only(images: bool) -> str:
+    """What a run trains on, for the message about parts that are something else."""
+    if images:
+        return "only text and images can be trained on"
+    return "only text can be trained on, or with the section images (images.train=none) images, too"
+
+
+def _with_own_images(message: Message) -> Message:
+    """The message with the images of its keys `image` and `images` as the first parts of its
+    content."""
+    own = [message.pop(key) for key in ("images", "image") if message.get(key)]
+    if not own:
+        return message
+    values = [value for held in own for value in (held if isinstance(held, list) else [held])]
+    content = message["content"]
+    rest = content if isinstance(content, list) else [content or ""]
+    return {**message, "content": [*({"type": "image", "image": v} for v in values), *rest]}
+
+
+def _with_parts(message: Message, what: str, *, images: bool) -> tuple[Message, list[Message]]:
     """A message whose content is a list of parts, with its text, reasoning and calls; and the
-    messages of the results of tools in it."""
-    texts: list[str] = []
+    messages of the results of tools in it. images: a content with images stays a list."""
+    texts: list[str | dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[object] = []
     results: list[Message] = []
@@ -216,18 +241,26 @@ def _with_parts(message: Message, what: str) -> tuple[Message, list[Message]]:
             if not isinstance(inner, str):
                 raise RowError(f"{what}: the result of a tool must be text")
             results.append({"role": "tool", "content": inner})
+        elif images and is_image_part(part):
+            texts.append(part)
         elif kind in (None, "text", "input_text", "output_text") and text is not None:
             texts.append(text)
         else:
             others.append(kind or f"with the keys {', '.join(part)}")
     if others:
-        raise RowError(f"{what}: only text can be trained on; got parts of the types {others}")
-    made = {**message, "content": "".join(texts)}
+        raise RowError(f"{what}: {_only(images)}; got parts of the types {others}")
+    content = texts if any(isinstance(part, dict) for part in texts) else "".join(map(str, texts))
+    made = {**message, "content": content}
     if thoughts and not any(made.get(key) for key in _REASONING):
         made["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         made["tool_calls"] = calls
     return made, results
+
+
+def is_image_part(part: object) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") in IMAGE_TYPES
 
 
 def _text_of(part: object) -> str | None:

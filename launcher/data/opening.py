@@ -17,6 +17,7 @@ from launcher.data.batching import (
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
+from launcher.data.images import RowImages
 from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
@@ -49,7 +50,14 @@ def open_dataset(
             files, data, tokenizer=tokenizer, model=model, build=build, validation=validation
         )
         if data.overlong == "error":
-            _refuse_overlong(store, files, data, tokenizer=tokenizer, validation=validation)
+            _refuse_overlong(
+                store,
+                files,
+                data,
+                tokenizer=tokenizer,
+                images=model.row_images,
+                validation=validation,
+            )
         if validation or data.validation_split is None:
             return pack(store, data, model)
         store, mask = split_documents(store, data.validation_split, divide=data.kind == "text")
@@ -71,6 +79,7 @@ def _refuse_overlong(
     data: schema.Data,
     *,
     tokenizer: str | None,
+    images: RowImages | None,
     validation: bool,
 ) -> None:
     """Raises RecipeError if a row is longer than a sequence."""
@@ -81,7 +90,13 @@ def _refuse_overlong(
     what = f"tokens, more than {data.sequence_length:,} (data.sequence_length)"
     shown = longer[:SHOWN].tolist()
     where = rows_of_documents(
-        store, files, data, set(shown), tokenizer=tokenizer, validation=validation
+        store,
+        files,
+        data,
+        set(shown),
+        tokenizer=tokenizer,
+        images=images,
+        validation=validation,
     )
     lines = [f"{where[number]}: {sizes[number]:,} {what}" for number in shown]
     text = f"{len(longer):,} of {store.documents:,} rows are longer than a sequence, by up to "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.data.batching import NO_SAMPLE
+from launcher.data.collation import BESIDE_TOKENS
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MixtureDataset
 from launcher.data.run_data import RunData
@@ -53,6 +54,7 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
             source,
             {row.document for row in mine},
             tokenizer=tokenizer,
+            images=mine[0].dataset.inputs.row_images,
         )
         for row in mine:
             row.where = where[row.document]
@@ -73,7 +75,8 @@ def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
     for document, start, end in dataset.pieces(index):
         alone = sample
         if "position_ids" in sample:  # else a classifier's, which is one document
-            alone = {key: values[begin : begin + end - start] for key, values in sample.items()}
+            of_tokens = {key: values for key, values in sample.items() if key not in BESIDE_TOKENS}
+            alone = {key: values[begin : begin + end - start] for key, values in of_tokens.items()}
         begin += end - start
         first, after = (int(bound) for bound in dataset.store.offsets[document : document + 2])
         yield TrainedRow(sequence, source, dataset, alone, document, start - first, after - first)

@@ -248,7 +248,7 @@ def open_run_data(
         assert isinstance(sampler, RankBatchSampler)
         training = StreamingDataset(
             find_parts(data.train, kind=data.kind, max_document=data.max_document_bytes),
-            make_encoder(data.kind, data, tokenizer=tokenizer),
+            make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images),
             objective=objective,
             sampler=sampler,
             data=data,
@@ -288,7 +288,9 @@ def teach_ends(model: nn.Module, data: schema.Data, section: schema.Model) -> No
         add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
 
 
-def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> KeptTokenizer | None:
+def tokenizer_to_keep(
+    data: schema.Data, model: schema.Model, images: schema.Images | None = None
+) -> KeptTokenizer | None:
     """The tokenizer of an exported model: that of the data, with its chat template, or the model's
     own; None if there is none."""
     name = tokenizer_name(data, model)
@@ -309,7 +311,8 @@ def tokenizer_to_keep(data: schema.Data, model: schema.Model) -> KeptTokenizer |
     source = None
     if str(name) != "bytes":
         source = model_folder(name, key="data.tokenizer", weights=False)
-    return KeptTokenizer(name, tokenizer, source, template)
+    max_pixels = None if images is None else images.max_pixels
+    return KeptTokenizer(name, tokenizer, source, template, max_pixels)
 
 
 def trained_template(data: schema.Data, tokenizer: str) -> str | None:

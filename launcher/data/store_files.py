@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from launcher.data.image_processor import moved_images
 from launcher.errors import RecipeError, first_line
 from launcher.files import checksum_of, commit_folder, flush, flush_path, replace_text
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("empty", "cut_documents", "cut_tokens")
 """Fields of a TokenStore that are sums over its parts."""
-_SPILLED = ("ids", "labels", "offsets", "classes", "weights")
+_SPILLED = ("ids", "labels", "offsets", "classes", "weights", "images", "image_data")
 
 
 class MappedArray(np.memmap[Any, Any]):
@@ -74,7 +75,16 @@ def remove_damaged(folder: Path, aside: Path) -> None:
 
 
 _PROGRESS, _SKIPPED = "progress.json", "skipped.jsonl"
-_NOTED = ("ids.bin", "labels.bin", "weights.bin", "lengths.bin", "classes.bin", _SKIPPED)
+_NOTED = (
+    "ids.bin",
+    "labels.bin",
+    "weights.bin",
+    "images.bin",
+    "image_data.bin",
+    "lengths.bin",
+    "classes.bin",
+    _SKIPPED,
+)
 """The files to which `StoreWriter` appends."""
 _SAVE_SECONDS = 20.0
 """Between two records of how far a tokenization is."""
@@ -104,6 +114,8 @@ class StoreWriter:
         if noted:
             self.done, self.sums = noted["done"], noted["sums"]
             self.unused = noted.get("unused", {})
+        self._tokens = int(self._read("lengths", np.int64).sum())
+        self._image_bytes = self._read("image_data", np.uint8).size
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -126,6 +138,11 @@ class StoreWriter:
         if labelled:
             self._append("labels", store.targets)
         self._append("lengths", np.diff(store.offsets))
+        if store.images is not None:
+            self._append("images", moved_images(store.images, self._tokens, self._image_bytes))
+            self._append("image_data", store.image_data)
+            self._image_bytes += store.image_data.size
+        self._tokens += int(store.offsets[-1])
         if store.classes is not None:
             self._append("classes", store.classes)
         for row in store.skipped:
@@ -167,7 +184,8 @@ class StoreWriter:
         (self._folder / "ids.bin").touch()
         sizes: dict[str, int] = {}
         content: list[bytes | memoryview] = []
-        for name in ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin"):
+        names = ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin")
+        for name in (*names, "images.bin", "image_data.bin"):
             file = self._folder / name
             if file.exists():
                 sizes[name] = file.stat().st_size
@@ -194,7 +212,9 @@ class StoreWriter:
 
     def _read(self, name: str, dtype: type) -> npt.NDArray[Any]:
         file = self._folder / f"{name}.bin"
-        return np.fromfile(file, dtype=dtype) if file.exists() else np.zeros(0, dtype=dtype)
+        if not file.exists() or not file.stat().st_size:
+            return np.zeros(0, dtype=dtype)
+        return np.memmap(file, dtype=dtype, mode="r")
 
 
 def saved_progress(folder: Path, tasks: int) -> dict[str, Any]:

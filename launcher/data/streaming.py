@@ -39,7 +39,6 @@ from launcher.data.collation import (
     Collated,
     Piece,
     Sample,
-    TextInputs,
     make_sample,
 )
 from launcher.data.encoder import Encoded, Encoder
@@ -289,14 +288,7 @@ class StreamingDataset(IterableDataset[Collated]):
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
         self.objective = objective
         """An `Objective` (`launcher/objectives/base.py`), which makes the micro-batches."""
-        self._inputs = TextInputs(
-            data.sequence_length,
-            packed=data.packing,
-            masking=model.masking,
-            recurrent=model.recurrent,
-            part=model.part,
-            width_multiple=model.width_multiple,
-        )
+        self._inputs = model.inputs(data.sequence_length, packed=data.packing)
         self.seed, self.skipped_rows = seed, skipped_rows
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}

@@ -2,7 +2,8 @@
 
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `weights.bin` (float32) with
-data.weights_column, `classes.npy` for classification, `meta.json`.
+data.weights_column, `classes.npy` for classification, `images.bin` and `image_data.bin` for rows
+with images, `meta.json`.
 One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
 all others, on any node and of any job, wait. A store with files of another length than `meta.json`
 and the offsets say is built again.
@@ -32,9 +33,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.console import advanced, task
+from launcher.data.collation import TextInputs
 from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.file_ranges import first_rows, split
+from launcher.data.image_inputs import ImageInputs, ModelImages
+from launcher.data.image_processor import IMAGE, join_images
+from launcher.data.images import ImageSource, RowImages
 from launcher.data.problems import problem_lines
 from launcher.data.sources import (
     SourcePart,
@@ -101,6 +106,28 @@ class ModelInputs:
     width_multiple: int = 1
     """Rows that are padded to the longest one have a multiple of it as their width, or
     data.sequence_length."""
+    images: ModelImages | None = None
+    """How it takes images; None: rows are text."""
+
+    @property
+    def row_images(self) -> RowImages | None:
+        """How rows have images; None: they are text."""
+        return None if self.images is None else self.images.rows
+
+    def inputs(self, length: int, *, packed: bool) -> TextInputs:
+        """How samples of up to `length` tokens become the rows of its micro-batches."""
+        common: dict[str, Any] = {
+            "length": length,
+            "packed": packed,
+            "masking": self.masking,
+            "recurrent": self.recurrent,
+            "part": self.part,
+            "padding": self.padding,
+            "width_multiple": self.width_multiple,
+        }
+        if self.images is None:
+            return TextInputs(**common)
+        return ImageInputs(**common, images=self.images)
 
 
 @dataclass(frozen=True)
@@ -116,6 +143,10 @@ class TokenStore:
     """kind classification: (documents,)."""
     weights: Weights | None = None
     """(tokens,): the weight of each token as a target; None: each counts 1."""
+    images: npt.NDArray[Any] | None = None
+    """(images,), of the type IMAGE, in the order of their tokens; None: there are none."""
+    image_data: npt.NDArray[np.uint8] | None = None
+    """The files of images, or the paths of these."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """`where` and `problem` of the rows that cannot be used (on_error: skip)."""
     empty: int = 0
@@ -143,6 +174,12 @@ class TokenStore:
         """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
+    def image_source(self, image: npt.NDArray[Any]) -> ImageSource:
+        """The data of one of `images`."""
+        assert self.image_data is not None
+        begin, size = int(image["begin"]), int(image["size"])
+        return ImageSource(self.image_data[begin : begin + size].tobytes(), bool(image["is_file"]))
+
 
 def open_store(
     patterns: tuple[str, ...],
@@ -160,7 +197,7 @@ def open_store(
     wait; if the building rank fails, its job ends them.
     Raises RecipeError if a file or row cannot be used, or does not fit the model.
     """
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
     parts = find_parts(patterns, kind=data.kind, validation=validation, max_document=most)
     limit = None if validation else data.limit
@@ -199,11 +236,12 @@ def rows_of_documents(
     wanted: set[int],
     *,
     tokenizer: str | None,
+    images: RowImages | None = None,
     validation: bool = False,
 ) -> dict[int, str]:
     """Where the rows of documents of a store are, by the documents' numbers. A store does not record
     it: reads the files up to the last of them, and tokenizes again if some rows are no documents."""
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=images)
     parts = find_parts(
         patterns, kind=data.kind, validation=validation, max_document=data.max_document_bytes
     )
@@ -348,7 +386,9 @@ def _continued(folder: Path, scratch: Path, tasks: int, lock: Ownership) -> Stor
 
 def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
     labels, classes = folder / "labels.bin", folder / "classes.npy"
-    weights = folder / "weights.bin"
+    weights, images, image_data = (
+        folder / name for name in ("weights.bin", "images.bin", "image_data.bin")
+    )
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     files = {part.name: part.size for part in parts}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
@@ -358,6 +398,8 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         offsets=np.load(folder / "offsets.npy"),
         classes=np.load(classes) if classes.exists() else None,
         weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
+        images=np.fromfile(images, dtype=IMAGE) if images.exists() else None,
+        image_data=MappedArray(image_data, dtype=np.uint8, mode="r") if images.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
@@ -453,6 +495,7 @@ def _run_task(
             count += len(some)
             store = store_rows(some)
             held += store.ids.nbytes
+            held += 0 if store.image_data is None else store.image_data.nbytes
             if held > _MEMORY_BYTES:
                 store = spilled(store, spill / f"{_SPILL}{os.getpid()}-{uuid.uuid4().hex}")
             stores.append(store)
@@ -472,13 +515,16 @@ def store_rows(rows: list[Encoded]) -> TokenStore:
     labelled = any(row.labels is not None for row in documents)
     classes = [row.category for row in documents if row.category is not None]
     weights = [row.weights for row in documents if row.weights is not None]
-    lengths = [row.ids.size for row in documents]
+    offsets = np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64)
+    images = join_images([row.images for row in documents], offsets[:-1].tolist())
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
         labels=_joined([row.targets for row in documents]) if labelled else None,
-        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        offsets=offsets,
         classes=np.array(classes, dtype=np.int32) if classes else None,
         weights=np.concatenate(weights) if weights else None,
+        images=None if images is None else images[0],
+        image_data=None if images is None else np.frombuffer(images[1], dtype=np.uint8),
         skipped=skipped,
         empty=len(rows) - len(skipped) - len(documents),
         cut_documents=sum(row.cut_tokens > 0 for row in documents),

@@ -32,6 +32,8 @@ _FILES = (
     "chat_template.jinja",
 )
 """Files of tokenizers. A class may name others."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a processor of images."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
 """Keys that transformers 5 writes and does not read."""
 Json = dict[str, Any]
@@ -49,6 +51,8 @@ class KeptTokenizer:
     """The folder that it comes from; None: it has none."""
     chat_template: str | None = None
     """Takes the place of the tokenizer's own; empty: there is none; None: its own stays."""
+    max_pixels: int | None = None
+    """Of the processor of images beside it (images.max_pixels); None: its own limit stays."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer's files into an existing folder, which has the model's files.
@@ -66,6 +70,9 @@ class KeptTokenizer:
             if self.chat_template is not None:
                 _set_template(folder, self.chat_template)
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
+        if (most := self.max_pixels) is not None:
+            for name in PROCESSOR_FILES:
+                _edit(folder / name, lambda content: limit_pixels(content, most))
 
     def _copy(self, source: Path, folder: Path) -> None:
         own = getattr(self.tokenizer, "vocab_files_names", {})
@@ -118,6 +125,17 @@ class KeptTokenizer:
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(config.get("extra_special_tokens"), list):
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
+
+
+def limit_pixels(content: Json, max_pixels: int) -> None:
+    """Writes the largest number of pixels of an image into the content of a processor's file: a model
+    should see images as it was trained on them."""
+    for section in (content, content.get("image_processor")):
+        size = section.get("size") if isinstance(section, dict) else None
+        if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
+            size["longest_edge"] = min(max_pixels, size["longest_edge"])
+        if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
+            section["max_pixels"] = min(max_pixels, section["max_pixels"])
 
 
 def _set_template(folder: Path, template: str) -> None:

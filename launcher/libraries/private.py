@@ -522,11 +522,14 @@ def handle_queue_errors(handle: Callable[[queues.Queue[Any], Exception, Any], No
 
 
 def attention_implementation(model: nn.Module) -> str | None:
-    """The name of the attention that a model uses, such as `sdpa`; None: it has none to choose.
+    """The name of the attention that a model, or its text model, uses, such as `sdpa`; None: it has
+    none to choose.
 
     Without it packed rows and padded rows are computed with a mask.
     """
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return getattr(config if text is None else text(decoder=True), "_attn_implementation", None)
 
 
 def block_classes(model: nn.Module) -> set[str]:

@@ -32,6 +32,8 @@ class Applied:
     recurrent: bool = False
     """Whether its recurrent layers compute each document of a packed row by itself, so that it takes
     the argument `documents`."""
+    images: Any = None
+    """The `ImageTower`, if rows have images."""
     chunked_head: Any = None
     """The `ChunkedHead`, with which the model computes the loss without full logits."""
     rows_divided: int = 1

@@ -293,11 +293,18 @@ def _use_varlen(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], boo
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
-    model.set_attn_implementation(VARLEN)
+    set_text_attention(model, VARLEN)
     replaced = _all_calls(model, inputs, fits)
     if not replaced:
-        model.set_attn_implementation("sdpa")
+        set_text_attention(model, "sdpa")
     return replaced
+
+
+def set_text_attention(model: PreTrainedModel, name: str) -> None:
+    """Sets the attention of the text model. In an image tower attention is not causal."""
+    text, parts = text_config(model), model.config.sub_configs
+    keys = [key for key in parts if getattr(model.config, key, None) is text]
+    model.set_attn_implementation(dict.fromkeys(keys, name) if keys else name)
 
 
 def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool]) -> bool:

@@ -28,6 +28,7 @@ from launcher.models.chunked_loss import ChunkedHead, Transform, logits_transfor
 from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
+from launcher.models.images import Trained, use_images
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
@@ -76,6 +77,7 @@ def change_weights(
     *,
     seed: int,
     new_ids: range,
+    images: tuple[Trained, Mapping[str, torch.Tensor]] | None,
     lora: schema.Lora | None,
     float8: str | None,
     fsdp: bool,
@@ -85,7 +87,8 @@ def change_weights(
     """Decides what the weights of a meta model are, in which dtype, and which are trained.
 
     float8: a name of torchao's recipes, for the blocks. fsdp: whether the strategy is. dtype: of
-    computation, in which frozen weights are held. device: the kind that computes. Raises
+    computation, in which frozen weights are held. device: the kind that computes. images: what is
+    trained beside the text model, and what the model takes of an image; None: rows are text. Raises
     RecipeError if the model cannot be changed so, or if a checkpoint or an adapter does not fit.
     """
     # Before adapters, which are linear layers, too, and stay in their own dtype
@@ -95,9 +98,12 @@ def change_weights(
     # Before adapters: a checkpoint has the names of the layers without them, and it may untie the
     # embeddings
     init_fn, stored_dtype, source = starting_weights(section, model, seed=seed, new_ids=new_ids)
-    # After the checkpoint, which sets anew what is trained. DDP would wait for their gradients
-    for name in parts_without_text(model):
-        model.get_parameter(name).requires_grad_(False)
+    # After the checkpoint, which sets anew what is trained
+    if images is not None:
+        use_images(model, *images)
+    else:  # DDP would wait for their gradients
+        for name in parts_without_text(model):
+            model.get_parameter(name).requires_grad_(False)
     if lora is not None:
         path = lora.path if is_pretrained(section) else None
         with _naming_adapter(path):
@@ -160,7 +166,13 @@ def change_forward(
     compile: compile this loss. Raises RecipeError if the model cannot keep documents apart.
     """
     # After everything that adds or replaces layers: these run a copy of the model on meta
-    if packed:
+    tower = applied(model).images
+    if packed and tower is not None and not tower.keeps_documents_apart:
+        what = f"{type(model).__name__} makes masks of its images that are not known"
+        raise RecipeError(f"data.packing: {what}; use data.packing=false")
+    if tower is not None and tower.both_ways:
+        pass  # attention keeps its masks
+    elif packed:
         # Before attention, whose trial passes the bounds of documents to all layers
         applied(model).recurrent = separate_documents(model, device)
         applied(model).masking = isolate_documents(

@@ -23,6 +23,7 @@ from launcher.models.attention import (
     DIVIDED_ROWS,
     VARLEN,
     refuse_other_layers,
+    set_text_attention,
     varlen_attention,
 )
 from launcher.models.micro_batch import RowPart
@@ -76,7 +77,7 @@ def apply_context_parallel(
             f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
     ALL_ATTENTION_FUNCTIONS.register(DIVIDED_ROWS, partial(context_parallel_attention, group))
-    model.set_attn_implementation(DIVIDED_ROWS)
+    set_text_attention(model, DIVIDED_ROWS)
 
 
 def _values(parameters: Any) -> Iterator[Any]:

@@ -143,15 +143,8 @@ class Objective(ABC):
         if self.trains_sequences and not sequences.targets:
             names = store.fingerprint.get("files", ())
             raise RecipeError(no_targets(first_names(names), data))
-        inputs = TextInputs(
-            data.sequence_length,
-            packed=data.packing and self.trains_sequences,
-            masking=model.masking,
-            recurrent=model.recurrent,
-            part=model.part,
-            padding=model.padding,
-            width_multiple=model.width_multiple,
-        )
+        packed = data.packing and self.trains_sequences
+        inputs = model.inputs(data.sequence_length, packed=packed)
         return SequenceDataset(store, sequences, self.for_model(data, model), inputs, documents)
 
     def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
@@ -164,6 +157,7 @@ class Objective(ABC):
             sequence_length=data.sequence_length,
             documents=documents,
             drops_overlong=data.drops_overlong,
+            images=store.images,
         )
 
     def for_model(self, data: schema.Data, model: ModelInputs) -> Objective:
@@ -203,6 +197,8 @@ class Objective(ABC):
                 how += ", and one by one in recurrent layers"
             padding = 1 - tokens / (count * dataset.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
+        if (images := dataset.store.images) is not None:
+            text += f"; {len(images):,} images"
         if dataset.store.labels is not None and self.shows_loss:
             text += f"; {sequences.targets / tokens:.1%} of these tokens carry loss"
         return text

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from launcher.data.batching import rows_of
-from launcher.data.collation import TextInputs
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.rank_layout import RankLayout
@@ -50,14 +49,7 @@ def synthetic_data(
     about = Example(
         data,
         rows_of(batch, sequence_length=data.sequence_length),
-        TextInputs(
-            data.sequence_length,
-            packed=packed,
-            masking=model.masking,
-            recurrent=model.recurrent,
-            part=model.part,
-            padding=model.padding,
-        ),
+        model.inputs(data.sequence_length, packed=packed),
         documents=documents,
         vocabulary=model.vocabulary or 2,
         classes=model.classes or 2,

@@ -36,7 +36,7 @@ def make_optimizer(
     optimizer_mesh: DeviceMesh | None = None,
     cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
-    b_ratio: float = 1.0,
+    ratios: Mapping[str, float] | None = None,
     state_file: Callable[[Path, int], StateFile] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters, with its state. Weight decay applies to matrices
@@ -47,9 +47,10 @@ def make_optimizer(
     without another pass over the gradients.
 
     `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
-    RecipeError if they have none. The learning rate of the B of adapters is `b_ratio` times that of
-    the others: `ratio` of their parameter groups. state_file: see `OffloadedOptimizer`.
+    RecipeError if they have none. ratios: of the learning rates of these parameters over that of the
+    others, by name: `ratio` of their parameter groups. state_file: see `OffloadedOptimizer`.
     """
+    ratios = ratios or {}
     trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     decayed = decayed_parameters(model).keys() & trained.keys()
     inner: set[str] = set()
@@ -67,13 +68,13 @@ def make_optimizer(
 
     def sort(name: str, parameter: torch.Tensor) -> tuple[int, float]:
         number = 3 if name in inner else 2 if name in decayed else min(parameter.ndim, 1)
-        return number, b_ratio if ".lora_B" in name else 1.0
+        return number, ratios.get(name, 1.0)
 
     groups: list[Group] = []
     for number in (3, 2, 1, 0):  # orthogonalized, other matrices, vectors, scalars
         decay = optimizer.weight_decay if number > 1 else 0.0
         options = {"weight_decay": decay, "orthogonalize": number == 3}
-        for ratio in dict.fromkeys((1.0, b_ratio)):
+        for ratio in dict.fromkeys((1.0, *ratios.values())):
             named = [(name, p) for name, p in trained.items() if sort(name, p) == (number, ratio)]
             if named:
                 groups.append({"params": named, "ratio": ratio, **options})

@@ -279,5 +279,10 @@ def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
         )
     if recipe.strategy.kind == "ddp" and not recipe.uses_one_rank(machine.ranks):
         yield "ddp's buckets, as large as the gradients, are calculated, not traced"
+    if recipe.images is not None:
+        yield (
+            "images: the weights of the image tower are counted, but not its activations, nor the "
+            "pixels of a micro-batch (docs/images.md)"
+        )
     if recipe.data.builder is not None:
         yield "the batch is the first samples of data.builder; larger samples need more"

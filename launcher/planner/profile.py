@@ -175,7 +175,7 @@ class ModelProfile:
     root: WeightGroup
     """All other weights outside of the blocks. FSDP reduces them last if `embedding` is empty."""
     unused: WeightGroup
-    """Weights that text does not use: frozen, sharded, and never gathered."""
+    """Frozen weights that text does not use: sharded, and never gathered."""
     buffers: int
     """Bytes of the buffers."""
     chunked_loss: bool
@@ -243,7 +243,7 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     """The result of `prepare_model`. It is cached, so it must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
     model = dataclasses.replace(recipe.model, keep_logits="auto")  # it does not change the model
-    depends = (model, recipe.lora, recipe.data, recipe.checkpoint, seed)
+    depends = (model, recipe.images, recipe.lora, recipe.data, recipe.checkpoint, seed)
     objective = [getattr(recipe, name) for name in SECTIONS]
     key = repr((depends, objective, strategy.kind, strategy.mixed_precision, device))
     if recipe.model.builder is not None:  # a user's model, which may not support copies
@@ -262,14 +262,25 @@ def prepared_model(
     prepared = original_model(recipe, device=device)
     if recipe.model.builder is not None:
         return prepared
-    parts = (prepared.model, prepared.blocks, prepared.outer_units, prepared.unused)
+    parts = (
+        prepared.model,
+        prepared.blocks,
+        prepared.outer_units,
+        prepared.unused,
+        prepared.tower,
+    )
     copies: dict[int, Any] = {}
     if blocks is not None:
         named = enumerate(prepared.blocks.values())
         copies = {id(block): nn.Identity() for index, block in named if index not in blocks}
-    model, named_blocks, units, unused = copy.deepcopy(parts, copies)
+    model, named_blocks, units, unused, tower = copy.deepcopy(parts, copies)
     return dataclasses.replace(
-        prepared, model=model, blocks=named_blocks, outer_units=units, unused=unused
+        prepared,
+        model=model,
+        blocks=named_blocks,
+        outer_units=units,
+        unused=unused,
+        tower=tower,
     )
 
 
@@ -282,7 +293,8 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     divided = recipe.strategy.tensor_parallel_size
     model = dataclasses.replace(with_random_weights(recipe).model, keep_logits="auto")
     compiled = recipe.model.compile is True
-    key = repr((model, recipe.lora, recipe.data, mixed, device, divided, compiled))
+    images = recipe.images
+    key = repr((model, images, recipe.lora, recipe.data, mixed, device, divided, compiled))
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]
@@ -345,7 +357,12 @@ def _profile_of_shapes(
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
     first = embeddings(model)[:1] if prepared.outer_units else ()
-    unused = modules_without_text(model)
+    # A tower is traced without images, and its trained weights count as parts of the root
+    unused = [
+        module
+        for module in modules_without_text(model)
+        if not any(parameter.requires_grad for parameter in module.parameters())
+    ]
     inside = {id(p) for unit in (*first, *units, *unused) for p in unit.parameters()}
     hidden = largest_of_layers(config, "hidden_size")
     heads = largest_of_layers(config, "num_attention_heads")

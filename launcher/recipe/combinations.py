@@ -49,6 +49,14 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     *((f"data.{key}", "data.kind", " ".join(_kinds_with(role))) for role, key in KEYS.items()),
     *(rule for objective in OBJECTIVES for rule in objective.rules),
     ("lora.path", "model.path", True),
+    ("images", "model.path", True),
+    ("images", "model.builder data.builder data.streaming distillation", False),
+    ("images", "evaluation.generate data.tokenizer", False),
+    ("images", "model.task", "causal_lm"),
+    ("images", "data.kind", _kinds(lambda kind: kind.templated)),
+    ("images", "data.prompt_format", "auto chat"),
+    ("images.train", "lora", False),
+    ("images.learning_rate_ratio", "images.train", "projector all"),
     ("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
     (
         "data.chat_template data.chat_template_kwargs data.date data.system",
@@ -115,6 +123,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
 none of them is given (False), or the other key has one of these values."""
 _INSTEAD = {
     (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
+    ("images.train", "lora"): "; lora.modules_to_save names modules that are trained whole",
     **{
         (f"strategy.{size.key}", other): instead
         for size in PARALLEL_SIZES

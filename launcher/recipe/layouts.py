@@ -130,6 +130,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "systemInstruction",
     ),
     "tools": ("tools", "functions"),
+    "images": ("images", "image"),
     "chosen": (
         "chosen",
         "chosen_messages",
@@ -190,7 +191,7 @@ class Layout:
     """What a row becomes, for the documents."""
 
 
-_SHARED = ("system", "tools")
+_SHARED = ("system", "tools", "images")
 LAYOUTS = (
     Layout("preference", ("prompt", "chosen", "rejected"), (*_SHARED, "margin"), "a pair"),
     Layout(
@@ -516,15 +517,25 @@ def unused_columns(
             yield column, value
 
 
-def lost_meaning(row: Mapping[str, Any], found: Match, ignored: Collection[str] = ()) -> str | None:
+def lost_meaning(
+    row: Mapping[str, Any], found: Match, ignored: Collection[str] = (), *, images: bool = False
+) -> str | None:
     """The problem of a row with an unused column that changes what the row means; None: no such
-    column."""
+    column. images: whether the run sees images."""
     kind = found.layout.kind
+    pictures = found.get("images")
+    if not images and pictures is not None and has_content(row.get(pictures)):
+        without = typed("data.ignore_columns", [*ignored, pictures])
+        lost = "holds images, which training on text does not see; images.train=none trains on them"
+        return f"column {pictures!r} {lost}; {without} trains without it"
     for column, value in unused_columns(row, found, ignored):
         name = column.lower()
         what = None
         if name in _PICTURES:
             what = "holds images, video or audio, which training on text does not see"
+            if images:
+                what = "holds video or audio, or images beside another such column, which the run "
+                what += "does not see"
         elif kind == "tokens":
             if name in _MASKS and "labels" not in found.columns:
                 what = "says which tokens carry loss; write it as labels, with -100 for no loss"

@@ -401,7 +401,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             if found is None:
                 problem = no_layout(first[1], named, ignored=ignored)
             else:
-                problem = lost_meaning(first[1], found, ignored)
+                sees = plain.get("images") is not None
+                problem = lost_meaning(first[1], found, ignored, images=sees)
                 problem = problem or _absent_column(
                     first, source.get("ignore_columns") if name else ignored
                 )

@@ -416,6 +416,22 @@ class ActivationCheckpointing(Section):
     """Keep the inputs of these blocks in host memory, with copies beside compute."""
 
 
+class Images(Section):
+    """Images in the rows, for a model of images and text."""
+
+    train: Literal["none", "projector", "all"] = "none"
+    """What is trained beside the text model: nothing, the projector from images to its embeddings,
+    or also the image tower. With lora, which freezes all else, lora.modules_to_save names modules to
+    train whole."""
+    learning_rate_ratio: PositiveFloat = 1.0
+    """Learning rate of these parts over that of the text model."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are scaled down to this number of pixels, for processors with such a limit
+    (Qwen); null: their own."""
+    folder: Folder | None = None
+    """Where relative paths of images start; null: at the folder of the row's file."""
+
+
 class Lora(Section):
     """Low-rank adapters (Hu et al., 2021), by peft. All else is frozen, in param_dtype."""
 
@@ -739,6 +755,8 @@ class Recipe(Section):
     strategy: Strategy = Strategy()
     activation_checkpointing: ActivationCheckpointing | None = None
     """Activations that are recomputed in the backward pass; null: none."""
+    images: Images | None = None
+    """Rows may have images; null: rows are text, also for a model of images and text."""
     lora: Lora | None = None
     """Train low-rank adapters and freeze all else; null: train everything."""
     preference: Preference | None = None

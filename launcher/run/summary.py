@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from torch import nn
 
 from launcher import __version__
 from launcher.console import bytes_as_text, count_as_text
@@ -86,6 +87,18 @@ def _revisions(recipe: Recipe) -> Json:
     }
 
 
+def _about_images(module: nn.Module, names: list[str], train: str) -> Iterator[str]:
+    """Which of the parameters that only images use are trained."""
+    of = dict(module.named_parameters())
+    trained = [name for name in names if of[name].requires_grad]
+    count = sum(shape_of(of[name]).numel() for name in trained)
+    what = "the image tower and its projector are frozen"
+    if trained:
+        what = f"{len(trained)} of {len(names)} tensors of the image tower and its projector are "
+        what += f"trained ({count_as_text(count)} parameters), such as {clean_name(trained[0])}"
+    yield f"images: {what} (images.train: {train})"
+
+
 def _held(training: Training) -> dict[str, list[torch.Tensor]]:
     """What a rank holds between steps. Parameters stand for their gradients, which have the same
     sizes."""
@@ -121,9 +134,11 @@ def _model(training: Training) -> Iterator[str]:
     sequences = recipe.data.builder is None and not recipe.model.classifies
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
-    if unused := parts_without_text(module):
+    if (unused := parts_without_text(module)) and recipe.images is None:
         first = clean_name(unused[0])
         yield f"note: {len(unused)} tensors that text does not use are frozen, such as {first}"
+    elif recipe.images is not None:
+        yield from _about_images(module, unused, recipe.images.train)
     attention = attention_implementation(module)
     if recipe.model.attention == "auto" and attention == "eager":
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ class Parts:
     """What `apply_tensor_parallel` returns."""
     in_float32: Collection[nn.Parameter] = ()
     """The parameters that forward passes use in float32, whatever their dtype of computation."""
+    tower: dict[str, nn.Module] = field(default_factory=dict)
+    """The blocks of an image tower by name."""
 
 
 def wrap(
@@ -66,7 +68,7 @@ def wrap(
 ) -> WrappedModel:
     """Wraps a meta model and initializes its weights. `one_rank`: see
     `Recipe.uses_one_rank`."""
-    blocks = parts.blocks
+    blocks, tower = parts.blocks, parts.tower
     if checkpointing is not None:
         blocks = checkpoint_blocks(
             model,
@@ -75,6 +77,12 @@ def wrap(
             parts.kept,
             offload=wrappers.activation_offload(),
         )
+        # A frozen tower keeps no activations. A budget is about the blocks of text
+        if any(p.requires_grad for block in tower.values() for p in block.parameters()):
+            mode = "full" if checkpointing.budget is not None else checkpointing.mode
+            tower = checkpoint_blocks(
+                model, tower, replace(checkpointing, mode=mode, budget=None, offload_to_cpu=False)
+            )
     if compile:
         allow_variants()
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
@@ -84,7 +92,11 @@ def wrap(
     if one_rank:
         return OneRank(
             model,
-            [*blocks.values(), *units_without(parts.outer_units, parts.in_float32)],
+            [
+                *blocks.values(),
+                *tower.values(),
+                *units_without(parts.outer_units, parts.in_float32),
+            ],
             parts.unused,
             parts.in_float32,
             param_dtype=param_dtype,
@@ -112,7 +124,7 @@ def wrap(
     )
     return Fsdp(
         model,
-        list(blocks.values()),
+        [*tower.values(), *blocks.values()],
         parts.outer_units,
         parts.experts,
         parts.partial,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from launcher.data.image_inputs import ModelImages, images_of
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
@@ -25,8 +26,8 @@ from launcher.models.attention import check_isolation, missing_for_varlen
 from launcher.models.build import (
     class_count,
     find_blocks,
-    modules_without_text,
     outer_units,
+    parts_without_text,
     vocabulary_size,
 )
 from launcher.models.changes import (
@@ -38,6 +39,7 @@ from launcher.models.changes import (
 )
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.context_parallel import check_context_parallel
+from launcher.models.images import Trained, tower_blocks, unused_modules
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
@@ -95,11 +97,16 @@ class PreparedModel:
     outer_units: tuple[nn.Module, ...]
     """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
     unused: tuple[nn.Module, ...]
-    """Modules that text does not use."""
+    """Modules that are never called."""
+    tower: dict[str, nn.Module]
+    """The blocks of the image tower by name, if rows have images."""
     depth: int
     """Number of blocks of the whole model, even if a trace has deleted some of them."""
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
+
+    images: ModelImages | None
+    """How the model takes images; None: rows are text."""
 
     def wrap(
         self,
@@ -159,6 +166,7 @@ class PreparedModel:
                 experts,
                 partial,
                 in_float32=computes_in_float32(self.model, self.compute_dtype),
+                tower=self.tower,
             ),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
@@ -185,7 +193,7 @@ class PreparedModel:
             optimizer_mesh=wrapped.optimizer_mesh,
             cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.blocks.values(),
-            b_ratio=1.0 if recipe.lora is None else recipe.lora.b_ratio,
+            ratios=_learning_rate_ratios(wrapped.module, recipe),
             state_file=state_file,
         )
 
@@ -196,8 +204,8 @@ class PreparedModel:
         part: RowPart = WHOLE_ROW,
         documents: int = 2,
     ) -> SyntheticData:
-        """Makes micro-batches without the data, as full as the recipe's micro-batches can be. A
-        packed row has this number of documents of equal length."""
+        """Makes micro-batches without the data, as full as the recipe's micro-batches can be, and
+        without images. A packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -234,6 +242,36 @@ class PreparedModel:
             if ranks.context_parallel_size > 1:
                 check_context_parallel(wrapped.model, ranks.group, row_part(ranks), **options)
                 wrapped.reshard()
+
+
+def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
+    """Ratios of learning rates over that of the recipe, by the clean names of parameters."""
+    names = [clean_name(name) for name, _ in model.named_parameters()]
+    ratios: dict[str, float] = {}
+    if recipe.lora is not None and recipe.lora.b_ratio != 1.0:
+        ratios |= {name: recipe.lora.b_ratio for name in names if ".lora_B" in name}
+    if recipe.images is not None and recipe.images.learning_rate_ratio != 1.0:
+        parts = {*map(clean_name, parts_without_text(model))}
+        ratios |= {name: recipe.images.learning_rate_ratio for name in names if name in parts}
+    return ratios
+
+
+def _trained_on_images(recipe: Recipe) -> tuple[Trained, Mapping[str, torch.Tensor]] | None:
+    if (section := recipe.images) is None:
+        return None
+    images = images_of(section, recipe.model)
+    if images is None:  # the plan of a model of which only the config is known
+        return section.train, {}
+    blank = images.processor.blank_batch
+    return section.train, {name: torch.from_numpy(array) for name, array in blank.items()}
+
+
+def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
+    """How the changed model takes images; None: rows are text."""
+    tower, images = applied(model).images, images_of(recipe.images, recipe.model)
+    if tower is None or images is None:
+        return None
+    return replace(images, grid=tower.grid, token_types=tower.token_types)
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
@@ -273,6 +311,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         recipe.model,
         seed=recipe.run.seed,
         new_ids=new_ids,
+        images=_trained_on_images(recipe),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
@@ -312,9 +351,11 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         vocabulary=vocabulary_size(model),
         chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
-        unused=modules_without_text(model),
+        unused=unused_modules(model),
+        tower=tower_blocks(model),
         depth=len(blocks),
         source=start.source,
+        images=model_images(model, recipe),
     )
 
 

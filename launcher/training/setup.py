@@ -161,6 +161,7 @@ def assemble(
             recurrent=prepared.recurrent,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
+            images=prepared.images,
         ),
         ranks=ranks,
         build=build_data,
@@ -224,7 +225,7 @@ def _make_export(
     start."""
     tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
     return partial(
         export_hugging_face,
         wrapped.module,

@@ -58,7 +58,7 @@ NOT_RUN_HERE = {
     r"launcher (status|export|report|rows|chat)": "needs a run: test_status.py, test_export.py, test_chat.py, "
     "test_tutorials.py",
     r"launcher new": "needs user data and takes long: test_new.py",
-    r"python (recipes/arithmetic|recipes/preferences|docs/memory_chart).py": "test_tutorials.py",
+    r"python (recipes/arithmetic|recipes/preferences|recipes/pictures|docs/memory_chart).py": "test_tutorials.py",
     r"docker |enroot |srun ": "needs a registry or pyxis. The command for the container is checked",
 }
 """All other commands, by pattern: why that test does not run them, and what is checked instead."""
@@ -97,7 +97,8 @@ def test_commands_in_recipe_headers_are_valid(recipe):
         words, ranks = arguments(command)
         assert words[0] == f"recipe={recipe}"
         load_recipe(
-            words + (FINETUNE_DATA if recipe in ("finetune", "prefer", "smollm2") else []),
+            words
+            + (FINETUNE_DATA if recipe in ("finetune", "pictures", "prefer", "smollm2") else []),
             ranks=ranks,
         )
 

@@ -171,6 +171,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
         vocabulary=8,
         masking="mask",
         recurrent=False,
+        images=None,
         objective=objective_of(RECIPE.data),
     )
     with pytest.raises(StopIteration):

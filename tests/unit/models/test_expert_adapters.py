@@ -281,7 +281,8 @@ def test_learning_rate_of_b(bases, name):
     model = load(bases("mixtral"), target_parameters=GATED)
     section = Optimizer(name=name, momentum=0.9, weight_decay=0.1)
     blocks = find_blocks(model).values()
-    made = make_optimizer(model, section, b_ratio=8.0, blocks=blocks)
+    of_b = {name: 8.0 for name, _ in model.named_parameters() if ".lora_B" in name}
+    made = make_optimizer(model, section, ratios=of_b, blocks=blocks)
     ratios = {id(p): group["ratio"] for group in made.param_groups for p in group["params"]}
     assert all(group["weight_decay"] == 0.1 for group in made.param_groups)
     for key, parameter in model.named_parameters():

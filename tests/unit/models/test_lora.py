@@ -192,7 +192,7 @@ def test_learning_rate_of_b(base, name):
             model,
             Optimizer(**{**section.__dict__, "learning_rate": rate}),
             blocks=find_blocks(model).values(),
-            b_ratio=ratio,
+            ratios={n: ratio for n, _ in model.named_parameters() if ".lora_B" in n},
         )
         made.grad_scale = None  # type: ignore[attr-defined]
         made.found_inf = torch.zeros(())  # type: ignore[attr-defined]

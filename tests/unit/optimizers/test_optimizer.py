@@ -331,7 +331,7 @@ def test_ratio_of_learning_rates_holds_when_that_of_adafactor_has_fallen():
     model.load_state_dict(dict.fromkeys(model.state_dict(), torch.eye(4)))
     wrapped = nn.ModuleDict({"layer": model})
     section = schema.Optimizer(name="adafactor", learning_rate=0.1, weight_decay=0.0)
-    optimizer = make_optimizer(wrapped, section, b_ratio=8.0)
+    optimizer = make_optimizer(wrapped, section, ratios={"layer.lora_B.weight": 8.0})
     for parameter in wrapped.parameters():
         parameter.grad = torch.ones_like(parameter)
         optimizer.state[parameter]["step"].fill_(1e6)

@@ -30,6 +30,7 @@ from launcher.recipe.schema import (
     CpuOffload,
     Data,
     Distillation,
+    Images,
     Kto,
     Lora,
     Model,
@@ -410,7 +411,7 @@ def test_recipe_is_immutable(folder):
     )
     recipe = dataclasses.replace(recipe, preference=Preference(), kto=Kto())  # for other data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
-    recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"))
+    recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"), images=Images())
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
     for path, kind in sections():

@@ -1,0 +1,319 @@
+"""The image processor of a model: from an image to its tokens and pixels."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from launcher.data.chat_template import Rendered
+from launcher.data.images import ImageSource, RowImages
+from launcher.data.messages import RowError
+from launcher.data.tokenizer import Ids, hugging_face_tokenizer
+from launcher.data.tokenizer_files import PROCESSOR_FILES
+from launcher.errors import RecipeError, first_line
+from launcher.recipe.hub import model_folder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Arrays = dict[str, npt.NDArray[Any]]
+"""What a model takes of an image, by the names of its arguments. The first dimension counts images,
+or parts of images."""
+_OF_TEXT = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "text_replacement_offsets",
+)
+_IN_LISTS = ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
+"""Processors whose arrays have a dimension for conversations before that for images."""
+
+IMAGE = np.dtype(
+    [
+        ("first", "<i8"),
+        ("end", "<i8"),
+        ("rows", "<i4"),
+        ("columns", "<i4"),
+        ("begin", "<i8"),
+        ("size", "<i8"),
+        ("checksum", "<u8"),
+        ("is_file", "?"),
+    ]
+)
+"""An image of a store: its first token and the end of its tokens; the rows and columns of its tokens,
+or 0; where its data begins in `image_data`, and the bytes of this; the checksum of its file; and
+whether the data is the path of the file or the file."""
+Images = tuple[npt.NDArray[Any], bytes]
+"""The images of a document, of the type IMAGE, counted from its first token, and their data."""
+
+
+@dataclass(frozen=True)
+class Processed:
+    """An image as the processor gives it."""
+
+    text: str
+    """Takes the place of the image's placeholder."""
+    arrays: Arrays
+    grid: tuple[int, int] = (0, 0)
+    """The rows and columns of its tokens, for models that give these positions; else 0."""
+
+
+@functools.lru_cache(maxsize=2)
+def load_processor(name: str, max_pixels: int | None) -> ImageProcessor:
+    """The processor of a model. name, max_pixels: see `RowImages`. Raises RecipeError if there is
+    none, or if it cannot be used."""
+    return ImageProcessor(name, max_pixels)
+
+
+class ImageProcessor:
+    """A processor of transformers, for one image at a time."""
+
+    def __init__(self, name: str, max_pixels: int | None) -> None:
+        """Raises RecipeError."""
+        self._processor: Any = _load(name)
+        self._tokenizer: Any = self._processor.tokenizer
+        kind = type(self._processor).__name__
+        self._in_lists = kind in _IN_LISTS
+        self._merge: int | None = getattr(self._processor.image_processor, "merge_size", None)
+        placeholder = getattr(self._processor, "image_token", None)
+        if not isinstance(placeholder, str):
+            raise RecipeError(f"images: {name}: {kind} has no placeholder for images")
+        self.placeholder: str = placeholder
+        if max_pixels is not None:
+            self._limit(max_pixels)
+        known = [number for number in self._processor.image_token_ids if number is not None]
+        self.token_ids: list[int] = known
+        """The tokens that stand for an image, and those between its rows and parts."""
+        self._token_texts: list[str] = self._tokenizer.convert_ids_to_tokens(known)
+
+    def _limit(self, max_pixels: int) -> None:
+        size = self._processor.image_processor.size
+        if self._merge is None or "longest_edge" not in size or "shortest_edge" not in size:
+            what = f"{type(self._processor).__name__} has no limit of pixels; set it to null"
+            raise RecipeError(f"images.max_pixels: {what}")
+        if max_pixels < size["shortest_edge"]:
+            least = size["shortest_edge"]
+            raise RecipeError(f"images.max_pixels: must be at least {least:,} for this model")
+        size["longest_edge"] = min(max_pixels, size["longest_edge"])
+
+    @property
+    def image_processor(self) -> Any:
+        """The image processor of transformers."""
+        return self._processor.image_processor
+
+    def process(self, image: Image) -> Processed:
+        """Raises RowError if the processor refuses the image."""
+        try:
+            made = self._processor(
+                images=[image],
+                text=[self.placeholder],
+                return_text_replacement_offsets=True,
+            )
+        except Exception as error:  # such as for a line of pixels
+            width, height = image.size
+            what = f"the image of {width} x {height} pixels is refused"
+            raise RowError(f"{what}: {first_line(error)}") from None
+        (replaced,) = made["text_replacement_offsets"][0]
+        arrays = {name: np.asarray(made[name]) for name in made if name not in _OF_TEXT}
+        if self._in_lists:
+            arrays = {name: array[0] for name, array in arrays.items()}
+        return Processed(replaced["replacement"], arrays, self._grid(arrays))
+
+    def _grid(self, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, int]:
+        grid = arrays.get("image_grid_thw")
+        if grid is None or self._merge is None:
+            return 0, 0
+        _, rows, columns = grid[0].tolist()
+        return rows // self._merge, columns // self._merge
+
+    @functools.cached_property
+    def blank(self) -> Arrays:
+        """The arrays of a small gray image."""
+        from PIL import Image
+
+        return self.process(Image.new("RGB", (32, 32), (128, 128, 128))).arrays
+
+    @property
+    def blank_batch(self) -> Arrays:
+        """The arrays of a micro-batch with that image alone."""
+        return self.join([self.blank])
+
+    def join(self, images: list[Arrays]) -> Arrays:
+        """The arrays of several images. Those of different sizes are padded with zeros on the right
+        and at the bottom: models read their sizes."""
+        joined: Arrays = {}
+        for name in images[0]:
+            arrays = [image[name] for image in images]
+            shapes = {array.shape[1:] for array in arrays}
+            if len(shapes) > 1:
+                largest = np.max([array.shape[1:] for array in arrays], axis=0)
+                arrays = [_padded(array, largest) for array in arrays]
+            made = np.concatenate(arrays)
+            joined[name] = made[None] if self._in_lists else made
+        return joined
+
+    def expand(self, rendered: Rendered, sources: list[ImageSource]) -> Rendered:
+        """The conversation with the text of its images in the place of their placeholders, and with
+        the images. Raises RowError."""
+        spans = [match.span() for match in re.finditer(re.escape(self.placeholder), rendered.text)]
+        others = [text for text in self._token_texts if text in rendered.text]
+        others = [text for text in others if text != self.placeholder]
+        if len(spans) != len(sources) or others:
+            written = others[0] if others else self.placeholder
+            what = f"the text of the conversation holds {written}, which stands for images"
+            if len(spans) < len(sources):
+                what = f"the chat template shows {len(spans)} of {len(sources)} images; set "
+                what += "data.chat_template to one that shows them"
+            raise RowError(what)
+        if not sources:
+            return rendered
+        texts, images = [], []
+        for source in sources:
+            content = source.read()
+            try:
+                made = self.process(source.decode(content))
+            except RowError as error:
+                if source.name in str(error):
+                    raise
+                raise RowError(f"{source.name}: {error}") from None
+            texts.append(made.text)
+            count = sum(map(made.text.count, self._token_texts))
+            images.append((count, made.grid, source, source.checksum(content)))
+        starts = np.array([start for start, _ in spans])
+        grown = np.cumsum([0, *(len(text) - len(self.placeholder) for text in texts)])
+
+        def moved(offset: int) -> int:
+            return offset + int(grown[np.searchsorted(starts, offset)])
+
+        replacements = iter(texts)
+        text = re.sub(re.escape(self.placeholder), lambda _: next(replacements), rendered.text)
+        turns = [
+            replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in rendered.turns
+        ]
+        return replace(rendered, text=text, turns=turns, images=tuple(images))
+
+    def table(self, ids: Ids, images: tuple[Any, ...]) -> Images:
+        """The images of a conversation, `Rendered.images`, in the document with these ids."""
+        at = np.flatnonzero(np.isin(ids, self.token_ids))
+        ends = np.cumsum([count for count, *_ in images])
+        if len(at) != (ends[-1] if images else 0):
+            what = f"{len(at)} tokens of images, where the text has {ends[-1:].sum()}"
+            raise RecipeError(f"images: {type(self._tokenizer).__name__}: {what}")
+        table, data = np.zeros(len(images), dtype=IMAGE), b""
+        for number, (count, (rows, columns), source, checksum) in enumerate(images):
+            last = ends[number] - 1
+            place = int(at[last - count + 1]), int(at[last]) + 1
+            table[number] = (
+                *place,
+                rows,
+                columns,
+                len(data),
+                len(source.data),
+                checksum,
+                source.is_file,
+            )
+            data += source.data
+        return table, data
+
+
+def _padded(array: npt.NDArray[Any], shape: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    missing = shape - array.shape[1:]
+    return np.pad(array, [(0, 0), *((0, int(one)) for one in missing)])
+
+
+def join_images(documents: list[Images | None], starts: list[int]) -> Images | None:
+    """The images of documents that begin at these tokens, as of one; None: there are none."""
+    tables, data, begin = [], [], 0
+    for images, start in zip(documents, starts, strict=True):
+        if images is not None and len(images[0]):
+            tables.append(moved_images(images[0], start, begin))
+            data.append(images[1])
+            begin += len(images[1])
+    return (np.concatenate(tables), b"".join(data)) if tables else None
+
+
+def moved_images(table: npt.NDArray[Any], tokens: int, begin: int) -> npt.NDArray[Any]:
+    """The images after so many tokens and so many bytes of data of others."""
+    made = table.copy()
+    made["first"] += tokens
+    made["end"] += tokens
+    made["begin"] += begin
+    return made
+
+
+def processor_identity(rows: RowImages) -> list[object]:
+    """Changes when the tokens or the pixels of an image could."""
+    folder = model_folder(rows.processor, key="model.path", weights=False)
+    files = [Path(folder, name) for name in PROCESSOR_FILES]
+    sums = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
+    return ["images", sums, rows.max_pixels, rows.folder]
+
+
+def _processor_class(name: str) -> Any:
+    """A class of processors, without looking for torchvision as `transformers` itself does."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    for kind, own in PROCESSOR_MAPPING_NAMES.items():
+        if own == name:
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
+                if hasattr(module, name):
+                    return getattr(module, name)
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def _load(name: str) -> Any:
+    """Raises RecipeError."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    folder = str(model_folder(name, key="model.path", weights=False))
+    tokenizer = copy.deepcopy(hugging_face_tokenizer(name))  # processors add tokens to it
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        if config.model_type not in PROCESSOR_MAPPING_NAMES:
+            raise RecipeError(f"images: {name}: transformers has no processor for its type")
+        kind = _processor_class(PROCESSOR_MAPPING_NAMES[config.model_type])
+        # In Pillow and numpy on every machine: the pixels of torchvision differ
+        images = transformers.AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+
+        class Processor(kind):  # type: ignore[misc, valid-type]
+            """Without processors of video and audio, which need torchvision."""
+
+            def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+                """Accepts None in the place of these."""
+
+        Processor.__name__ = kind.__name__
+        own, _ = kind.get_processor_dict(folder, local_files_only=True)
+        own = {
+            key: value
+            for key, value in own.items()
+            if not key.endswith(("_processor", "feature_extractor"))
+        }
+        parts = {"image_processor": images, "tokenizer": tokenizer}
+        arguments = [parts.get(part) for part in kind.get_attributes()]
+        made = Processor.from_args_and_dict(arguments, own)
+    except RecipeError:
+        raise
+    except Exception as error:  # of missing files and unsuitable values
+        what = f"no processor of images could be loaded: {first_line(error)}"
+        raise RecipeError(f"images: {name}: {what}") from None
+    return made[0] if isinstance(made, tuple) else made

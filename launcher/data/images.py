@@ -1,0 +1,241 @@
+"""Images in rows: the forms in which data sets hold them, and their place in a conversation.
+
+An image is a part of a message, `{"type": "image"}`, for which the chat template writes a
+placeholder. `data/image_processor.py` makes tokens and pixels of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from launcher.data.messages import Message, RowError, is_image_part
+from launcher.errors import first_line
+from launcher.files import checksum_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 100_000_000
+"""Pixels of the largest image that is decoded: a small file may hold an image that fills memory."""
+MOST_BYTES = 256 << 20
+"""Bytes of the largest file of an image."""
+PLACEHOLDER = "<image>"
+"""Stands in a text for an image of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
+_VALUES = ("bytes", "image", "image_url", "url", "path", "value", "source", "base64", "data")
+"""Keys of a part, or of an object inside it, that may hold its image."""
+_BASE64 = ("base64", "data")
+"""Those that hold base64."""
+_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")
+"""How files of PNG, JPEG, GIF, WebP and BMP begin in base64."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """The bytes of an image file, or the path of the file."""
+
+    data: bytes
+    is_file: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.data.decode() if self.is_file else "an image in the row"
+
+    def read(self) -> bytes:
+        """The bytes of the file. Raises RowError."""
+        if not self.is_file:
+            return self.data
+        path = Path(self.name)
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise RowError(f"{path}: is not a file")
+            if status.st_size > MOST_BYTES:
+                what = f"the file has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
+                raise RowError(f"{path}: {what}")
+            return path.read_bytes()
+        except FileNotFoundError:
+            what = (
+                "no such file; images.folder is where relative paths start, by default the folder"
+            )
+            raise RowError(f"{path}: {what} of the row's file") from None
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            problem = error.strerror if isinstance(error, OSError) else None
+            raise RowError(f"{path}: cannot be read: {problem or error}") from None
+
+    def checksum(self, content: bytes) -> int:
+        """A checksum of what `read` has returned."""
+        return int(checksum_of([content])[:16], 16)
+
+    def decode(self, content: bytes) -> Image:
+        """The image in RGB, upright, of what `read` has returned. Raises RowError if it cannot be
+        decoded, or is too large."""
+        from PIL import Image, ImageOps, UnidentifiedImageError
+
+        try:
+            with Image.open(io.BytesIO(content)) as opened:
+                width, height = opened.size
+                if width * height > MOST_PIXELS:
+                    what = f"has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
+                    raise RowError(f"{self.name}: {what}; scale it down")
+                return ImageOps.exif_transpose(opened).convert("RGB")
+        except RowError:
+            raise
+        except UnidentifiedImageError:
+            what = "is not an image in a format that Pillow reads, or a damaged one"
+            raise RowError(f"{self.name}: {what}") from None
+        except Exception as error:  # decoders raise many classes on damaged files
+            raise RowError(f"{self.name}: cannot be decoded: {first_line(error)}") from None
+
+
+def source_of(value: object, folder: str) -> ImageSource:
+    """An image from the forms in which data sets hold it: a path, which may be relative to `folder`,
+    the bytes of a file, base64, `{"bytes": ..., "path": ...}` (datasets), `{"url": ...}` (OpenAI), or
+    an image of Pillow. Raises RowError."""
+    if isinstance(value, Mapping):
+        for key in _VALUES:
+            inner = value.get(key)
+            if isinstance(inner, str) and inner and key in _BASE64:
+                return ImageSource(_from_base64(inner.rpartition("base64,")[2]))
+            if inner is not None:
+                return source_of(inner, folder)
+        raise RowError(f"an image has none of the keys {', '.join(_VALUES)}")
+    if isinstance(value, bytes | bytearray) and value:
+        return ImageSource(bytes(value))
+    if isinstance(value, str) and value:
+        return _source_of_text(value, folder)
+    if hasattr(value, "convert") and hasattr(value, "save"):
+        stream = io.BytesIO()
+        value.convert("RGB").save(stream, format="PNG")
+        return ImageSource(stream.getvalue())
+    got = "nothing" if value in ("", b"", None) else type(value).__name__
+    raise RowError(f"an image must be a path, the bytes of a file, or base64; got {got}")
+
+
+def _source_of_text(value: str, folder: str) -> ImageSource:
+    if value.startswith("data:"):
+        return ImageSource(_from_base64(value.partition(",")[2]))
+    scheme = re.match(r"([a-z][a-z0-9+.-]+)://", value, re.IGNORECASE)
+    if scheme is not None and scheme[1].lower() == "file":
+        return ImageSource(unquote(urlsplit(value).path).encode(), is_file=True)
+    if scheme is not None:
+        what = "images are not downloaded; download them first, and give their paths"
+        raise RowError(f"{value[:200]}: {what}")
+    # Base64 without a name: no path is as long, or begins like this
+    encoded = value.startswith(_BEGINNINGS) and len(value) >= 64
+    if (encoded or len(value) > 4096) and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
+        return ImageSource(_from_base64(value))
+    return ImageSource(str(Path(folder, value).absolute()).encode(), is_file=True)
+
+
+def _from_base64(value: str) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", value), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RowError(f"an image is no base64: {error}") from None
+
+
+def place_images(
+    messages: Sequence[Message], column: object, folder: str
+) -> tuple[list[Message], list[ImageSource]]:
+    """The messages with a part `{"type": "image"}` for each image, and the images in their order.
+
+    column: the value of the row's column of images, a list or a single image; None: it has none.
+    Its images take the place of parts without an image of their own and, in texts, of `<image>`, in
+    this order. If there are no such places, they come first in the first message of a user, as in
+    TRL. Without a column, `<image>` is text. Raises RowError if the numbers do not agree, or if an
+    assistant answers with an image.
+    """
+    given = None if column is None else column if isinstance(column, list | tuple) else [column]
+    given = given or None
+    waiting = list(given or ())
+    sources: list[ImageSource] = []
+
+    def next_of_column() -> None:
+        if not waiting:
+            what = f"the messages show more images than the {len(given or ())} in the row's column"
+            raise RowError(f"{what} of images")
+        sources.append(source_of(waiting.pop(0), folder))
+
+    def placed(part: object) -> Iterator[dict[str, Any]]:
+        if is_image_part(part):
+            assert isinstance(part, Mapping)
+            if any(part.get(key) is not None for key in _VALUES):
+                sources.append(source_of(part, folder))
+            else:
+                next_of_column()
+            yield {"type": "image"}
+            return
+        text = part if isinstance(part, str) else part["text"]  # type: ignore[index]
+        for number, piece in enumerate(text.split(PLACEHOLDER) if given else [text]):
+            if number:
+                next_of_column()
+                yield {"type": "image"}
+            if piece:
+                yield {"type": "text", "text": piece}
+
+    made = [_with_content(message, placed) for message in messages]
+    if given and len(waiting) == len(given):
+        first = next((at for at, message in enumerate(made) if message["role"] == "user"), None)
+        if first is None:
+            raise RowError("the row has images, and no message of a user to show them in")
+        if sources:
+            what = "the row has a column of images, and its messages have other images"
+            raise RowError(f"{what}; give them in one of the two places")
+        sources += [source_of(value, folder) for value in given]
+        rest = made[first]["content"]
+        parts = [*({"type": "image"} for _ in given), {"type": "text", "text": rest}]
+        made[first] = {**made[first], "content": parts}
+    elif waiting:
+        assert given is not None
+        shown = len(given) - len(waiting)
+        raise RowError(
+            f"the row's column of images has {len(given)}, and the messages show {shown} of them; "
+            f"write {PLACEHOLDER} where each belongs"
+        )
+    for number, message in enumerate(made, start=1):
+        if message["role"] == "assistant" and not isinstance(message["content"], str | None):
+            raise RowError(f"message {number}: the assistant cannot answer with an image")
+    return made, sources
+
+
+def _with_content(
+    message: Message, placed: Callable[[object], Iterator[dict[str, Any]]]
+) -> Message:
+    """The message with its content in parts if it has images, and else as text."""
+    content = message["content"]
+    if content is None:
+        return message
+    parts = [
+        made
+        for part in ([content] if isinstance(content, str) else content)
+        for made in placed(part)
+    ]
+    if not any(part["type"] == "image" for part in parts):
+        return {**message, "content": "".join(part["text"] for part in parts)}
+    return {**message, "content": parts}
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """How the rows of a run have images."""
+
+    processor: str
+    """The folder or hub id of the model, with its image processor."""
+    max_pixels: int | None = None
+    """images.max_pixels"""
+    folder: str | None = None
+    """images.folder: where relative paths start. None: at the folder of the row's file."""
+
+    def of_file(self, name: str) -> RowImages:
+        """The same for the rows of a file, with its `folder`."""
+        return self if self.folder is not None else replace(self, folder=str(Path(name).parent))

@@ -1,0 +1,236 @@
+"""The image tower of a model of images and text, where rows have images.
+
+transformers replaces the embeddings of a model's image tokens by the features of the tower, and this
+module sees to it that every rank runs the tower in every micro-batch, that attention in the tower
+sees the whole image, and that packed documents are kept apart where an image attends to itself in
+both directions.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+from launcher.libraries.private import block_classes
+from launcher.models.applied import applied
+from launcher.models.build import modules_without_text, parts_without_text, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Trained = Literal["none", "projector", "all"]
+_PROJECTORS = ("projector", "merger", "connector", "embed_vision")
+"""Parts of the names of the modules between a tower and the text model."""
+_OTHERS = ("audio",)
+"""Parts of the names of modules that neither text nor images use."""
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_FEATURES = ("pooler_output", "deepstack_features")
+"""The outputs of a tower that models put in the place of the embeddings of images."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def use_images(
+    model: PreTrainedModel,
+    train: Trained,
+    blank: Mapping[str, torch.Tensor],
+    *,
+    key: str = "images",
+) -> None:
+    """Changes a meta model so that it trains on rows with images, and freezes what is not trained of
+    the parts that text does not use. blank: what the model takes of an image. Raises RecipeError if
+    the model takes no images, or in a way that is not known."""
+    base: Any = model.base_model
+    name = type(model).__name__
+    if getattr(text_config(model), "cross_attention_layers", None):
+        raise RecipeError(
+            f"{key}: {name} attends to images in layers of their own, which is not supported"
+        )
+    if not hasattr(base, "get_image_features"):
+        raise RecipeError(
+            f"{key}: {name} takes no images; remove the section, or give a model that does"
+        )
+    unused = parts_without_text(model)
+    # What model.freeze names stays frozen
+    free = [name for name in unused if model.get_parameter(name).requires_grad]
+    trained = {name for name in free if _is_trained(name, train)}
+    if trained:
+        trained -= _without_gradient(model, blank)
+    if train != "none" and not trained:
+        raise RecipeError(f"{key}.train: {train}: {name} has no parameters of that kind")
+    for name in unused:
+        model.get_parameter(name).requires_grad_(name in trained)
+    applied(model).images = ImageTower(model)
+
+
+def _without_gradient(model: PreTrainedModel, blank: Mapping[str, torch.Tensor]) -> set[str]:
+    """The parameters of the tower that its features do not depend on, such as the layers after
+    `vision_feature_layer` (LLaVA): DDP would wait for their gradients."""
+    tower = copy.deepcopy(model.base_model)
+    names = {name for name, _ in tower.named_parameters()}
+    # Integers, such as the sizes of images, are read
+    inputs = {
+        name: value.to("meta") if value.is_floating_point() else value
+        for name, value in blank.items()
+    }
+    try:
+        features = tower.get_image_features(**inputs, return_dict=True)
+        found = [value for key, value in features.items() if key in _FEATURES]
+        total = torch.stack([tensor.sum() for tensor in _tensors(found)]).sum()
+        torch.autograd.backward(total)
+    except (
+        Exception
+    ):  # a model that cannot run on meta; of those that are known, all parts are used
+        return set()
+    used = {name for name, parameter in tower.named_parameters() if parameter.grad is not None}
+    base = f"{model.base_model_prefix}."
+    return {base + name for name in names - used}
+
+
+def _is_trained(name: str, train: Trained) -> bool:
+    if train == "none" or any(part in name for part in _OTHERS):
+        return False
+    return train == "all" or any(part in name for part in _PROJECTORS)
+
+
+def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost modules that are never called: those that text does not use, or with images
+    those that neither uses."""
+    modules = modules_without_text(model)
+    if applied(model).images is None:
+        return modules
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(m for m in modules if any(part in names[m] for part in _OTHERS))
+
+
+def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of the image tower, by name; empty if rows have no images."""
+    if applied(model).images is None:
+        return {}
+    unused = set(unused_modules(model))
+    towers = [module for module in modules_without_text(model) if module not in unused]
+    inside = {module for tower in towers for module in tower.modules()}
+    classes = {name for module in inside for name in block_classes(module)}
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        # Some name their embeddings and heads, too, which are not repeated
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if module in inside and type(module).__name__ in classes:
+            if isinstance(parent, nn.ModuleList):
+                blocks[name] = module
+    return blocks
+
+
+def _both_ways(model: PreTrainedModel) -> frozenset[str]:
+    """The kinds of layers in which the tokens of an image see those after them."""
+    text = text_config(model)
+    if text.model_type == "gemma3_text":
+        return frozenset((_FULL, _SLIDING))
+    vision = getattr(text, "use_bidirectional_attention", None) == "vision"
+    return frozenset((_SLIDING,)) if text.model_type == "gemma4_text" and vision else frozenset()
+
+
+class ImageTower:
+    """Replaces the forward method of a model's base, so that the tower runs in every micro-batch.
+
+    FSDP gathers weights and reduces gradients in the tower, and DDP waits for the gradients of its
+    parameters. So a rank whose micro-batch has no image must compute the tower, too. There the tower
+    sees a blank image, whose features are added to the embeddings times 0.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        base: Any = model.base_model
+        parameters = inspect.signature(base.forward).parameters
+        own = inspect.signature(base.get_image_features).parameters
+        self._takes = frozenset(own) - {"kwargs", "return_dict"}
+        self.grid = hasattr(base, "get_rope_index")
+        """Whether tokens of an image have positions of time, height and width."""
+        self.both_ways = _both_ways(model)
+        """The kinds of layers in which the tokens of an image see those after them."""
+        types = next((name for name in _TOKEN_TYPES if name in parameters), None)
+        # Those with positions of a grid read the types only for these, which the launcher makes
+        needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
+        self.token_types = types if needed else None
+        """The argument that says which tokens are those of images, if masks are made of it."""
+        window = getattr(text_config(model), "sliding_window", None)
+        self._window = window if isinstance(window, int) else None
+        self._base, self._forward = base, base.forward
+        base.forward = self._forward_with_tower
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether packed documents with images are kept apart."""
+        return self.token_types is None or bool(self.both_ways)
+
+    def _forward_with_tower(self, *args: Any, images: int | None = None, **inputs: Any) -> Any:
+        """images: the number of images; None: the call is about text alone."""
+        if images is None:
+            return self._forward(*args, **inputs)
+        positions = inputs.get("position_ids")
+        if self.both_ways and positions is not None:
+            assert self.token_types is not None
+            inputs["attention_mask"] = packed_masks(
+                inputs[self.token_types], positions, self._window, both_ways=self.both_ways
+            )
+        if images:
+            return self._forward(*args, **inputs)
+        own = {name: inputs.pop(name) for name in self._takes if name in inputs}
+
+        def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            features = self._base.get_image_features(**own, return_dict=True)
+            sums = [tensor.sum().float() for tensor in _tensors(features)]
+            return embeds + 0 * torch.stack(sums).sum().to(embeds.dtype)
+
+        # After the embedding, as with images: the ranks gather weights in the same order
+        handle = self._base.get_input_embeddings().register_forward_hook(run_tower)
+        return self._forward(*args, **inputs)
+
+
+def packed_masks(
+    types: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    *,
+    both_ways: Collection[str] = (_FULL, _SLIDING),
+) -> dict[str, torch.Tensor]:
+    """Masks (rows, 1, tokens, tokens) of packed documents whose images attend to themselves in both
+    directions, by kind of layer. types: (rows, tokens), 1 for tokens of images. positions: (rows,
+    tokens), 0 at the start of each document. window: of sliding layers. both_ways: the kinds of
+    layers in which images do so; in the others attention is causal.
+
+    transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the images
+    at positions that count from the start of the row (docs/images.md).
+    """
+    order = torch.arange(types.shape[1], device=types.device)
+    distance = order[:, None] - order[None, :]
+    is_image = types == 1
+    begins = is_image & ~nn.functional.pad(is_image, (1, 0))[:, :-1]
+    image = torch.where(is_image, begins.cumsum(1), 0)
+    document = (positions == 0).cumsum(1)
+    same_image = (image[:, :, None] == image[:, None, :]) & is_image[:, None, :]
+    same_document = document[:, :, None] == document[:, None, :]
+    causal = same_document & (distance >= 0)
+    either = same_document & ((distance >= 0) | same_image)
+    full = either if _FULL in both_ways else causal
+    near = either if _SLIDING in both_ways else causal
+    near = near if window is None else near & (distance < window)
+    return {_FULL: full[:, None], _SLIDING: near[:, None]}
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an output that may need gradients, at every depth."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)

@@ -1,0 +1,212 @@
+"""Trains models of images and text, and in a plain loop over single rows, with transformers' own
+processor and model.
+
+    torchrun --nproc-per-node 2 images_worker.py FOLDER [CASE ...]
+
+Writes losses and gradient norms to results.json.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launcher.distributed.rank_layout import RankLayout
+from launcher.recipe.load import load_recipe
+from launcher.training.setup import assemble
+from tests.distributed.launching import end_worker
+from tests.distributed.recurrent_worker import train
+from tests.image_models import make_image, make_model, reference_processor
+from tests.run_files import write_lines
+
+transformers.logging.set_verbosity_error()
+STEPS, RATE = 3, 2e-3
+RECIPE = f"""
+run: {{name: images, max_steps: {STEPS}, seed: 7}}
+model: {{path: FOLDER/FAMILY}}
+data: {{train: FOLDER/train.jsonl, sequence_length: LENGTH, shuffle: false, workers: 0, cache: FOLDER/cache, overlong: cut}}
+images: {{train: all}}
+batch: {{global_batch_size: 4, micro_batch_size: 1}}
+strategy: {{mixed_precision: null}}
+optimizer: {{learning_rate: {RATE}, weight_decay: 0.0}}
+schedule: {{kind: constant, warmup_steps: 0}}
+"""
+FSDP, PADDED = "strategy.kind=fsdp", ["data.packing=false", "batch.global_batch_size=8"]
+CASES = {
+    "qwen2_5_vl fsdp": [FSDP],
+    "gemma3 fsdp": [FSDP],
+    "gemma3 ddp padded": ["strategy.kind=ddp", *PADDED],
+    "qwen2_vl fsdp": [FSDP],
+    "qwen2_5_vl ddp padded projector": ["strategy.kind=ddp", "images.train=projector", *PADDED],
+    "qwen3_vl fsdp checkpointing": [FSDP, "activation_checkpointing={mode: full}"],
+    "qwen3_vl fsdp none": [FSDP, "images.train=none"],
+    "qwen3_vl_moe fsdp": [FSDP],
+    "qwen3_5 fsdp": [FSDP],
+    "gemma4 fsdp": [FSDP],
+    "idefics3 fsdp": [FSDP],
+    "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],
+}
+QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
+LONGEST = {"gemma4": 480, "idefics3": 240}
+"""Tokens of a row, where images have more than 160 tokens."""
+PROJECTORS = ("merger", "projector", "connector", "embed_vision")
+
+
+def write_rows(folder):
+    """Nine rows, of which the last ones have no images, so that a rank has a micro-batch of text."""
+    sizes = [(84, 56), (120, 60), (40, 150), (28, 28)]
+    names = [
+        make_image(folder / f"{n}.png", size=size, seed=n).name for n, size in enumerate(sizes)
+    ]
+    pictured = [["0"], ["1", "2"], ["3"], ["2"], ["0", "3"]]
+    rows = []
+    for number, images in enumerate(pictured):
+        question = "".join("<image>" for _ in images) + "?" * (number + 1)
+        answer = f"It is number {number}."
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ],
+                "images": [names[int(image)] for image in images],
+            }
+        )
+    for number in range(4):
+        words = f"word {number} " * (6 + number)
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": "Text."},
+                    {"role": "assistant", "content": words},
+                ]
+            }
+        )
+    write_lines(folder / "train.jsonl", rows)
+    return rows
+
+
+def inputs_of(row, folder, processor):
+    """What transformers makes of a row, and the targets: what the assistant says, and the end."""
+    messages, images = [], list(row.get("images", ()))
+    for message in row["messages"]:
+        content = message["content"]
+        if message["role"] == "user":
+            count = content.count("<image>")
+            content = [{"type": "image"}] * count
+            text = message["content"].replace("<image>", "")
+            content = [*content, {"type": "text", "text": text}]
+        messages.append({"role": message["role"], "content": content})
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    opened = [Image.open(folder / name).convert("RGB") for name in images]
+    made = processor(images=opened or None, text=[text], return_tensors="pt")
+    ids = made["input_ids"][0]
+    begin, end = processor.tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    targets = torch.full_like(ids, -100)
+    learns = False
+    for place, token in enumerate(ids[:-1].tolist()):
+        learns = token == begin or (learns and token != end)
+        if learns:
+            targets[place] = ids[place + 1]
+    return made, targets
+
+
+def plain_loop(folder, family, rows, trained, steps):
+    """steps: the numbers of the rows that each step trains on."""
+    processor = reference_processor(folder / family)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder / family, dtype=torch.float32
+    ).train()
+    text = model.get_decoder()
+    used = {id(p) for m in (text, model.get_output_embeddings()) for p in m.parameters()}
+    for name, parameter in model.named_parameters():
+        projects = any(part in name for part in PROJECTORS)
+        if id(parameter) not in used and not (trained == "all" or (trained and projects)):
+            parameter.requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    inputs = [inputs_of(row, folder, processor) for row in rows]
+    losses, norms = [], []
+    for step in steps:
+        loss, total = torch.zeros(()), 0
+        for row in step:
+            made, targets = inputs[row]
+            logits = model(**made, use_cache=False).logits[0]
+            loss = loss + torch.nn.functional.cross_entropy(
+                logits, targets, ignore_index=-100, reduction="sum"
+            )
+            total += int((targets != -100).sum())
+        loss = loss / total
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms}
+
+
+def main(folder, cases):
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    ranks = RankLayout(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+    )
+    results = {}
+    rows = write_rows(folder) if ranks.rank == 0 else []
+    for case in cases:
+        family, *words = case.split()
+        if ranks.rank == 0:
+            if not (folder / family).exists():
+                make_model(folder / family, family)
+            text = RECIPE.replace("FOLDER", str(folder)).replace("FAMILY", family)
+            text = text.replace("LENGTH", str(LONGEST.get(family, 160)))
+            (folder / f"{family}.yaml").write_text(text)
+        dist.barrier()
+        recipe = load_recipe(
+            [f"recipe={folder}/{family}.yaml", *CASES[case]], ranks=ranks.size
+        ).recipe
+        training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0)
+        batches = training.data.batches(
+            ranks=ranks, stop_requested=lambda: False, save_requested=lambda: False
+        )
+        images = [part["images"] for part in next(iter(batches)).micro_batches]
+        results[case] = train(training) | {
+            "images": _gathered(images),
+            "documents": training.data.training.sequences.documents,
+            "cut": training.data.training.sequences.cut_documents,
+        }
+        if ranks.rank == 0:
+            trained = next((word for word in words if word in ("none", "projector")), "all")
+            dataset, size = training.data.training, recipe.batch.global_batch_size
+            steps = [
+                [
+                    document
+                    for index in range(step * size, (step + 1) * size)
+                    for document, _, _ in dataset.pieces(index)
+                ]
+                for step in range(STEPS)
+            ]
+            plain = plain_loop(folder, family, rows, "" if trained == "none" else trained, steps)
+            results[case]["plain"] = plain
+        dist.barrier()
+    end_worker(folder, results)
+
+
+def _gathered(value):
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or list(CASES))

@@ -1,0 +1,32 @@
+"""Rows with images: losses and gradients of transformers' own processor and model, row by row."""
+
+import pytest
+
+from tests.distributed.images_worker import CASES, LONGEST, QUICK
+from tests.distributed.launching import results_of
+
+
+def check(results, cases):
+    for case in cases:
+        found = results[case]
+        expected = found["plain"]
+        assert found["documents"] == 9, case
+        assert not found["cut"], case
+        counts = [count for rank in found["images"] for count in rank]
+        if case.split()[0] not in LONGEST:
+            assert 0 in counts, (case, counts)  # a micro-batch has none
+        assert max(counts) > 0, (case, counts)
+        assert found["losses"] == pytest.approx(expected["losses"], abs=3e-6), case
+        assert found["norms"] == pytest.approx(expected["norms"], rel=2e-5), case
+
+
+def test_rows_with_images_train_as_in_transformers(tmp_path):
+    results = results_of("images_worker.py", tmp_path, *QUICK, ranks=2, timeout=240)
+    check(results, QUICK)
+
+
+@pytest.mark.long
+def test_families_with_images_train_as_in_transformers(tmp_path):
+    cases = [case for case in CASES if case not in QUICK]
+    results = results_of("images_worker.py", tmp_path, *cases, ranks=2, timeout=900)
+    check(results, cases)

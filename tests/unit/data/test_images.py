@@ -1,0 +1,378 @@
+"""Rows with images: forms, tokens, micro-batches, and what is refused."""
+
+import base64
+import json
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from launcher.data import images as images_module
+from launcher.data.encoder import make_encoder
+from launcher.data.held_out import copy_documents
+from launcher.data.image_inputs import ModelImages, grid_positions
+from launcher.data.image_processor import load_processor
+from launcher.data.images import RowImages
+from launcher.data.sources import Row, SourcePart, find_parts, read_all
+from launcher.data.token_store import ModelInputs, open_store
+from launcher.errors import RecipeError
+from launcher.models.micro_batch import IGNORED
+from launcher.objectives.next_token import NextToken
+from launcher.objectives.preference import Preference
+from launcher.recipe.schema import Data
+from tests.image_models import FAMILIES, make_image, make_model, reference_processor
+from tests.run_files import write_lines
+
+ANSWER = {"role": "assistant", "content": "A thing."}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models by their families, made when first asked for, and images."""
+    root = tmp_path_factory.mktemp("images")
+    for name, size in (("wide", (120, 60)), ("tall", (40, 150)), ("small", (84, 56))):
+        make_image(root / f"{name}.png", size=size, seed=size[0])
+    return root
+
+
+def model_in(folder, family):
+    path = folder / family
+    return path if path.exists() else make_model(path, family)
+
+
+def encoded(folder, rows, family="qwen2_5_vl", *, kind="chat", max_pixels=None, **data):
+    name = str(model_in(folder, family))
+    encoder = make_encoder(
+        kind,
+        Data(kind=kind, **data),
+        tokenizer=name,
+        images=RowImages(name, max_pixels),
+    )
+    part = SourcePart(str(folder / "rows.jsonl"), "jsonl")
+    return list(encoder.encode_rows(Row(part, n, row) for n, row in enumerate(rows, 1)))
+
+
+def asked(*parts, **columns):
+    return {"messages": [{"role": "user", "content": [*parts]}, ANSWER], **columns}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def written(folder, rows):
+    write_lines(folder / "rows.jsonl", rows)
+    return (str(folder / "rows.jsonl"),)
+
+
+def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
+    name = str(model_in(folder, family))
+    files = written(folder, rows)
+    model = ModelInputs(tokenizer=name, images=ModelImages(RowImages(name), grid=grid))
+    store = open_store(files, data, tokenizer=name, model=model, build=True)
+    return (objective or NextToken()).open(store, data, model)
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name not in ("mistral3", "smolvlm")]
+)
+def test_tokens_are_those_of_the_processor(folder, family):
+    rows = [
+        asked(
+            {"type": "image", "path": "wide.png"},
+            text("What?\n\n"),
+            {"type": "image", "path": "tall.png"},
+        ),
+        asked(text("hello")),
+        asked(text("x"), {"type": "image", "path": "small.png"}, text("\n\ny")),
+    ]
+    processor = reference_processor(model_in(folder, family))
+    for row, found in zip(rows, encoded(folder, rows, family), strict=True):
+        assert not found.problem
+        paths = [p["path"] for p in row["messages"][0]["content"] if p["type"] == "image"]
+        whole = processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        opened_images = [Image.open(folder / path).convert("RGB") for path in paths]
+        wanted = processor(images=opened_images or None, text=[whole])["input_ids"][0]
+        assert found.ids.tolist() == list(wanted)
+        table, data = found.images
+        assert data.decode() == "".join(str(folder / path) for path in paths)
+        soft = set(load_processor(str(folder / family), None).token_ids)
+        for image in table:
+            assert found.ids[image["first"]] in soft
+            assert found.ids[image["end"] - 1] in soft
+        # The answer and its end carry loss
+        learned = found.labels[found.labels != IGNORED]
+        assert processor.tokenizer.decode(learned) == "A thing.<|end|>"
+
+
+def test_forms_of_rows_give_the_same_tokens(folder):
+    content = (folder / "wide.png").read_bytes()
+    plain = base64.b64encode(content).decode()
+    url, question = f"data:image/png;base64,{plain}", text("Who?")
+    path = str(folder / "wide.png")
+    rows = {
+        "path": asked({"type": "image", "path": "wide.png"}, question),
+        "image": asked({"type": "image", "image": "wide.png"}, question),
+        "absolute": asked({"type": "image", "image": path}, question),
+        "file url": asked({"type": "image", "url": f"file://{path}"}, question),
+        "OpenAI": asked({"type": "image_url", "image_url": {"url": url}}, question),
+        "responses": asked({"type": "input_image", "image_url": url}, question),
+        "Anthropic": asked(
+            {"type": "image", "source": {"type": "base64", "data": plain}}, question
+        ),
+        "base64": asked({"type": "image", "base64": plain}, question),
+        "LLaMA-Factory v1": asked(
+            {"type": "image_url", "value": "wide.png"}, {"type": "text", "value": "Who?"}
+        ),
+        "TRL": asked({"type": "image"}, question, images=["wide.png"]),
+        "TRL, no place": {
+            "messages": [{"role": "user", "content": "Who?"}, ANSWER],
+            "images": ["wide.png"],
+        },
+        "ShareGPT": {
+            "conversations": [
+                {"from": "human", "value": "<image>Who?"},
+                {"from": "gpt", "value": "A thing."},
+            ],
+            "images": ["wide.png"],
+        },
+        "one image": asked(text("<image>Who?"), image="wide.png"),
+        "bytes": asked(text("<image>Who?"), images=[{"bytes": content, "path": None}]),
+        "of the message": {
+            "messages": [{"role": "user", "content": "Who?", "images": ["wide.png"]}, ANSWER]
+        },
+    }
+    found = encoded(folder, rows.values())
+    for name, one in zip(rows, found, strict=True):
+        assert not one.problem, name
+        assert one.ids.tolist() == found[0].ids.tolist(), name
+    assert found[0].images[0]["is_file"][0]
+    assert not found[4].images[0]["is_file"][0]
+
+
+def test_images_of_datasets_are_read_with_their_bytes(folder):
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "<image>Who?"}, ANSWER],
+            "images": [Image.open(folder / "wide.png")],
+        }
+    ]
+    data = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    data.to_parquet(folder / "rows.parquet")
+    data.save_to_disk(folder / "saved")
+    wanted = encoded(folder, [asked(text("<image>Who?"), images=["wide.png"])])[0].ids.tolist()
+    for name in ("rows.parquet", "saved"):
+        [row] = read_all(find_parts((str(folder / name),), kind="chat"))
+        [found] = encoded(folder, [row.values])
+        assert found.ids.tolist() == wanted, name
+
+
+def test_pairs_show_their_images_to_both_answers(folder):
+    row = {
+        "prompt": [{"role": "user", "content": "<image>Who?"}],
+        "chosen": [{"role": "assistant", "content": "Yes."}],
+        "rejected": [{"role": "assistant", "content": "Not at all."}],
+        "images": ["wide.png"],
+    }
+    [found] = encoded(folder, [row], kind="preference")
+    first, second = found.images[0]
+    assert found.category < second["first"]
+    assert second["first"] - found.category == first["first"]
+    assert first["checksum"] == second["checksum"]
+    data = Data(kind="preference", sequence_length=128, workers=0, cache=str(folder / "cache"))
+    dataset = opened(folder, [row], data, objective=Preference())
+    made = dataset.collate([dataset[0]])["tensors"]
+    assert made["images"] == 2
+    assert made["image_grid_thw"].shape == (2, 3)
+    assert made["position_ids"].shape[0] == 4
+
+
+def test_instructions_with_images(folder):
+    row = {"instruction": "<image>Who?", "output": "A thing.", "images": ["wide.png"]}
+    [found] = encoded(folder, [row], kind="instruct")
+    [wanted] = encoded(folder, [asked(text("<image>Who?"), images=["wide.png"])])
+    assert found.ids.tolist() == wanted.ids.tolist()
+    [found] = encoded(folder, [row], kind="instruct", prompt_format="text")
+    assert "data.prompt_format=chat" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (asked(text("<image>a"), images=["none.png"]), "none.png: no such file; images.folder"),
+        (asked(text("<image>a"), images=["broken.png"]), "broken.png: cannot be decoded"),
+        (asked(text("<image>a"), images=["text.png"]), "is not an image in a format"),
+        (asked(text("<image><image>a"), images=["wide.png"]), "more images than the 1"),
+        (asked(text("<image>a"), images=["wide.png"] * 2), "has 2, and the messages show 1"),
+        (asked({"type": "image", "url": "https://a.b/c.jpg"}), "images are not downloaded"),
+        (asked(text("the token <|image_pad|>")), "holds <|image_pad|>, which stands for images"),
+        (asked({"type": "video", "video": "a.mp4"}), "only text and images can be trained on"),
+        (asked({"type": "image", "image": 3}), "must be a path, the bytes of a file, or base64"),
+        (asked({"type": "image", "base64": "%%%"}), "is no base64"),
+        (asked({"type": "image", "path": "/dev/zero"}), "is not a file"),
+        (asked({"type": "image", "path": "."}), "is not a file"),
+        (asked(text("a"), video="a.mp4"), "column 'video' holds video or audio"),
+        (asked({"type": "image", "path": "line.png"}), "is refused"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": [{"type": "image", "path": "wide.png"}]},
+                ]
+            },
+            "message 2: the assistant cannot answer with an image",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used(folder, row, problem):
+    content = (folder / "wide.png").read_bytes()
+    (folder / "broken.png").write_bytes(content[: len(content) // 2])
+    (folder / "text.png").write_text("no image")
+    Image.new("RGB", (5000, 2)).save(folder / "line.png")
+    [found] = encoded(folder, [row])
+    assert problem in found.problem
+
+
+def test_large_images_are_not_decoded(folder, monkeypatch):
+    monkeypatch.setattr(images_module, "MOST_PIXELS", 7_000)
+    [found] = encoded(folder, [asked({"type": "image", "path": "wide.png"})])
+    assert "wide.png: has 120 x 60 pixels, more than 7,000; scale it down" in found.problem
+
+
+def test_a_text_may_speak_of_images_without_a_column(folder):
+    [found] = encoded(folder, [asked(text("Write <image> in HTML"))])
+    assert not found.problem
+    assert len(found.images[0]) == 0
+
+
+def test_loss_on_all_leaves_out_the_tokens_of_images(folder):
+    [found] = encoded(folder, [asked({"type": "image", "path": "wide.png"})], loss_on="all")
+    [image] = found.images[0]
+    assert (found.labels[image["first"] : image["end"]] == IGNORED).all()
+    assert (found.labels[image["end"] + 1 :] != IGNORED).all()
+
+
+def test_max_pixels(folder):
+    row = asked({"type": "image", "path": "wide.png"})
+    [found], [less] = encoded(folder, [row]), encoded(folder, [row], max_pixels=4000)
+    assert len(less.ids) < len(found.ids)
+    with pytest.raises(RecipeError, match=r"images.max_pixels: must be at least 3,136"):
+        encoded(folder, [row], max_pixels=100)
+    with pytest.raises(RecipeError, match="LlavaProcessor has no limit of pixels"):
+        encoded(folder, [row], "llava", max_pixels=4000)
+
+
+@pytest.mark.parametrize("length", [160, 70, 40, 22])
+@pytest.mark.parametrize("packing", [True, False])
+def test_images_stay_whole(folder, length, packing):
+    rows = [
+        asked({"type": "image", "path": name}, text("?"), {"type": "image", "path": "tall.png"})
+        for name in ("wide.png", "small.png")
+    ] * 3 + [asked(text("a" * 20))]
+    for row in rows:  # an answer before the images too
+        row["messages"] = [{"role": "user", "content": "a"}, ANSWER, *row["messages"]]
+    data = Data(
+        kind="chat", sequence_length=length, packing=packing, overlong="cut", workers=0,
+        cache=str(folder / "cache"),
+    )  # fmt: skip
+    dataset = opened(folder, rows, data)
+    tokens = load_processor(str(folder / "qwen2_5_vl"), None).token_ids
+    shown = 0
+    for index in range(len(dataset)):
+        made = dataset.collate([dataset[index]])["tensors"]
+        count = int(torch.isin(made["input_ids"], torch.tensor(tokens)).sum())
+        features = int(made["image_grid_thw"].prod(-1).sum()) // 4 if made["images"] else 0
+        assert count == features
+        assert len(made["image_grid_thw"]) == max(1, made["images"])  # without images, a blank one
+        shown += made["images"]
+    assert (shown == 12) is (length >= 70)
+
+
+def test_positions_are_those_of_the_model(folder):
+    """The positions of the model's own function, which reads the device."""
+    rows = [
+        asked(
+            {"type": "image", "path": "wide.png"}, text("?"), {"type": "image", "path": "tall.png"}
+        ),
+        asked(text("hello")),
+        asked({"type": "image", "path": "small.png"}),
+    ]
+    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+        config = transformers.AutoConfig.from_pretrained(model_in(folder, family))
+        with torch.device("meta"):
+            model = transformers.AutoModelForImageTextToText.from_config(config).model
+        for found in encoded(folder, rows, family):
+            ids = torch.from_numpy(found.ids.astype(np.int64))[None]
+            table = found.images[0]
+            grid = torch.tensor([[1, 2 * i["rows"], 2 * i["columns"]] for i in table])
+            wanted, _ = model.get_rope_index(
+                ids,
+                (ids == config.image_token_id).int(),
+                image_grid_thw=grid if len(table) else None,
+            )
+            places = [(int(i["first"]), int(i["rows"]), int(i["columns"])) for i in table]
+            made = grid_positions(np.arange(len(found.ids)), places)
+            assert np.array_equal(made, wanted[:, 0].numpy()), family
+
+
+def test_documents_of_a_store_keep_their_images(folder):
+    rows = [asked({"type": "image", "path": f"{name}.png"}) for name in ("wide", "tall", "small")]
+    data = Data(kind="chat", sequence_length=64, workers=0, cache=str(folder / "cache"))
+    store = opened(folder, rows, data).store
+    for chosen in ([0, 2], [1], [2]):
+        copied = copy_documents(store, np.array(chosen))
+        for number, document in enumerate(chosen):
+            image, wanted = copied.images[number], store.images[document]
+            assert copied.image_source(image) == store.image_source(wanted)
+            assert (
+                image["first"] - copied.offsets[number] == wanted["first"] - store.offsets[document]
+            )
+
+
+def test_a_changed_file_ends_the_run_by_name(folder):
+    make_image(folder / "changing.png", seed=1)
+    rows = [asked({"type": "image", "path": "changing.png"})]
+    data = Data(kind="chat", sequence_length=64, workers=0, cache=str(folder / "cache"))
+    dataset = opened(folder, rows, data)
+    assert "error" not in dataset.collate([dataset[0]])
+    make_image(folder / "changing.png", seed=2)
+    error = dataset.collate([dataset[0]])["error"]
+    assert "changing.png: has changed since its row was tokenized" in error
+    (folder / "changing.png").unlink()
+    assert "changing.png: no such file" in dataset.collate([dataset[0]])["error"]
+
+
+def test_models_without_a_processor(folder):
+    path = model_in(folder, "llava")
+    bare = folder / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (bare / name).write_bytes((path / name).read_bytes())
+    with pytest.raises(RecipeError, match="no processor of images could be loaded"):
+        load_processor(str(bare), None)
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config["text_config"]))
+    with pytest.raises(RecipeError, match="transformers has no processor for its type"):
+        load_processor(f"{bare}/", None)
+
+
+def test_the_folder_of_images(folder):
+    other = folder / "elsewhere"
+    other.mkdir()
+    name = str(model_in(folder, "qwen2_5_vl"))
+    encoder = make_encoder(
+        "chat", Data(kind="chat"), tokenizer=name, images=RowImages(name, None, str(folder))
+    )
+    row = Row(
+        SourcePart(str(other / "rows.jsonl"), "jsonl"),
+        1,
+        asked({"type": "image", "path": "wide.png"}),
+    )
+    [found] = encoder.encode_rows([row])
+    assert not found.problem
+    [missing] = replace(encoder, images=RowImages(name)).encode_rows([row])
+    assert "elsewhere/wide.png: no such file" in missing.problem
