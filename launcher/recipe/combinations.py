@@ -84,6 +84,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("evaluation.ema", "optimizer.ema", True),
     ("evaluation.ema", "strategy.shard_optimizer", False),
     ("schedule.decay_steps", "schedule.kind", "wsd"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio", False),
     (
         "evaluation.at_start evaluation.stop_after",
         "data.validation data.validation_split data.builder",

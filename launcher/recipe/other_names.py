@@ -60,7 +60,7 @@ NAMES = {
     "run.timeout": "ddp_timeout",
     "schedule.kind": "lr_scheduler lr_scheduler_type",
     "schedule.min_ratio": "cosine_min_lr_ratio min_lr_ratio",
-    "schedule.warmup_steps": "num_warmup_steps warmup_ratio",
+    "schedule.warmup_steps": "num_warmup_steps",
     "strategy.context_parallel_size": "cp_size sequence_parallel_size sequence_parallel_degree",
     "strategy.cpu_offload": "fsdp_offload_params offload_optimizer offload_params",
     "strategy.expert_parallel_size": "ep_size",
