@@ -636,6 +636,9 @@ class Logging(Section):
     """{project: NAME, mode: online | offline}."""
     tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
+    tracker: Function | None = None
+    """A function of yours, `package.module:function`, for other trackers such as MLflow: it returns
+    an object with the methods write and close (docs/tracking.md)."""
 
 
 class Profile(Section):
