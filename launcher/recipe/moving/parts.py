@@ -457,15 +457,13 @@ def evaluating(c: Conversion, *, has_data: bool) -> None:
     else:
         c.skip("evaluations come each evaluation.every_steps steps, and one at the end", *names)
     c.get(*names)
-    if has_data and not is_off(
-        patience := c.get("early_stopping_patience", "early_stopping_steps")
-    ):
-        origin = c.names("early_stopping_patience", "early_stopping_steps")
-        c.set("evaluation.stop_after", patience, origin)
-        c.note(
-            "evaluation.stop_after",
-            "counts evaluations, which come each evaluation.every_steps steps",
-        )
+    patience = c.get("early_stopping_patience", "early_stopping_steps")
+    origin = c.names("early_stopping_patience", "early_stopping_steps")
+    if has_data and not is_off(patience):
+        note = "evaluations, which come each evaluation.every_steps steps"
+        c.set("evaluation.stop_after", patience, origin, note)
+    else:
+        c.skip("there are no data for evaluations", *origin.split(", "))
     c.skip("the micro-batch of training", "per_device_eval_batch_size", "eval_batch_size")
     c.get("dataloader_drop_last")
     c.skip("evaluation sees the batches of validation data", "eval_accumulation_steps")

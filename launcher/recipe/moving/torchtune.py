@@ -318,7 +318,7 @@ def _optimizer(c: Conversion) -> None:
         if builder in names:
             c.set("optimizer.state_dtype", names[builder], "optimizer")
     c.set("optimizer.learning_rate", settings.get("lr", 1e-3), "optimizer.lr")
-    decay = 0.01 if builder == "AdamW" else 0.0
+    decay = 0.0 if builder in ("Adam", "SGD") else 0.01  # of torch, and of bitsandbytes
     origin = "optimizer.weight_decay" if "weight_decay" in settings else ""
     c.set("optimizer.weight_decay", settings.get("weight_decay", decay), origin)
     shape, steps = _component(c, "lr_scheduler")

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.moving.convert import convert_files
 from launcher.recipe.yaml_text import parse_yaml
 
+REPOSITORY = Path(__file__).parents[3]
 AXOLOTL = """
 base_model: Qwen/Qwen3-0.6B
 datasets:
@@ -355,3 +358,26 @@ def test_values_of_another_type_are_answers(tmp_path, value):
             kept = parse_yaml(text)[0] | {name: parse_yaml(value)[0]}
             with contextlib.suppress(RecipeError):
                 converted(tmp_path, json.dumps(kept))
+
+
+def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys):
+    texts = {
+        "kept": AXOLOTL.replace("chats.jsonl", "owner/chats"),
+        "lost": AXOLOTL.replace("chats.jsonl", "owner/chats") + "neftune_noise_alpha: 5\n",
+        "absent": AXOLOTL,
+        "export": "model_name_or_path: a/b\ntemplate: qwen3\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["moving.py", str(tmp_path)])
+    runpy.run_path(str(REPOSITORY / "benchmarks/moving.py"), run_name="__main__")
+    first, keys, *lost = capsys.readouterr().out.splitlines()
+    assert sorted(first.split(", ")) == [
+        "1 names files that are not here",
+        "1 no training",
+        "1 with loss",
+        "1 without loss",
+    ]
+    assert "1 lost" in keys
+    assert lost == ["   1 neftune_noise_alpha: noise on embeddings"]
