@@ -367,7 +367,7 @@ def _template(c: Conversion) -> None:
         c.lose("chat_template_jinja", "write it into a file, and name that in data.chat_template")
     elif template is not None and not str(template).startswith("tokenizer_default"):
         if templated and template != "jinja":
-            c.note("data.kind", f"axolotl: chat_template: {template}; {parts.OWN_TEMPLATE}")
+            parts.template(c, "chat_template")
         else:
             c.skip("rows are no conversations", "chat_template")
     values = c.get("chat_template_kwargs")

@@ -255,7 +255,7 @@ def _tags(c: Conversion, name: str, entry: dict[str, Any]) -> None:
 def _template(c: Conversion, stage: str) -> None:
     template = c.get("template")
     if template is not None and stage != "pt":
-        c.note("data.kind", f"LLaMA-Factory: template: {template}; {parts.OWN_TEMPLATE}")
+        parts.template(c, "template")
     thinking = c.get("enable_thinking")
     if thinking is False and stage != "pt":
         c.set("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
@@ -376,7 +376,7 @@ def _second_trainer(c: Conversion) -> None:
         c.set("preference.loss", "dpo", c.names("stage") or "train_dataset")
         c.set("preference.beta", c.get("pref_beta", default=0.1), c.names("pref_beta"))
     if template is not None:
-        c.note("data.kind", f"LLaMA-Factory: template: {template}; {parts.OWN_TEMPLATE}")
+        parts.template(c, "template")
     parts.run_length(c, epochs="num_train_epochs", default_epochs=3)
     rows.sequence_length(c, "cutoff_len", 2048)
     if stage == "sft":

@@ -395,6 +395,20 @@ def quantization(c: Conversion, *, four: object, eight: object, origin: str) -> 
             c.lose(origin, "weights in 8 bits are not available")
 
 
+def template(c: Conversion, key: str) -> None:
+    """The name of a chat template. Here the tokenizer's own is used, which is the same format if the
+    model has the name's family and number, as Qwen/Qwen3-8B has those of qwen3_nothink."""
+    name = str(c.given[key])
+    family = re.match(r"([a-z]+)[_-]?(\d?)", name.lower())
+    model = str(c.values.get("model.path", "")).lower()
+    found = re.findall(rf"{family[1]}[a-z]*[-_]?v?(\d?)", model) if family is not None else []
+    numbers = [number for number in found if number]
+    if family and found and (not family[2] or not numbers or family[2] in numbers):
+        c.note("data.kind", f"{c.tool}: {key}: {name}; {OWN_TEMPLATE}")
+    else:
+        c.lose(key, f"{name}: {OWN_TEMPLATE}")
+
+
 def hub_data(
     c: Conversion, name: str, path: str, config: object = None, split: object = None
 ) -> str | None:

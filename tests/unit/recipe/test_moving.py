@@ -173,6 +173,8 @@ AXOLOTL_KEYS = [
     ("tokens: ['<tool>']", {"model.new_tokens": ["<tool>"]}),
     ("fp16: true\nbf16: false", {"strategy.mixed_precision.param_dtype": "float16"}),
     ("tf32: false", {"run.float32_matmul": "highest"}),
+    ("chat_template: qwen3", {"data.kind": "chat"}),
+    ("chat_template: tokenizer_default", {"data.kind": "chat"}),
     ("plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true", {}),
 ]  # fmt: skip
 
@@ -199,6 +201,8 @@ LOST = [
     ("adapter: lora\nlora_r: 8\nlora_target_modules: 'a(b+c)?.*'", "lora_target_modules"),
     ("tensor_parallel_size: 8", "tensor_parallel_size"),  # of 4 ranks
     ("seed: -1", "seed"),
+    ("chat_template: chatml", "chat_template"),
+    ("chat_template: qwen_25", "chat_template"),
 ]
 
 
