@@ -116,6 +116,8 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
 none of them is given (False), or the other key has one of these values."""
 _INSTEAD = {
     (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
+    ("schedule.warmup_steps", "schedule.warmup_ratio"): "; set schedule.warmup_ratio=null, or "
+    "schedule.warmup_steps=100, its default",
     **{
         (f"strategy.{size.key}", other): instead
         for size in PARALLEL_SIZES

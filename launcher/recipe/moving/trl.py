@@ -100,6 +100,9 @@ def convert(c: Conversion) -> None:
     _of_accelerate(c)
     if c.get("average_tokens_across_devices") is False:
         c.lose("average_tokens_across_devices", "the mean is over the tokens of all ranks")
+    for name in ("dataset_kwargs", "optim_args"):
+        if not is_off(c.get(name)):
+            c.lose(name, f"{c.given[name]}: has no equal")
     c.skip("the seed is run.seed", "data_seed")
     c.skip("the losses of pairs are computed without dropout", "disable_dropout")
     c.skip("the recipe is all that a run reads", "accelerator_config", "project")

@@ -511,7 +511,8 @@ MISTAKES_IN_ARGUMENTS = [
     (
         None,
         ["schedule.warmup_ratio=0.1", "schedule.warmup_steps=4"],
-        "schedule.warmup_steps=4: not available with schedule.warmup_ratio",
+        "schedule.warmup_steps=4: not available with schedule.warmup_ratio; set "
+        "schedule.warmup_ratio=null, or schedule.warmup_steps=100, its default",
     ),
     (None, ["schedule.warmup_ratio=0"], "schedule.warmup_ratio=0: must be greater than 0; got 0"),
     (None, ["checkpoint.keep_best=eval_loss"], "checkpoint.keep_best=eval_loss: needs data.validation or ..."),
