@@ -19,6 +19,23 @@ _DPO_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robu
 _DPO_LOSSES |= {"apo_zero": "apo_zero"}
 _SPEED_PLUGINS = ("cut_cross_entropy", "liger", "kernels", "expert_parallel")
 _HEADINGS = "Alpaca's headings without the sentence that axolotl writes before them"
+_OF_DATA_SETS = (
+    *("path", "data_files", "name", "split", "type", "revision", "ds_type", "trust_remote_code"),
+    *("field", "text_column", "field_messages", "field_chosen", "field_rejected", "shards_idx"),
+    *("message_property_mappings", "message_field_role", "message_field_content"),
+    *("roles_to_train", "train_on_eos", "drop_system_message", "preprocess_shards"),
+    *("shards", "message_field_training", "message_field_training_detail", "skip"),
+    *("template_thinking_key", "split_thinking"),
+)
+"""Keys of a data set that are read, or change nothing."""
+_USUAL = {
+    "field_thinking": ("reasoning_content", "reasoning", "thinking"),
+    "field_tools": ("tools", "functions"),
+    "chat_template": ("tokenizer_default",),
+    "train_on_eot": ("turn",),
+}
+"""Keys of a data set whose usual values are understood."""
+_ROLES = ("system", "user", "human", "assistant", "gpt", "model", "chatbot", "tool", "observation")
 _OTHER_SPEAKERS = {"role", "from", "speaker"}
 _OTHER_TEXTS = {"content", "value", "parts", "text"}
 
@@ -224,6 +241,12 @@ def _data_set(c: Conversion, name: str, entry: dict[str, Any], method: str) -> l
     for key in ("shards", "message_field_training", "message_field_training_detail", "skip"):
         if not is_off(entry.get(key)):
             c.lose(f"{name}.{key}", "not available")
+    for key, value in entry.items():
+        if is_off(value) or key in _OF_DATA_SETS or value in _USUAL.get(key, ()):
+            continue
+        sources = [each for names in value.values() for each in names] if key == "roles" else [key]
+        if key != "roles" or not {*sources} <= {*_ROLES}:
+            c.lose(f"{name}.{key}", f"{value}: has no equal")
     if entry.get("drop_system_message"):
         c.lose(f"{name}.drop_system_message", "system prompts of the rows are trained with")
     return [

@@ -202,6 +202,12 @@ LOST = [
     ("tensor_parallel_size: 8", "tensor_parallel_size"),  # of 4 ranks
     ("seed: -1", "seed"),
     ("chat_template: chatml", "chat_template"),
+    (
+        "datasets: [{path: a/b, type: chat_template, field_thinking: why}]",
+        "datasets.field_thinking",
+    ),
+    ("datasets: [{path: a/b, type: chat_template, a_new_key: 1}]", "datasets.a_new_key"),
+    ("datasets: [{path: a/b, type: chat_template, roles: {user: [ghost]}}]", "datasets.roles"),
     ("chat_template: qwen_25", "chat_template"),
 ]
 
