@@ -21,7 +21,7 @@ from typer.core import TyperOption
 
 from launcher.cli.main import app
 from launcher.recipe.decode import json_schema
-from launcher.recipe.other_names import NAMES
+from launcher.recipe.other_names import ABSENT, NAMES
 
 COMMANDS = r"(launcher|torchrun|make|python|pip|touch|source) "
 """Code that begins with one of these words is highlighted as that of a shell."""
@@ -141,6 +141,10 @@ def other_names() -> Iterator[str]:
     yield f"{_row('here', 'elsewhere')}\n|---|---|"
     for key, names in NAMES.items():
         yield _row(f"`{key}`", ", ".join(f"`{name}`" for name in names.split()))
+    yield "\n### Names without an equal\n"
+    yield f"{_row('what differs', 'elsewhere')}\n|---|---|"
+    for what, names in ABSENT.items():
+        yield _row(what, ", ".join(f"`{name}`" for name in names.split()))
 
 
 def _help(text: str) -> Iterator[str]:

@@ -207,6 +207,16 @@ def _listed(commands: list[str]) -> str:
     return f"launcher {', '.join(others)} and {last} take" if others else f"launcher {last} takes"
 
 
+class NewCommand(Command):
+    """Takes overrides of the recipe that it makes, and no recipe=NAME."""
+
+    sections = (*Recipe.__dataclass_fields__,)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Arguments"):
+            formatter.write_dl([("KEY=VALUE", "With from=FILE: sets a key of the recipe.")])
+
+
 class SweepCommand(Command):
     """Takes sweep.KEY=A,B,C, too."""
 

@@ -13,7 +13,7 @@ import typer
 
 from launcher import __version__
 from launcher.cli import requests
-from launcher.cli.app import Command, SubmitCommand, SweepCommand
+from launcher.cli.app import Command, NewCommand, SubmitCommand, SweepCommand
 from launcher.cli.chat import chat
 from launcher.cli.completion import completion
 from launcher.cli.doctor import doctor
@@ -89,7 +89,7 @@ _COMMANDS = (
 )
 for function in _COMMANDS:
     about = (function.__doc__ or "").partition("\n")[0]
-    kind = {submit: SubmitCommand, train: SweepCommand}.get(function, Command)
+    kind = {submit: SubmitCommand, train: SweepCommand, new: NewCommand}.get(function, Command)
     app.command(cls=kind, short_help=about)(function)
 
 

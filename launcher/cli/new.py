@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
 from launcher.cli.app import option
+from launcher.cli.new_from import new_from, write_text
 from launcher.cli.plan import detect_gpus
 from launcher.console import bytes_as_text, two_digits
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
@@ -52,8 +55,13 @@ _LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
 
 
 def new(
-    model: Annotated[str, option("Folder or hub id of the model.", "MODEL")],
-    data: Annotated[str, option("Training data: a file, a pattern, a folder or a hub id.", "DATA")],
+    overrides: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE", default_factory=list, hidden=True)
+    ],
+    model: Annotated[str | None, option("Folder or hub id of the model.", "MODEL")] = None,
+    data: Annotated[
+        str | None, option("Training data: a file, a pattern, a folder or a hub id.", "DATA")
+    ] = None,
     method: Annotated[
         Literal["full", "lora", "qlora", "dpo", "kto"],
         option("full | lora | qlora | dpo | kto: what is trained, and how.", "METHOD"),
@@ -70,18 +78,54 @@ def new(
         int | None,
         option(f"Tokens of a sequence. Default: {LENGTH}, or what the model takes.", "N", min=2),
     ] = None,
+    from_files: Annotated[
+        str | None,
+        option(
+            "Config of axolotl, LLaMA-Factory, torchtune or TRL that becomes the recipe. Several, as "
+            "A.yaml,B.yaml, are read as one.",
+            "FILE",
+            "--from",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, option("File for the recipe. Default: standard output.", "FILE")
+    ] = None,
 ) -> int:
     """Write a recipe with the fastest configuration that fits, to standard output.
 
     Needs no GPU. The memory of other configurations is in its comments. Where the hub cannot be
     reached, it knows the sizes of some thirty models.
 
-    Exit status 3: nothing fits; it prints what would.
+    With from=FILE, the recipe is that of a config of another tool, with the batch for these GPUs.
+    What means another thing here is in its comments; what is lost is printed.
+
+    Exit status 3: nothing fits; it prints what would. With from=FILE: something that changes the
+    training is lost.
 
     \b
     Example:
       launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full > my.yaml
+      launcher new from=axolotl.yaml gpus=8 output=my.yaml
     """
+    if from_files is not None:
+        return new_from(
+            from_files,
+            ranks=(gpus or 1) * nodes,
+            overrides=[
+                *([f"data.sequence_length={sequence_length}"] if sequence_length else ()),
+                *overrides,
+            ],
+            model=model,
+            data=data,
+            method=method,
+            output=output,
+        )
+    if model is None or data is None:
+        words = [] if model is not None else ["model=MODEL"]
+        words += [] if data is not None else ["data=DATA"]
+        raise RecipeError(f"command line: missing; give {' '.join(words)}, or from=FILE")
+    if overrides:
+        raise RecipeError(f"command line: {overrides[0]}: overrides go with from=FILE")
     memory = None
     if gpu is None and (present := detect_gpus()) is not None:
         gpu, memory, count = present
@@ -113,7 +157,7 @@ def new(
     lines = [*_header(wanted, result, machine, note), wanted.text(machine.ranks, best)]
     text = "\n".join(lines)
     load_text(text, machine)
-    print(text, end="")
+    write_text(text, output)
     return EXIT_DONE
 
 

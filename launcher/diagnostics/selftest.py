@@ -278,7 +278,13 @@ def selftest_recipe(setting: Json) -> Recipe:
             workers=0,
             tokenizer=data.tokenizer or model.path,
         ),
-        schedule=replace(schedule, kind="constant", warmup_steps=1, decay_steps=None),
+        schedule=replace(
+            schedule,
+            kind="constant",
+            warmup_steps=1,
+            warmup_ratio=None,
+            decay_steps=None,
+        ),
         evaluation=Evaluation(),  # these two may need a tokenizer, which rows of ids do not
         checkpoint=Checkpoint(),
     )

@@ -1,4 +1,5 @@
-"""The sinks of records: metrics.jsonl, and wandb and tensorboard if enabled. On rank 0 only."""
+"""The sinks of records: metrics.jsonl; wandb, tensorboard and a user's tracker if enabled. On rank
+0 only."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from launcher.errors import first_line
 from launcher.files import replace_text
 from launcher.recipe import schema
+from launcher.recipe.functions import import_function
 from launcher.reliability.json_files import Lines, last_line
 from launcher.reliability.run_directory import RunFolder
 
@@ -239,6 +241,24 @@ class TensorBoard:
             self._writer.close()
 
 
+class Tracker:
+    """What a function of the user returns: an object with `write(step, numbers)` and
+    `close(state)`. Steps that are trained again are written again."""
+
+    def __init__(self, function: str, *, name: str, folder: Path, config: dict[str, Any]) -> None:
+        make = import_function(function, key="logging.tracker")
+        self._tracker = make(name=name, folder=folder, config=config)
+
+    def go_back(self, step: int, *, exact: bool) -> int:
+        return 0
+
+    def write(self, record: Record) -> None:
+        self._tracker.write(record["step"], _numbers(record))
+
+    def close(self, state: str) -> None:
+        self._tracker.close(state)
+
+
 def open_sinks(
     logging: schema.Logging, run: RunFolder, *, name: str, config: dict[str, Any]
 ) -> list[Sink]:
@@ -251,4 +271,7 @@ def open_sinks(
     if logging.tensorboard:
         make_board = partial(TensorBoard, run.path / "tensorboard")
         sinks.append(OptionalSink("tensorboard", make_board))
+    if (function := logging.tracker) is not None:
+        make_tracker = partial(Tracker, function, name=name, folder=run.path, config=config)
+        sinks.append(OptionalSink("logging.tracker", make_tracker))
     return sinks

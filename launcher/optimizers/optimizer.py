@@ -161,11 +161,18 @@ def create_state(optimizer: Any) -> None:
                 optimizer.state[parameter] |= optimizer.initial_state(group, parameter)
 
 
+def warmup_steps(schedule: schema.Schedule, steps: int) -> int:
+    """The steps of warm-up in a run of `steps` steps. A ratio counts as in transformers."""
+    if schedule.warmup_ratio is None:
+        return schedule.warmup_steps
+    return math.ceil(schedule.warmup_ratio * steps)
+
+
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
-    """The learning rate of steps 1 to `steps`. It warms up linearly to the peak at `warmup_steps`.
-    Then `cosine` and `linear` fall to peak * min_ratio at the last step, `constant` stays, and
+    """The learning rate of steps 1 to `steps`. It warms up linearly to the peak at the end of the
+    warm-up. Then `cosine` and `linear` fall to peak * min_ratio at the last step, `constant` stays, and
     `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`."""
-    warmup, floor = schedule.warmup_steps, schedule.min_ratio
+    warmup, floor = warmup_steps(schedule, steps), schedule.min_ratio
 
     def at(step: int) -> float:
         if step <= warmup:

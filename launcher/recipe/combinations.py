@@ -92,6 +92,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("evaluation.ema", "optimizer.ema", True),
     ("evaluation.ema", "strategy.shard_optimizer", False),
     ("schedule.decay_steps", "schedule.kind", "wsd"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio", False),
     (
         "evaluation.at_start evaluation.stop_after",
         "data.validation data.validation_split data.builder",
@@ -124,6 +125,8 @@ none of them is given (False), or the other key has one of these values."""
 _INSTEAD = {
     (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
     ("images.train", "lora"): "; lora.modules_to_save names modules that are trained whole",
+    ("schedule.warmup_steps", "schedule.warmup_ratio"): "; set schedule.warmup_ratio=null, or "
+    "schedule.warmup_steps=100, its default",
     **{
         (f"strategy.{size.key}", other): instead
         for size in PARALLEL_SIZES

@@ -154,8 +154,9 @@ def load_recipe(
     if problems:
         raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=order)])
     generate, folder = recipe.evaluation.generate, str(file.resolve().parent)
-    own = recipe.own_functions() or (generate and any(":" in name for name in generate.metrics))
-    if own and folder not in sys.path:
+    metrics = generate.metrics if generate is not None else ()
+    own = recipe.own_functions() or any(":" in name for name in metrics)
+    if (own or recipe.logging.tracker is not None) and folder not in sys.path:
         sys.path.append(folder)  # where `import_function` finds their modules
     return LoadedRecipe(recipe, origins)
 

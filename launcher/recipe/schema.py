@@ -555,6 +555,8 @@ class Schedule(Section):
     """Shape after the warm-up; wsd: constant, then linear decay over decay_steps."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up; the first step has learning_rate / warmup_steps."""
+    warmup_ratio: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
+    """In place of warmup_steps: this share of the run's steps, rounded up; null: warmup_steps."""
     min_ratio: Share = 0.1
     """Learning rate of the last step, as a part of the peak."""
     decay_steps: PositiveInt | None = None
@@ -650,6 +652,9 @@ class Logging(Section):
     """{project: NAME, mode: online | offline}."""
     tensorboard: StrictBool = False
     """Write RUN_DIR/tensorboard."""
+    tracker: Function | None = None
+    """A function of yours, `package.module:function`, for other trackers such as MLflow: it returns
+    an object with the methods write and close (docs/tracking.md)."""
 
 
 class Profile(Section):

@@ -167,3 +167,16 @@ def to_yaml(recipe: Recipe) -> str:
     values = dataclasses.asdict(recipe)
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
     return text
+
+
+def flow_yaml(value: object) -> str:
+    """A value in YAML on one line, as a recipe file may hold it."""
+    text: str = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        allow_unicode=True,
+        width=10**6,
+        sort_keys=False,
+    )
+    return text.removesuffix("...\n").strip()

@@ -39,6 +39,7 @@ _OWN = (
     "slurm",
     "logging.wandb",
     "logging.tensorboard",
+    "logging.tracker",
     "data.cache",
     "data.workers",
     "data.prefetch_factor",

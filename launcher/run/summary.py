@@ -23,6 +23,7 @@ from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.nf4_layers import describe_nf4
 from launcher.models.shards import local_bytes
+from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.hub import commit_of, is_model_id, model_folder
 from launcher.recipe.schema import Recipe
@@ -236,7 +237,7 @@ def _batch(training: Training) -> Iterator[str]:
     if recipe.checkpoint.export:
         plans.append("export at the end")
     yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
-    warmup = recipe.schedule.warmup_steps
+    warmup = warmup_steps(recipe.schedule, steps)
     if warmup >= steps:
         yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"
     if 0 < data.order.samples < batch.global_batch_size:

@@ -185,6 +185,9 @@ def test_other_modules_take_sections_or_plain_values():
 TENSOR_PARALLEL_SIZE = {
     "recipe/schema.py": "the key",
     "recipe/other_names.py": "its names in other programs",
+    "recipe/moving/parts.py": "its names in other programs' configs",
+    "recipe/moving/torchtune.py": "torchtune's name for it",
+    "recipe/moving/convert.py": "a config that compiles, too, loses that",
     "distributed/rank_layout.py": "the layout, and what the key needs of a recipe",
     "models/tensor_parallel.py": "the implementation",
     "models/context_parallel.py": "attention heads are divided by both sizes",

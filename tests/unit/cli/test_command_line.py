@@ -17,7 +17,7 @@ from launcher.cli.main import app, main, run
 from launcher.cli.submit import sort_arguments
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.decode import dotted, keys
-from launcher.recipe.other_names import _KEYS, NAMES
+from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, answer_to
 from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
 
@@ -167,9 +167,21 @@ def test_folders_of_outputs_are_made_before_the_work(folder, capsys):
 def test_names_of_other_tools_are_names_of_keys():
     known = {dotted(path) for path in keys()}
     assert set(NAMES) <= known
-    assert not set(NAMES) & set(_KEYS)
-    assert len(_KEYS) == sum(len(names.split()) for names in NAMES.values())
-    assert not {path[-1] for path in keys()} & (set(_KEYS) - {"dtype"}), "it has a key already"
+    assert not set(NAMES) & set(KEYS_BY_NAME)
+    tables = (NAMES, ABSENT, NEEDLESS)
+    described = [name for table in tables for names in table.values() for name in names.split()]
+    assert len(described) == len(set(described)), "each name is described once"
+    assert not {path[-1] for path in keys()} & set(described), "it has a key already"
+    for name, answer in {
+        "max_samples": "did you mean data.limit?",
+        "lora_model_dir": "did you mean lora.path?",
+        "loss_watchdog_threshold": "did you mean run.max_loss_ratio?",
+        "wandb_watch": "not needed: metrics go to metrics.jsonl, wandb or TensorBoard",
+        "neftune_noise_alpha": "not available: noise on embeddings",
+        "warmup_ratio": None,  # a key of its own
+    }.items():
+        assert answer_to(name) == answer
+    assert "kto.beta=0.1 with data.kind=unpaired" in str(answer_to("rl"))
 
 
 def test_all_wrong_arguments_are_named(capsys):

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from launcher.metrics.sinks import OptionalSink, TensorBoard, Wandb
+from launcher.metrics.sinks import OptionalSink, TensorBoard, Wandb, open_sinks
 from launcher.recipe import schema
+from launcher.reliability.run_directory import RunFolder
 from tests.distributed.launching import run
 from tests.wandb_files import history, read_records
 
@@ -156,3 +157,41 @@ def test_failing_sink_is_logged_once_and_disabled(messages):
     assert Outage.writes == 1
     disabled = "wandb is disabled from now on, training continues:"
     assert messages() == [f"{disabled} the network is gone", f"{disabled} no API key"]
+
+
+TRACKER = """
+class Tracker:
+    def __init__(self, name, folder, config):
+        self.file = (folder / "tracked").open("a")
+        print(name, config["run"], file=self.file)
+
+    def write(self, step, numbers):
+        print(step, numbers, file=self.file)
+
+    def close(self, state):
+        print(state, file=self.file)
+        self.file.close()
+"""
+
+
+def test_a_tracker_of_the_user_gets_numbers_and_may_fail(tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tracker.py").write_text(TRACKER)
+    logging = schema.Logging(tracker="my_tracker:Tracker")
+    sinks = open_sinks(logging, RunFolder(tmp_path), name="mine", config={"run": "values"})
+    for sink in sinks:
+        sink.write({"step": 1, "time": 0.0, "loss": 2.0, "losses": {"a": 3.0}})
+        sink.go_back(0, exact=True)
+        sink.write({"step": 1, "time": 0.0, "eval_loss": 1.0})
+        sink.close("finished")
+    assert (tmp_path / "tracked").read_text().splitlines() == [
+        "mine values",
+        "1 {'training/loss': 2.0, 'training/loss/a': 3.0}",
+        "1 {'evaluation/eval_loss': 1.0}",
+        "finished",
+    ]
+    absent = schema.Logging(tracker="my_tracker:Absent")
+    open_sinks(absent, RunFolder(tmp_path), name="mine", config={})
+    assert "logging.tracker is disabled from now on, training continues" in caplog.text
+    assert "has no function Absent; it has Tracker" in caplog.text

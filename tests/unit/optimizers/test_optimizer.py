@@ -57,6 +57,25 @@ def test_learning_rate(kind, warmup, decay, rates):
     assert once(1) == pytest.approx(2.0 if kind == "constant" else 0.2), "a run of one step"
 
 
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warmup"), [(0.1, 10, 1), (0.03, 1001, 31), (1.0, 7, 7)]
+)
+def test_warm_up_by_a_ratio_is_that_of_transformers(ratio, steps, warmup):
+    from transformers import TrainingArguments
+
+    schedule = schema.Schedule(warmup_ratio=ratio, min_ratio=0.1)
+    if ratio < 1:  # transformers reads 1 as one step
+        arguments = TrainingArguments(output_dir="unused", warmup_steps=ratio)
+        assert arguments.get_warmup_steps(steps) == warmup
+    by_steps = learning_rate(
+        schema.Schedule(warmup_steps=warmup, min_ratio=0.1), peak=2.0, steps=steps
+    )
+    by_ratio = learning_rate(schedule, peak=2.0, steps=steps)
+    assert [by_ratio(step) for step in range(1, steps + 1)] == [
+        by_steps(step) for step in range(1, steps + 1)
+    ]
+
+
 def test_loss_scale_after_skipped_and_good_steps():
     scale, off = (LossScale(torch.device("cpu"), enabled=enabled) for enabled in (True, False))
     assert scale.value.item() == 65536.0

@@ -508,6 +508,13 @@ MISTAKES_IN_ARGUMENTS = [
      "strategy.reshard_after_forward=false: needs strategy.kind=fsdp or auto"),
     (None, ["strategy.shard_optimizer=true"], "strategy.shard_optimizer=true: needs strategy.kind=ddp or auto"),
     (None, ["schedule.decay_steps=4"], "schedule.decay_steps=4: needs schedule.kind=wsd"),
+    (
+        None,
+        ["schedule.warmup_ratio=0.1", "schedule.warmup_steps=4"],
+        "schedule.warmup_steps=4: not available with schedule.warmup_ratio; set "
+        "schedule.warmup_ratio=null, or schedule.warmup_steps=100, its default",
+    ),
+    (None, ["schedule.warmup_ratio=0"], "schedule.warmup_ratio=0: must be greater than 0; got 0"),
     (None, ["checkpoint.keep_best=eval_loss"], "checkpoint.keep_best=eval_loss: needs data.validation or ..."),
     (None, ["data.validation=data.txt", "checkpoint.keep_best=eval_f1"],
      "checkpoint.keep_best=eval_f1: no such metric: eval_f1; this run has eval_loss"),

@@ -1,0 +1,73 @@
+"""`launcher new from=FILE`: a recipe from a config of another tool."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launcher.cli.app import make_parent_of_file
+from launcher.errors import EXIT_DONE, EXIT_NO
+
+
+def new_from(
+    files: str,
+    *,
+    ranks: int,
+    overrides: Sequence[str],
+    model: str | None,
+    data: str | None,
+    method: str,
+    output: Path | None,
+) -> int:
+    """Writes the recipe, and what is lost to standard error. Raises RecipeError.
+
+    files: paths with commas between them. ranks: data-parallel ranks. output: None: standard
+    output. Returns the exit status: 3 if something that changes the training is lost.
+    """
+    from launcher.recipe.moving.convert import convert_files
+
+    converted = convert_files(
+        [Path(name.strip()) for name in files.split(",") if name.strip()],
+        ranks=ranks,
+        overrides=overrides,
+        model=model,
+        data=data,
+        method=method,
+    )
+    write_text(converted.text, output)
+    lines = [
+        *_lost(converted.lost, converted.tool),
+        *_needless(converted.needless),
+        *(f"not on this machine: {what}" for what in converted.absent),
+    ]
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
+    return EXIT_NO if converted.lost else EXIT_DONE
+
+
+def write_text(text: str, output: Path | None) -> None:
+    """Writes a recipe to a file, or to standard output. Raises RecipeError."""
+    if output is None:
+        print(text, end="")
+        return
+    make_parent_of_file(output, "output")
+    output.write_text(text, encoding="utf-8")
+
+
+def _lost(lost: dict[str, str], tool: str) -> Iterator[str]:
+    if lost:
+        yield f"changes the training, and has no equal here (of {tool}):"
+    for name, what in lost.items():
+        yield f"  {name}: {what}"
+
+
+def _needless(needless: dict[str, str]) -> Iterator[str]:
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, why in needless.items():
+        by_reason[why].append(name)
+    if by_reason:
+        yield "not needed, the training is the same without it:"
+    for why, names in by_reason.items():
+        yield f"  {', '.join(names)}: {why}"

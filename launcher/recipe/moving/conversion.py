@@ -1,0 +1,126 @@
+"""What becomes of each key of another tool's config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.recipe.other_names import (
+    ABSENT_BY_NAME,
+    KEYS_BY_NAME,
+    NEEDLESS_BEGINNINGS,
+    NEEDLESS_BY_NAME,
+)
+
+
+def is_off(value: object) -> bool:
+    """Whether a value of another tool's key means that the key has no effect."""
+    return not value or (isinstance(value, str) and value.lower() in ("none", "no", "off"))
+
+
+@dataclass
+class Conversion:
+    """The recipe that is being made, and what became of each of the tool's keys.
+
+    A function of a tool takes the keys that it knows (`get`) and sets keys of the recipe (`set`).
+    """
+
+    tool: str
+    given: dict[str, Any]
+    """The config. Keys without a value are not in it."""
+    folder: Path
+    """Folder of the config, for the files that it names."""
+    ranks: int
+    method: str | None = None
+    """How the command says that it trains, where the config does not: dpo, kto; None: not said."""
+    comments: str = ""
+    """The comment lines of the config."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Values of the recipe by dotted keys."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """For each key of the recipe, the tool's keys that it comes from."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """For each key of the recipe, what it means in another way here."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """The tool's keys that change the training and have no equal here, and what differs."""
+    needless: dict[str, str] = field(default_factory=dict)
+    """The tool's keys without which the training is the same, and why."""
+    taken: set[str] = field(default_factory=set)
+    """The tool's keys that a function has looked at."""
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of these keys that is given. All of them count as known."""
+        self.taken |= {*names}
+        return next((self.given[name] for name in names if name in self.given), default)
+
+    def names(self, *names: str) -> str:
+        """Those of these keys that are given, for an origin."""
+        return ", ".join(name for name in names if name in self.given)
+
+    def set(self, key: str, value: Any, origin: str = "", note: str = "") -> None:
+        """Sets a key of the recipe. origin: the tool's keys; empty: the tool's default."""
+        self.values[key] = value
+        self.origins[key] = f"{self.tool}: {origin}" if origin else f"{self.tool}'s default"
+        if note:
+            self.note(key, note)
+
+    def note(self, key: str, text: str) -> None:
+        """Adds a sentence above a key of the recipe."""
+        texts = self.notes.setdefault(key, [])
+        if text not in texts:
+            texts.append(text)
+
+    def move(self, name: str, key: str, *, default: Any = None, note: str = "") -> None:
+        """Sets a key of the recipe to the value of a key that means the same, or to its default."""
+        value = self.get(name)
+        if value is not None:
+            self.set(key, value, name, note)
+        elif default is not None:
+            self.set(key, default, "", note)
+
+    def lose(self, name: str, what: str) -> None:
+        """Records what changes the training and is lost."""
+        self.taken.add(name)
+        self.lost.setdefault(name, what)
+
+    def lose_all(self, prefix: str, what: str) -> None:
+        """Records the keys that begin so as parts of something that is lost."""
+        for name in self.given:
+            if name.startswith(prefix) and not is_off(self.given[name]):
+                self.lose(name, what)
+
+    def skip(self, why: str, *names: str) -> None:
+        """Records given keys without which the training is the same."""
+        for name in names:
+            if self.get(name) is not None:
+                self.needless.setdefault(name, why)
+
+    def rest(self) -> Iterator[str]:
+        """Names of keys that no function has looked at."""
+        return (name for name in self.given if name not in self.taken)
+
+
+def finish(conversion: Conversion, same: Mapping[str, str]) -> None:
+    """Decides about the keys that the tool's functions have not looked at, by their names alone.
+
+    same: the keys of the recipe by their last name, where that is of one key only.
+    """
+    for name in list(conversion.rest()):
+        value, key = conversion.given[name], KEYS_BY_NAME.get(name) or same.get(name)
+        conversion.taken.add(name)
+        begins = [why for start, why in NEEDLESS_BEGINNINGS.items() if name.startswith(start)]
+        if name in NEEDLESS_BY_NAME:
+            conversion.needless[name] = NEEDLESS_BY_NAME[name]
+        elif is_off(value):
+            conversion.needless[name] = "it is off"
+        elif name in ABSENT_BY_NAME:
+            conversion.lose(name, ABSENT_BY_NAME[name])
+        elif key is not None and not isinstance(value, dict):
+            if key not in conversion.values:
+                conversion.set(key, value, name)
+        elif begins:
+            conversion.needless[name] = begins[0]
+        else:
+            conversion.lose(name, "not known here")

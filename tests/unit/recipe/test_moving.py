@@ -1,0 +1,393 @@
+"""`launcher new from=FILE`: configs of other tools become recipes."""
+
+import contextlib
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import main
+from launcher.errors import RecipeError
+from launcher.recipe.load import load_recipe
+from launcher.recipe.moving.convert import convert_files
+from launcher.recipe.yaml_text import parse_yaml
+
+REPOSITORY = Path(__file__).parents[3]
+AXOLOTL = """
+base_model: Qwen/Qwen3-0.6B
+datasets:
+  - {path: chats.jsonl, type: chat_template, field_messages: dialog}
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+learning_rate: 2e-4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+warmup_ratio: 0.1
+bf16: auto
+val_set_size: 0.05
+wandb_project:
+output_dir: ./outputs/chats
+"""
+LLAMA_FACTORY = """
+model_name_or_path: Qwen/Qwen3-0.6B
+stage: sft
+finetuning_type: lora
+dataset: questions
+dataset_dir: data
+template: qwen3
+cutoff_len: 1024
+per_device_train_batch_size: 1
+num_train_epochs: 2.0
+max_samples: 100
+bf16: true
+"""
+TORCHTUNE = """
+# tune download owner/small --output-dir /tmp/small-model
+output_dir: /tmp/out
+model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_attn_modules: [q_proj,
+        output_proj], apply_lora_to_mlp: false, lora_rank: 4, lora_alpha: 8}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 512}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer,
+               checkpoint_dir: /tmp/small-model/}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, split: "train[:95%]",
+          packed: true}
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, weight_decay: 0.05}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup,
+               num_warmup_steps: 7}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 2
+batch_size_val: ${batch_size}
+epochs: 1
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: owner/rows
+dataset_config: small
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+warmup_steps: 0.03
+"""
+
+
+def converted(folder, text, *, ranks=4, **options):
+    file = folder / "other.yaml"
+    file.write_text(text)
+    return convert_files([file], ranks=ranks, **options)
+
+
+def values(folder, text, **options):
+    """The values of the recipe by dotted keys, and what is lost."""
+    result = converted(folder, text, **options)
+    found = {}
+
+    def walk(value, path):
+        for key, inner in value.items():
+            if isinstance(inner, dict) and (*path, key) != ("data", "train"):
+                walk(inner, (*path, key))
+            else:
+                found[".".join((*path, key))] = inner
+
+    walk(parse_yaml(result.text)[0], ())
+    return found, result.lost
+
+
+def test_a_recipe_says_where_each_key_comes_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text('{"dialog": [{"role": "user", "content": "Hi"}]}\n')
+    result = converted(tmp_path, AXOLOTL)
+    assert result.lost == {}
+    assert result.tool == "axolotl"
+    recipe = tmp_path / "new.yaml"
+    recipe.write_text(result.text)
+    loaded = load_recipe([f"recipe={recipe}"], ranks=4).recipe
+    assert loaded.batch.global_batch_size == 32
+    assert loaded.schedule.warmup_ratio == 0.1
+    assert loaded.optimizer.state_dtype == "int8"
+    assert loaded.optimizer.betas == (0.9, 0.999)
+    assert loaded.data.messages_column == "dialog"
+    assert loaded.run.seed == 42
+    for line in (
+        r"  epochs: 3 +# axolotl: num_epochs",
+        r"  seed: 42 +# axolotl's default",
+        r"  # 2 \(sequences of a GPU\) x 4 \(accumulation\) x 4 \(GPUs\); here .*",
+        r"  warmup_ratio: 0.1 +# axolotl: warmup_ratio",
+    ):
+        assert re.search(f"^{line}$", result.text, re.MULTILINE), line
+    own = [line for line in result.text.splitlines() if line.startswith("  ") and "# " not in line]
+    assert all(line.endswith(":") for line in own), "a key without its origin"
+
+
+def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(AXOLOTL.replace("chats.jsonl", "owner/chats"))
+    assert main(["new", "from=a.yaml", "output=new.yaml", "gpus=2", "run.epochs=1"]) == 0
+    assert "epochs: 1" in (tmp_path / "new.yaml").read_text()
+    assert main(["show", "recipe=new.yaml", "gpus=2"]) == 0
+    capsys.readouterr()
+    (tmp_path / "b.yaml").write_text((tmp_path / "a.yaml").read_text() + "neftune_noise_alpha: 5\n")
+    assert main(["new", "from=b.yaml"]) == 3
+    printed = capsys.readouterr()
+    assert "  neftune_noise_alpha: noise on embeddings" in printed.err
+    assert "# - neftune_noise_alpha: noise on embeddings" in printed.out
+    for words, problem in {
+        "from=none.yaml": "none.yaml: cannot be read: No such file or directory",
+        "from=new.yaml": "a recipe of the launcher has the section run; give it as recipe=new.yaml",
+        "from=a.yaml run.epoch=1": "run.epoch=1: not a key of a recipe",
+        "data=rows.jsonl": "missing; give model=MODEL, or from=FILE",
+    }.items():
+        assert main(["new", *words.split()]) == 2
+        assert problem in capsys.readouterr().err
+
+
+AXOLOTL_KEYS = [
+    ("adapter: lora\nlora_r: 8\nlora_alpha: 16", {"lora.rank": 8, "lora.alpha": 16}),
+    ("adapter: qlora\nload_in_4bit: true\nlora_target_linear: true", {"lora.quantize": "nf4"}),
+    ("adapter: lora\nlora_target_modules: 'layers.\\d+.mlp.(up|down)_proj'",
+     {"lora.target_modules": ["up_proj", "down_proj"]}),
+    ("adapter: lora\nload_in_8bit: true\nlora_r: 8", {"lora.rank": 8}),
+    ("deepspeed: configs/zero2.json",
+     {"strategy.kind": "fsdp", "strategy.reshard_after_forward": False}),
+    ("deepspeed: zero3_cpuoffload.json", {"strategy.cpu_offload.what": "all"}),
+    ("deepspeed: zero1.json", {"strategy.kind": "ddp", "strategy.shard_optimizer": True}),
+    ("fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: true}",
+     {"strategy.kind": "fsdp", "strategy.cpu_offload.what": "all"}),
+    ("fsdp_version: 2\nfsdp_config: {activation_checkpointing: true}",
+     {"strategy.kind": "fsdp", "activation_checkpointing.mode": "full"}),
+    ("gradient_checkpointing: offload", {"activation_checkpointing.offload_to_cpu": True}),
+    ("context_parallel_size: 2",
+     {"strategy.context_parallel_size": 2, "batch.global_batch_size": 16}),
+    ("max_steps: 10", {"run.max_steps": 10}),
+    ("warmup_steps: 10", {"schedule.warmup_steps": 10}),
+    ("cosine_min_lr_ratio: 0.2", {"schedule.min_ratio": 0.2}),
+    ("train_on_inputs: true", {"data.loss_on": "all"}),
+    ("excess_length_strategy: truncate", {"data.overlong": "cut"}),
+    ("save_total_limit: 3\nsave_steps: 50",
+     {"checkpoint.keep_last": 3, "checkpoint.every_steps": 50}),
+    ("early_stopping_patience: 2", {"evaluation.stop_after": 2}),
+    ("wandb_project: p\nwandb_name: n", {"logging.wandb.project": "p", "run.name": "n"}),
+    ("tokens: ['<tool>']", {"model.new_tokens": ["<tool>"]}),
+    ("fp16: true\nbf16: false", {"strategy.mixed_precision.param_dtype": "float16"}),
+    ("tf32: false", {"run.float32_matmul": "highest"}),
+    ("chat_template: qwen3", {"data.kind": "chat"}),
+    ("chat_template: tokenizer_default", {"data.kind": "chat"}),
+    ("plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "expected"), AXOLOTL_KEYS)
+def test_keys_of_axolotl(tmp_path, more, expected):
+    names = re.findall(r"^(\w+):", more, re.MULTILINE)
+    text = "\n".join(line for line in AXOLOTL.splitlines() if line.split(":")[0] not in names)
+    text = text.replace("warmup_ratio: 0.1\n", "") if "warmup_steps" in names else text
+    found, lost = values(tmp_path, f"{text}\n{more}\n")
+    assert {key: found.get(key) for key in expected} == expected
+    assert lost == {}
+
+
+LOST = [
+    ("optimizer: lion_8bit", "optimizer"),
+    ("lr_scheduler: rex", "lr_scheduler"),
+    ("rl: grpo", "rl"),
+    ("num_epochs: 1.5", "num_epochs"),
+    ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins"),
+    ("a_key_of_nobody: 1", "a_key_of_nobody"),
+    ("processor_type: AutoProcessor", "processor_type"),
+    ("datasets: [{path: owner/rows, type: mine.transform}]", "datasets.type"),
+    ("adapter: lora\nlora_r: 8\nlora_target_modules: 'a(b+c)?.*'", "lora_target_modules"),
+    ("tensor_parallel_size: 8", "tensor_parallel_size"),  # of 4 ranks
+    ("seed: -1", "seed"),
+    ("chat_template: chatml", "chat_template"),
+    (
+        "datasets: [{path: a/b, type: chat_template, field_thinking: why}]",
+        "datasets.field_thinking",
+    ),
+    ("datasets: [{path: a/b, type: chat_template, a_new_key: 1}]", "datasets.a_new_key"),
+    ("datasets: [{path: a/b, type: chat_template, roles: {user: [ghost]}}]", "datasets.roles"),
+    ("chat_template: qwen_25", "chat_template"),
+]
+
+
+@pytest.mark.parametrize(("more", "name"), LOST)
+def test_what_changes_the_training_is_lost_with_its_name(tmp_path, more, name):
+    names = re.findall(r"^(\w+):", more, re.MULTILINE)
+    text = AXOLOTL.replace("\n  - {path", " [{path").replace("dialog}", "dialog}]")
+    text = "\n".join(line for line in text.splitlines() if line.split(":")[0] not in names)
+    _, lost = values(tmp_path, f"{text}\n{more}\n")
+    assert list(lost) == [name]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("rl: dpo\nrl_beta: 0.2", {"preference.loss": "dpo", "preference.beta": 0.2}),
+        ("rl: simpo\nsimpo_gamma: 1", {"preference.loss": "simpo", "preference.margin": 1}),
+        ("rl: kto\nkto_desirable_weight: 2", {"kto.beta": 0.1, "kto.desirable_weight": 2}),
+        ("reward_model: true", {"model.task": "reward"}),
+    ],
+)
+def test_pairs_and_marked_answers_of_axolotl(tmp_path, more, expected):
+    text = AXOLOTL.replace("type: chat_template, field_messages: dialog", "type: chat_template.x")
+    found, lost = values(tmp_path, text + more)
+    assert {key: found[key] for key in expected} == expected
+    assert found["data.kind"] == ("unpaired" if "kto" in more else "preference")
+    assert lost == {}
+
+
+def test_data_sets_of_several_types_become_a_mixture(tmp_path):
+    text = AXOLOTL.replace(
+        "  - {path: chats.jsonl, type: chat_template, field_messages: dialog}",
+        "  - {path: owner/chats, type: chat_template, split: 'train[:10%]'}\n"
+        "  - {path: owner/tasks, type: alpaca, name: en}\n"
+        "  - {path: json, data_files: [notes.jsonl], type: completion, field: note}",
+    )
+    found, lost = values(tmp_path, text)
+    assert lost == {}
+    assert found["data.kind"] == "chat"
+    assert found["data.train"] == {
+        "chats_train_10": {"files": ["owner/chats:train[:10%]"]},
+        "en": {"files": ["owner/tasks/en"], "prompt_format": "text", "kind": "instruct"},
+        "notes": {"files": ["notes.jsonl"], "text_column": "note", "kind": "text"},
+    }
+
+
+def test_llama_factory_reads_its_list_of_data_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "q.json", "columns": {"prompt": "frage", "response": "output"}}
+    pictures = {"file_name": "p.json", "formatting": "sharegpt", "columns": {"images": "images"}}
+    info = {"questions": entry, "pictures": pictures}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "data/q.json").write_text('[{"frage": "1 + 1", "output": "2"}]')
+    found, lost = values(tmp_path, LLAMA_FACTORY)
+    assert lost == {}
+    expected = {
+        "data.train": ["data/q.json"],
+        "data.kind": "instruct",
+        "data.overlong": "cut",
+        "data.packing": False,
+        "data.limit": 100,
+        "lora.rank": 8,
+        "lora.alpha": 16,
+        "schedule.kind": "linear",
+        "activation_checkpointing.mode": "full",
+        "run.epochs": 2,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert parse_yaml(converted(tmp_path, LLAMA_FACTORY).text)[0]["data"]["columns"] == {
+        "instruction": "frage"
+    }
+    _, lost = values(tmp_path, LLAMA_FACTORY.replace("questions", "pictures, unknown"))
+    assert list(lost) == ["dataset: pictures", "dataset"]
+    for stage, key in {"dpo": "preference.loss", "kto": "kto.beta", "rm": "model.task"}.items():
+        found, lost = values(tmp_path, LLAMA_FACTORY.replace("stage: sft", f"stage: {stage}"))
+        assert key in found
+        assert lost == {}
+    with pytest.raises(RecipeError, match="no training: neither dataset nor stage"):
+        converted(tmp_path, "model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n")
+
+
+def test_the_second_trainer_of_llama_factory(tmp_path):
+    text = (
+        "model: Qwen/Qwen3-0.6B\nmodel_class: llm\ntrain_dataset: owner/chats\ncutoff_len: 512\n"
+        "peft_config: {name: lora, r: 4, lora_alpha: 8}\nmicro_batch_size: 2\nmax_steps: 5\n"
+        "dist_config: {name: fsdp2}\nlearning_rate: 1e-4\noptim_config: {name: muon, momentum: 0.95}\n"
+    )
+    found, lost = values(tmp_path, text)
+    assert lost == {}
+    assert found["lora.rank"] == 4
+    assert found["strategy.kind"] == "fsdp"
+    assert found["optimizer.momentum"] == 0.95
+
+
+def test_torchtune_names_components(tmp_path):
+    found, lost = values(tmp_path, TORCHTUNE)
+    assert lost == {}
+    expected = {
+        "model.path": "owner/small",  # by the comment, because the folder is not here
+        "lora.target_modules": ["q_proj", "o_proj"],
+        "data.train": ["yahma/alpaca-cleaned:train[:95%]"],
+        "data.loss_on": "all",
+        "data.sequence_length": 512,
+        "data.packing": "auto",
+        "optimizer.weight_decay": 0.05,
+        "optimizer.max_grad_norm": None,
+        "schedule.warmup_steps": 7,
+    }
+    assert {key: found[key] for key in expected} == expected
+    absent = converted(tmp_path, TORCHTUNE.replace("tune download", "another line of"))
+    assert "model.path: no such folder with a config.json: /tmp/small-model" in absent.absent[0]
+
+
+def test_trl_and_accelerate_are_read_together(tmp_path):
+    (tmp_path / "trl.yaml").write_text(TRL + "use_peft: true\n")
+    accelerate = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\n"
+    accelerate += "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
+    (tmp_path / "zero.yaml").write_text(accelerate)
+    files = [tmp_path / "trl.yaml", tmp_path / "zero.yaml"]
+    result = convert_files(files, ranks=2)
+    assert result.lost == {}
+    recipe = parse_yaml(result.text)[0]
+    assert recipe["batch"] == {"global_batch_size": 32, "micro_batch_size": 2}
+    assert recipe["strategy"]["cpu_offload"] == {"what": "optimizer"}
+    assert recipe["schedule"]["warmup_ratio"] == 0.03
+    assert recipe["data"]["train"] == ["owner/rows/small"]
+    assert recipe["lora"]["dropout"] == 0.05
+    with pytest.raises(RecipeError, match="names neither model nor data"):
+        convert_files(files[1:], ranks=2)
+    (tmp_path / "trl.yaml").write_text(TRL + "beta: 0.2\nloss_type: [hinge]\n")
+    recipe = parse_yaml(convert_files(files[:1], ranks=2).text)[0]
+    assert recipe["preference"] == {"loss": "hinge", "beta": 0.2}
+    assert recipe["optimizer"]["learning_rate"] == 1e-6
+
+
+def test_the_loss_of_chats_is_that_of_trl(tmp_path, monkeypatch):
+    """TRL trains on all tokens of messages unless assistant_only_loss is set."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    text = TRL.replace("owner/rows", "c.jsonl").replace("dataset_config: small\n", "")
+    found, _ = values(tmp_path, text)
+    assert (found["data.kind"], found["data.loss_on"]) == ("chat", "all")
+    found, _ = values(tmp_path, text + "assistant_only_loss: true\n")
+    assert found["data.loss_on"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    "value", ["[1, {a: 2}]", "{a: {b: 1}}", "'text'", "-3.5", "true", "[]", "''"]
+)
+def test_values_of_another_type_are_answers(tmp_path, value):
+    """No value of any key ends in a traceback."""
+    for text in (AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL):
+        names = re.findall(r"^(\w+):", text, re.MULTILINE)
+        more = ("adapter", "rl", "peft_config", "deepspeed", "fsdp_config", "use_peft", "fsdp")
+        for name in (*names, *more):
+            kept = parse_yaml(text)[0] | {name: parse_yaml(value)[0]}
+            with contextlib.suppress(RecipeError):
+                converted(tmp_path, json.dumps(kept))
+
+
+def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys):
+    texts = {
+        "kept": AXOLOTL.replace("chats.jsonl", "owner/chats"),
+        "lost": AXOLOTL.replace("chats.jsonl", "owner/chats") + "neftune_noise_alpha: 5\n",
+        "absent": AXOLOTL,
+        "export": "model_name_or_path: a/b\ntemplate: qwen3\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["moving.py", str(tmp_path)])
+    runpy.run_path(str(REPOSITORY / "benchmarks/moving.py"), run_name="__main__")
+    first, keys, *lost = capsys.readouterr().out.splitlines()
+    assert sorted(first.split(", ")) == [
+        "1 names files that are not here",
+        "1 no training",
+        "1 with loss",
+        "1 without loss",
+    ]
+    assert "1 lost" in keys
+    assert lost == ["   1 neftune_noise_alpha: noise on embeddings"]
