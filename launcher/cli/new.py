@@ -52,8 +52,18 @@ _LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
 
 
 def new(
-    model: Annotated[str, option("Folder or hub id of the model.", "MODEL")],
-    data: Annotated[str, option("Training data: a file, a pattern, a folder or a hub id.", "DATA")],
+    model: Annotated[
+        str, option("Folder or hub id of the model.", "MODEL", "--model", "--model.path")
+    ],
+    data: Annotated[
+        str,
+        option(
+            "Training data: a file, a pattern, a folder or a hub id.",
+            "DATA",
+            "--data",
+            "--data.train",
+        ),
+    ],
     method: Annotated[
         Literal["full", "lora", "qlora", "dpo", "kto"],
         option("full | lora | qlora | dpo | kto: what is trained, and how.", "METHOD"),

@@ -51,6 +51,12 @@ _AutoIsTrue = BeforeValidator(
 )
 
 
+_ZeroIsNull = BeforeValidator(
+    lambda share: None if share == 0 and share is not False else share,
+    json_schema_input_type=float | None,
+)
+
+
 class Run(Section):
     """Name, folder, length and safeguards of the run."""
 
@@ -204,9 +210,9 @@ class Data(Section):
     null: all."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """Like data.train, for evaluation. Or several sets: {NAME: [...], ...}."""
-    validation_split: Annotated[PositiveFloat, Field(lt=1)] | None = None
+    validation_split: Annotated[Annotated[PositiveFloat, Field(lt=1)] | None, _ZeroIsNull] = None
     """Without validation: the share of the training documents that is held out for it, the same on
-    any number of ranks and after a resume. Not used if validation is given."""
+    any number of ranks and after a resume. null or 0: none. Not used if validation is given."""
     builder: Function | None = None
     """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None

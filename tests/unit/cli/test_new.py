@@ -103,6 +103,14 @@ def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
 
 
 @pytest.mark.long
+def test_keys_of_a_recipe_name_the_model_and_the_data(here, capsys):
+    assert main(["new", "model.path=model", "data.train=chat.jsonl", "gpu=t4"]) == 0
+    text = capsys.readouterr().out
+    assert text == written(capsys, "data=chat.jsonl", "gpu=t4").out
+    assert main(["new", "gpu=t4"]) == 2
+    assert capsys.readouterr().err == "command line: missing; give model=MODEL data=DATA\n"
+
+
 def test_pairs_need_the_method_dpo(here, capsys):
     arguments = ("data=two words.jsonl", "gpu=h100", "gpus=1", "sequence_length=256")
     refused = written(capsys, *arguments, status=2).err
