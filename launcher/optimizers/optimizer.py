@@ -163,8 +163,9 @@ def create_state(optimizer: Any) -> None:
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
     """The learning rate of steps 1 to `steps`. It warms up linearly to the peak at `warmup_steps`.
     Then `cosine` and `linear` fall to peak * min_ratio at the last step, `constant` stays, and
-    `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`."""
-    warmup, floor = schedule.warmup_steps, schedule.min_ratio
+    `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`. Without
+    warm-up, the first step has the peak."""
+    warmup, floor = max(1, schedule.warmup_steps), schedule.min_ratio
 
     def at(step: int) -> float:
         if step <= warmup:

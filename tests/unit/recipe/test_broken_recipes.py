@@ -562,6 +562,9 @@ MISTAKES_IN_ARGUMENTS = [
      "slurm.environment.A B: must be the name of an environment variable; got 'A B'"),
     (None, ["model.config=${model.config}"],
      "model.config=${model.config}: cannot be interpolated: Recursive interpolation detected"),
+    (None, ["data.cache=None", "run.dir=None"],
+     "data.cache=None: is text, not the value null; a folder of that name is written ./None; got 'None'\n"
+     "run.dir=None: is text, not the value null; a folder of that name is written ./None; got 'None'"),
     (None, ["run.seed"], "run.seed: an override is key=value, such as batch.micro_batch_size=4"),
     (None, ["data.txt"], "data.txt: an override is key=value; write data.train=data.txt"),
     (None, ["owner/name"], "owner/name: an override is key=value; write model.path=owner/name"),
