@@ -251,7 +251,8 @@ def _value_axis(unit: str, largest: float) -> tuple[float, str, Figure]:
     factor = 100.0 if unit == "%" else 1.0
     if unit == "bytes":
         factor, unit = (2.0**-30, "GiB") if largest >= 2**30 else (2.0**-20, "MiB")
-    return factor, unit, {"title": {"text": unit}, "hoverformat": ",.6~g"}
+    axis = {"title": {"text": unit}, "hoverformat": ",.6~g", "exponentformat": "e"}
+    return factor, unit, axis  # 1e-5, as in recipes, and not 10µ
 
 
 def _marks(number: int, run: RunHistory, second: float) -> Iterator[Figure]:
@@ -384,16 +385,17 @@ def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: str) -> None:
     """Writes a page. Raises RecipeError if that is not possible."""
     import jinja2
-    from plotly.offline import get_plotlyjs
 
+    here = Path(__file__).parent
+    plotly = (here / "plotly-basic.min.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(here),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     text = environment.get_template("page.html.j2").render(
-        title=title, sections=sections, colors=_COLORS, footer=footer, plotly=get_plotlyjs()
+        title=title, sections=sections, colors=_COLORS, footer=footer, plotly=plotly
     )
     try:
         file.write_text(text, encoding="utf-8")
