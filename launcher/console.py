@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0
 """Seconds between two lines about a long task, where the output is not a terminal."""
+QUIET_SECONDS = 2.0
+"""Seconds of work without a line about it."""
 _CLEAR = "\r\x1b[2K"
 """Erases the line of the cursor."""
 _SHORTEST_BAR, _LONGEST_BAR = 5, 24
@@ -238,6 +240,36 @@ def task(what: str, total: float, *, background: bool = False) -> Iterator[Calla
     finally:
         if bar is not None:
             bar.stop()
+
+
+@contextmanager
+def working(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Shows on standard error that work on `what` continues: by a spinner in a terminal, and
+    elsewhere by a line after two seconds. Yields a function that shows what the work has come to.
+
+    quiet: shows nothing.
+    """
+    if quiet:
+        yield lambda text: None
+    elif sys.stderr.isatty():
+        from rich.console import Console  # its import takes time
+
+        with Console(stderr=True).status(what) as status:
+            yield status.update
+    else:
+
+        def show(text: str) -> None:
+            timer.cancel()
+            with contextlib.suppress(OSError):  # its reader may be gone
+                print(text, file=sys.stderr, flush=True)
+
+        timer = threading.Timer(QUIET_SECONDS, lambda: show(f"{what} ..."))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield show
+        finally:
+            timer.cancel()
 
 
 def loss_as_text(record: Mapping[str, Any]) -> str:

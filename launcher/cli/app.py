@@ -111,6 +111,15 @@ class Command(TyperCommand):
                 problems.append(error.format_message())
         if problems:
             raise typer.TyperException("\ncommand line: ".join(problems))
+        given = {word.partition("=")[0] for word in words}
+        required = [param for param in self.params if getattr(param, "required", False)]
+        missing = [
+            f"{param.name}={_metavar(param)}"
+            for param in required
+            if isinstance(param, TyperOption) and not given & {*param.opts}
+        ]
+        if missing and not given & {*ctx.help_option_names}:
+            raise typer.TyperException(f"missing; give {' '.join(missing)}")
         return super().parse_args(ctx, words)
 
     def _with_dashes(self, argument: str, options: dict[str, TyperOption], ctx: Any) -> list[str]:
@@ -127,7 +136,7 @@ class Command(TyperCommand):
         if overrides and equals and section == "sweep" and "sweep" not in self.sections:
             takers = _listed(_commands_with("sweep", ctx))
             raise typer.TyperException(f"{argument}: {takers} sweeps")
-        if not equals or not name.isidentifier():
+        if not equals or not (name.isidentifier() or name in options):
             return [argument]
         if name not in options:
             sections = self.sections if overrides else ()

@@ -63,7 +63,7 @@ def chat(
 
     It answers with the chat template and the system prompt of the run, or under the headings of
     Alpaca's text if it was trained on them; a model that was trained without either completes each
-    line. /reset begins another conversation. Ctrl-C stops an
+    line. The first line says which. /reset begins another conversation. Ctrl-C stops an
     answer, Ctrl-D ends.
 
     \b
@@ -91,12 +91,11 @@ def chat(
             model.load(torch.device("cuda" if on_gpu else "cpu"))
         except DamagedCheckpointError as error:
             raise RecipeError(f"command line: {error}") from None
-    if model.template is None:
-        print(f"{folder}: no chat template; each line is completed", file=sys.stderr)
-        if system is not None:
-            raise RecipeError("command line: system: needs a chat template")
-    sampling = Sampling(max_new_tokens, temperature, top_p)
-    _talk(model, sampling, model.system if system is None else system)
+    if model.template is None and system is not None:
+        raise RecipeError("command line: system: needs a chat template")
+    system = model.system if system is None else system
+    print(f"{folder}: {model.format_text(system)}", file=sys.stderr)
+    _talk(model, Sampling(max_new_tokens, temperature, top_p), system)
     return EXIT_DONE
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from launcher.checkpoint.export import (
 )
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
-from launcher.data.messages import Message
+from launcher.data.messages import Message, RowError
 from launcher.data.rendering import load_template
 from launcher.data.run_data import teach_ends, trained_template
 from launcher.data.tokenizer import (
@@ -34,7 +34,9 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import end_ids
 from launcher.recipe import schema
+from launcher.recipe.decode import shown
 from launcher.recipe.layouts import KINDS
+from launcher.recipe.load import recorded_recipe
 
 _COLDEST = 1e-4
 """At a lower temperature the most likely token is taken: logits / temperature could overflow."""
@@ -67,6 +69,18 @@ class ChatModel:
         """Loads the weights: in bfloat16 on a GPU, else in float32."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model = self._stored.load(device, dtype=dtype)
+
+    def format_text(self, system: str | None) -> str:
+        """What a line becomes: the prompt of a first turn, or a text that is completed."""
+        if self.template is None:
+            return "no chat template; each line is completed, as texts were trained"
+        turns = [{"role": "user", "content": "LINE"}]
+        start = [{"role": "system", "content": system}] if system else []
+        try:
+            prompt = self.template.apply([*start, *turns], None, add_generation_prompt=True)
+        except RowError:  # such as a template that takes no system prompt: each answer says so
+            return "each line is a turn of the chat template"
+        return f"each line is a turn of the chat template: {shown(repr(prompt), 400)}"
 
     def _ids(self, messages: list[Message]) -> list[int]:
         """The tokens to continue. Raises RowError if the template refuses the conversation."""
@@ -144,9 +158,28 @@ def open_chat_model(
 
         stored.model.generation_config = GenerationConfig.from_pretrained(folder)
     tokenizer = hugging_face_tokenizer(name)
-    plain = not tokenizer.chat_template if plain is None else plain
-    template = None if plain else ChatTemplate(tokenizer, name, None)
-    return ChatModel(stored, name, template, None)
+    data = _data_of_run(folder)
+    if plain is None:
+        plain = not tokenizer.chat_template or (data is not None and not _has_turns(data))
+    if plain or data is None or not _has_turns(data):
+        template = None if plain else ChatTemplate(tokenizer, name, None)
+        return ChatModel(stored, name, template, None)
+    own = replace(data, chat_template=None, tokenizer=name)  # the export has the trained template
+    return ChatModel(stored, name, _template_of(own, name, None), data.system)
+
+
+def _data_of_run(export: Path) -> schema.Data | None:
+    """The section `data` of the run whose export RUN_DIR/hf is; None for other folders."""
+    file = export.resolve().parent / "recipe.yaml"
+    if export.resolve().name != "hf" or not file.is_file():
+        return None
+    return recorded_recipe(file.read_text(encoding="utf-8"), file=file).data
+
+
+def _has_turns(data: schema.Data) -> bool:
+    """Whether the run trained conversations, or prompts and answers."""
+    kinds = [KINDS[source.kind] for source in data.sources().values()]
+    return any(kind.conversation or kind.answers for kind in kinds)
 
 
 def _check(stored: StoredModel, folder: Path, tokenizer: str | None) -> None:

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,11 +18,11 @@ import typer
 
 from launcher.cli.app import option
 from launcher.cli.new_from import new_from, write_text
-from launcher.cli.plan import detect_gpus
-from launcher.console import bytes_as_text, two_digits
+from launcher.cli.plan import machine_to_plan
+from launcher.console import bytes_as_text, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
-from launcher.planner.machine import Machine, known_machine
+from launcher.planner.machine import Machine
 from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import TOKEN_KINDS, guess, lost_meaning, no_layout
@@ -33,6 +33,7 @@ from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
+    from launcher.planner.candidates import Configuration
     from launcher.planner.search import SearchResult
 
 LENGTH = 4096
@@ -58,9 +59,18 @@ def new(
     overrides: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE", default_factory=list, hidden=True)
     ],
-    model: Annotated[str | None, option("Folder or hub id of the model.", "MODEL")] = None,
+    model: Annotated[
+        str | None,
+        option("Folder or hub id of the model.", "MODEL", "--model", "--model.path"),
+    ] = None,
     data: Annotated[
-        str | None, option("Training data: a file, a pattern, a folder or a hub id.", "DATA")
+        str | None,
+        option(
+            "Training data: a file, a pattern, a folder or a hub id.",
+            "DATA",
+            "--data",
+            "--data.train",
+        ),
     ] = None,
     method: Annotated[
         Literal["full", "lora", "qlora", "dpo", "kto"],
@@ -68,7 +78,9 @@ def new(
     ] = "full",
     gpu: Annotated[
         str | None,
-        option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME"),
+        option(
+            "Name of the GPU, such as h100, or cpu. Default: the devices of this machine.", "NAME"
+        ),
     ] = None,
     gpus: Annotated[
         int | None, option("GPUs per node. Default: those of this machine, or 1.", "N")
@@ -126,35 +138,28 @@ def new(
         raise RecipeError(f"command line: missing; give {' '.join(words)}, or from=FILE")
     if overrides:
         raise RecipeError(f"command line: {overrides[0]}: overrides go with from=FILE")
-    memory = None
-    if gpu is None and (present := detect_gpus()) is not None:
-        gpu, memory, count = present
-        gpus = gpus or count
-    count = gpus or 1
-    machine = known_machine(gpu, nodes=nodes, gpus_per_node=count, memory=memory, others="")
-    if machine.memory is None:
-        raise RecipeError(
-            "command line: gpu=cpu: a recipe is written for GPUs; name one, such as h100"
-        )
+    machine, notes = machine_to_plan(gpu, gpus, nodes=nodes, others=", or cpu")
+    if notes and machine.device == "cpu":
+        print(*notes, sep="\n", file=sys.stderr)
     wanted = Wanted(model, data, _kind(data, method), method, sequence_length or LENGTH)
-    draft = load_text(wanted.text(machine.ranks), machine)
-
-    from rich.console import Console
+    draft = load_text(wanted.text(machine), machine)
 
     from launcher.planner.search import search_configurations
 
-    with Console(stderr=True).status("searching for the fastest configuration that fits"):
+    with working("searching for the fastest configuration that fits"):
         if sequence_length is None and (length := _positions(draft)) < LENGTH:
             wanted = replace(wanted, sequence_length=length)
-            draft = load_text(wanted.text(machine.ranks), machine)
+            draft = load_text(wanted.text(machine), machine)
         planned, note = plannable(draft)
         result = search_configurations(planned, machine)
         if result.best is None:
             print("\n".join(_nothing_fits(wanted, result, machine)), file=sys.stderr)
             return EXIT_NO
+        if result.best.offloads:
+            print("\n".join(_offloaded(wanted, result.best, machine)), file=sys.stderr)
     kept = dataclasses.replace(draft.data, packing=planned.data.packing)
     best = dataclasses.replace(result.best.recipe, data=kept)
-    lines = [*_header(wanted, result, machine, note), wanted.text(machine.ranks, best)]
+    lines = [*_header(wanted, result, machine, note), wanted.text(machine, best)]
     text = "\n".join(lines)
     load_text(text, machine)
     write_text(text, output)
@@ -251,14 +256,16 @@ class Wanted:
             words.append(f"sequence_length={self.sequence_length}")
         return f"launcher new {shlex.join(words)}"
 
-    def text(self, ranks: int, best: Recipe | None = None) -> str:
+    def text(self, machine: Machine, best: Recipe | None = None) -> str:
         """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
+        ranks, on_cpu = machine.ranks, machine.device == "cpu"
         size, rate, section = _METHODS[self.method]
         size = -(-size // ranks) * ranks
         name = re.sub(r"\W+", "_", Path(self.model).name.lower()).strip("_") or "model"
         micro = 1 if best is None else best.batch.micro_batch_size
         lines = [
             *("run:", f"  name: {name}_{self.method}", "  epochs: 2  # passes over the data"),
+            *(["  device: cpu"] if on_cpu else ()),
             *("model:", f"  path: {_scalar(self.model)}"),
             *(["  compile: auto  # torch.compile on GPUs"] if best and best.model.compile else ()),
             *("data:", f"  kind: {self.kind}  # by the columns of the data"),
@@ -322,8 +329,9 @@ def _header(wanted: Wanted, result: SearchResult, machine: Machine, note: str) -
     yield f"#   {start}"
     if best.offloads:
         yield f"# A node needs {bytes_as_text(best.plan.host.total)} of host memory by plan."
+    rank = "A rank" if machine.device == "cpu" else "A GPU"
     yield (
-        f"# A GPU needs {bytes_as_text(best.plan.needed)} of {bytes_as_text(machine.memory)} by plan, "
+        f"# {rank} needs {bytes_as_text(best.plan.needed)} of {bytes_as_text(machine.memory)} by plan, "
         "which is not measured: " + speed_text(best.tokens_per_second, best.tokens_per_second_range)
     )
     others = [
@@ -339,6 +347,19 @@ def _header(wanted: Wanted, result: SearchResult, machine: Machine, note: str) -
         yield f"#   {bytes_as_text(other.plan.needed)}, {speed} tokens/s: {words}"
     if note:
         yield f"# {note}"
+
+
+def _offloaded(wanted: Wanted, best: Configuration, machine: Machine) -> Iterator[str]:
+    """What a configuration with CPU offload takes, and what fits without."""
+    host = bytes_as_text(best.plan.host.total)
+    yield (
+        f"note: {wanted.model} with method={wanted.method} fits with CPU offload only, which is slow: "
+        f"by plan a node needs {host} of host memory."
+    )
+    fits = [_first_fit(changes, offload=False) for changes in _changes(wanted, machine)]
+    if any(fits):
+        yield "What fits without it:"
+    yield from (f"  {command}" for command in fits if command)
 
 
 def _nothing_fits(wanted: Wanted, result: SearchResult, machine: Machine) -> Iterator[str]:
@@ -371,12 +392,13 @@ def _changes(wanted: Wanted, machine: Machine) -> Iterator[list[tuple[Wanted, Ma
     yield [(wanted, replace(machine, nodes=n, gpus_per_node=gpus)) for n, gpus in sizes]
 
 
-def _first_fit(changes: list[tuple[Wanted, Machine]]) -> str | None:
-    """The command of the first change that fits by the estimate."""
+def _first_fit(changes: Iterable[tuple[Wanted, Machine]], *, offload: bool = True) -> str | None:
+    """The command of the first change that fits by the estimate; `offload`: also with CPU offload."""
     from launcher.planner.search import smallest_that_fits
 
     for wanted, machine in changes:
-        recipe, _ = plannable(load_text(wanted.text(machine.ranks), machine))
-        if smallest_that_fits(recipe, machine) is not None:
+        recipe, _ = plannable(load_text(wanted.text(machine), machine))
+        found = smallest_that_fits(recipe, machine)
+        if found is not None and (offload or found.strategy.cpu_offload is None):
             return wanted.command(machine)
     return None

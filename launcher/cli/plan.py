@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from launcher.cli.app import Overrides, flag, make_parent_of_file, option, read_size
-from launcher.distributed import host_memory
+from launcher.console import working
+from launcher.distributed import host_memory as memory_here
 from launcher.distributed.environment import cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
 from launcher.planner import machine as machines
@@ -35,11 +38,12 @@ _Nodes = Annotated[int, option("Nodes.", "N")]
 _Gpus = Annotated[
     int | None,
     option(
-        "GPUs per node. Default: those of this machine, or 8.", "N", "--gpus", "--gpus-per-node"
+        "GPUs per node. Default: those of this machine, or 1.", "N", "--gpus", "--gpus-per-node"
     ),
 ]
 _Gpu = Annotated[
-    str | None, option("Name of the GPU, such as h100. Default: the GPUs of this machine.", "NAME")
+    str | None,
+    option("Name of the GPU, such as h100, or cpu. Default: the devices of this machine.", "NAME"),
 ]
 _GpuMemory = Annotated[
     int | None, option("Memory of a GPU, such as 80GiB.", "SIZE", parser=read_size)
@@ -91,24 +95,17 @@ def plan(
       launcher plan recipe=qwen3_8b gpu=a100-40gb gpus=8
       launcher plan recipe=quickstart gpu=cpu gpus=2 --measure
     """
-    notes = []
-    if gpu is None and gpu_memory is None and (present := detect_gpus()) is not None:
-        gpu, gpu_memory, count = present
-        gpus_per_node = gpus_per_node or count
-        notes.append(
-            "Planned for the GPUs of this machine; for others give gpu=h100, or "
-            f"gpu_memory=80GiB, and gpus_per_node={gpus_per_node}."
-        )
-    gpus_per_node = gpus_per_node or 8
-    recipe = load_recipe(overrides, ranks=nodes * gpus_per_node, files=False).recipe
-    machine = machines.known_machine(
+    if gpu is None and "run.device=cpu" in overrides:
+        gpu = "cpu"
+    machine, notes = machine_to_plan(
         gpu,
+        gpus_per_node,
         nodes=nodes,
-        gpus_per_node=gpus_per_node,
         memory=gpu_memory,
         host_memory=host_memory,
-        overrides=None if rates is None else machines.read_rates(rates),
+        rates=None if rates is None else machines.read_rates(rates),
     )
+    recipe = load_recipe(overrides, ranks=machine.ranks, files=False).recipe
     if html is not None:
         make_parent_of_file(html, "html")
     if verify and measure_fastest:
@@ -143,8 +140,6 @@ def _report(
 ) -> Json:
     """The plan as JSON. Raises TrainingError if the processes that `verify` starts fail."""
     # These modules import torch; errors in the command line are reported before
-    from rich.console import Console
-
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
     from launcher.planner import fastest, known_models, measurement, plan, recipe_values, search
@@ -155,7 +150,7 @@ def _report(
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe = loaded.recipe
-    progress = Console(stderr=True, quiet=quiet).status
+    progress = partial(working, quiet=quiet)
     if not (verify or measure_fastest):
         recipe, known = known_models.with_known_config(recipe)
         notes = [*notes, known] if known else notes
@@ -175,13 +170,13 @@ def _report(
     result = verified = trials = None
     if with_search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
-            result = search.search_configurations(recipe, machine)
+            result = search.search_configurations(recipe, machine, keep_written=True)
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
     if measure_fastest:
-        with progress("measuring the configurations that should be fastest"):
-            trials = fastest.measure_fastest(overrides, recipe, machine)
+        with progress("measuring the configurations that should be fastest") as show:
+            trials = fastest.measure_fastest(overrides, recipe, machine, show=show)
     if verify:
         gpus = machine.device == "cuda"
         with progress("training three steps"):
@@ -246,15 +241,60 @@ def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
         problem += "give gpus_per_node, or gpu=cpu"
     if problem:
         raise RecipeError(f"command line: {option}: {problem}")
-    whole = host_memory.allowed()
-    if option == "verify" or whole is None:
-        return machine
-    on_cpu = whole // ranks if machine.device == "cpu" else None
-    return dataclasses.replace(
-        machine,
-        memory=machine.memory or on_cpu,
-        host_memory=machine.host_memory or whole,
+    if option == "measure" and machine.device == "cuda":
+        machine = dataclasses.replace(
+            machine, host_memory=machine.host_memory or memory_here.allowed()
+        )
+    return machine
+
+
+def machine_to_plan(
+    gpu: str | None,
+    gpus: int | None,
+    *,
+    nodes: int,
+    memory: int | None = None,
+    host_memory: int | None = None,
+    rates: Json | None = None,
+    others: str = ", cpu, or gpu_memory=80GiB",
+) -> tuple[Machine, list[str]]:
+    """The machine that `plan` and `new` are for, and a note if it was detected.
+
+    It has the GPUs that are given, one of them if the number is not. Else it has those of this
+    machine, and else its CPUs. `cpu` is one rank, with the cores and the memory of this machine.
+    The other arguments are those of `known_machine`, which raises RecipeError.
+    """
+    notes = []
+    if gpu is None and memory is None:
+        if (present := detect_gpus()) is not None:
+            gpu, memory, count = present
+            gpus = gpus or count
+            notes.append(
+                "Planned for the GPUs of this machine; for others give gpu=h100, or "
+                f"gpu_memory=80GiB, and gpus={gpus}."
+            )
+        elif gpus is None:
+            gpu = "cpu"
+            notes.append(
+                "This machine has no GPUs: planned for its CPUs. For GPUs give gpu=h100, or "
+                "another name, and gpus=8, or another number."
+            )
+    gpus = gpus or 1
+    machine = machines.known_machine(
+        gpu,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        memory=memory,
+        host_memory=host_memory,
+        overrides=rates,
+        cores=len(os.sched_getaffinity(0)) if (gpu or "").strip().lower() == "cpu" else None,
+        others=others,
     )
+    if machine.device == "cpu" and (whole := host_memory or memory_here.allowed()) is not None:
+        machine = dataclasses.replace(
+            machine, memory=machine.memory or whole // gpus, host_memory=whole
+        )
+    return machine, notes
 
 
 def detect_gpus() -> tuple[str, int, int] | None:

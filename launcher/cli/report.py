@@ -242,7 +242,14 @@ def _memory(runs: list[_ReportedRun]) -> Charts:
                 NAMES[name]: size for name, size in sizes if name in NAMES and type(size) is int
             }
             rows.append((run.name, held | {"other": max(0, peak - sum(held.values()))}))
-    note = "The largest peak of a rank. launcher plan --verify compares it with the plan."
+    note = "The largest peak of a rank."
+    if len(runs) == 1:
+        run, starts = runs[0], [a.ranks for a in runs[0].summary.attempts if a.ranks]
+        recipe = shlex.quote(f"{run.summary.path}/recipe.yaml")
+        words = f"recipe={recipe} gpus={starts[-1] if starts else 1}"
+        if run.built.get("device") == "cpu":
+            words += " gpu=cpu"
+        note += f" launcher plan {words} --verify compares it with the plan."
     return bars("Memory at the peak", rows, bytes_as_text, note=note)
 
 

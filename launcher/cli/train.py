@@ -94,6 +94,8 @@ def train(
     for path, why in derived.items():  # the ranks do not look for it again
         print(f"{dotted(path)}: {why}")
         overrides = [*overrides, f"{dotted(path)}={why.partition(',')[0]}"]
+    if gpus is not None:
+        _check_gpus(gpus, recipe.run.device)
     run = RunFolder(Path(recipe.run.dir))
     run.note_found()
     requests = _Requests(run=run, saves=recipe.checkpoint.every_steps is not None)
@@ -337,6 +339,19 @@ def _run_agent(arguments: list[str]) -> int:
     finally:
         scratch.cleanup()
     return EXIT_DONE
+
+
+def _check_gpus(gpus: int, device: str) -> None:
+    """Raises RecipeError if this machine has fewer GPUs than were asked for."""
+    if device == "cpu":
+        return
+    import torch  # which torchrun's agent imports, too
+
+    if gpus > (present := torch.cuda.device_count()):
+        raise RecipeError(
+            f"command line: gpus={gpus}: this machine has {present or 'no'} GPUs; "
+            f"run.device=cpu trains in {gpus} processes on its CPUs"
+        )
 
 
 def _visible_gpus(device: str) -> int:

@@ -251,7 +251,8 @@ def _value_axis(unit: str, largest: float) -> tuple[float, str, Figure]:
     factor = 100.0 if unit == "%" else 1.0
     if unit == "bytes":
         factor, unit = (2.0**-30, "GiB") if largest >= 2**30 else (2.0**-20, "MiB")
-    return factor, unit, {"title": {"text": unit}, "hoverformat": ",.6~g"}
+    axis = {"title": {"text": unit}, "hoverformat": ",.6~g", "exponentformat": "e"}
+    return factor, unit, axis  # 1e-5, as in recipes, and not 10µ
 
 
 def _marks(number: int, run: RunHistory, second: float) -> Iterator[Figure]:

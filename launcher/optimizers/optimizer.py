@@ -171,8 +171,9 @@ def warmup_steps(schedule: schema.Schedule, steps: int) -> int:
 def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> LearningRate:
     """The learning rate of steps 1 to `steps`. It warms up linearly to the peak at the end of the
     warm-up. Then `cosine` and `linear` fall to peak * min_ratio at the last step, `constant` stays, and
-    `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`."""
-    warmup, floor = warmup_steps(schedule, steps), schedule.min_ratio
+    `wsd` (warm-up, stable, decay) stays and falls linearly over the last `decay_steps`. Without
+    warm-up, the first step has the peak."""
+    warmup, floor = max(1, warmup_steps(schedule, steps)), schedule.min_ratio
 
     def at(step: int) -> float:
         if step <= warmup:

@@ -10,10 +10,10 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from launcher.console import bytes_as_text
+from launcher.console import bytes_as_text, seconds_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
 from launcher.files import replace_text
@@ -36,16 +36,29 @@ SECONDS = 900
 """Time limit of all measurements. Each has an equal share of what is left."""
 
 
-def measure_fastest(overrides: Sequence[str], recipe: Recipe, machine: Machine) -> Json:
+def measure_fastest(
+    overrides: Sequence[str],
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    show: Callable[[str], None] = lambda text: None,
+) -> Json:
     """Measures the configurations that should be fastest, and keeps the fastest for `auto`.
 
-    `overrides` are the arguments that make the recipe. Returns plain values; docs/memory.md
+    `overrides` are the arguments that make the recipe. show: is called with what is measured, before
+    each configuration. Returns plain values; docs/memory.md
     documents the keys.
     """
     configurations = fastest_of_each_kind(recipe, machine, most=MOST)
     end, rows = time.monotonic() + SECONDS, []
     for index, configuration in enumerate(configurations):
         seconds = max(1.0, (end - time.monotonic()) / (len(configurations) - index))
+        what = strategy_text(configuration.recipe, machine.ranks)
+        size = configuration.recipe.batch.micro_batch_size
+        show(
+            f"measuring {index + 1} of {len(configurations)}: {what}, micro-batch {size} "
+            f"(at most {seconds_as_text(seconds)})"
+        )
         measured, problem = _measure(overrides, configuration, machine, seconds=seconds)
         planned = configuration_as_json(configuration, recipe)
         planned["planned_peak"] = configuration.plan.tensors

@@ -60,6 +60,8 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
     parts: list[str] = ["ddp (ZeRO-1)" if strategy.shard_optimizer else strategy.kind]
     if recipe.uses_one_rank(ranks):
         parts = ["one rank"]
+    elif ranks == 1 and strategy.kind == "fsdp":
+        parts = ["one rank, weights cast by block"]
     elif strategy.kind == "fsdp":
         parts = [f"fsdp (ZeRO-{3 if strategy.reshard_after_forward else 2})"]
         if strategy.replicate > 1:

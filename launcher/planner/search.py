@@ -61,9 +61,12 @@ class SearchResult:
     """If nothing fits: changes that would help, as text with overrides."""
 
 
-def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) -> SearchResult:
+def search_configurations(
+    recipe: Recipe, machine: Machine, *, traced: int = 4, keep_written: bool = False
+) -> SearchResult:
     """Estimates all configurations, and traces `traced` of the configurations that are shown.
 
+    keep_written: the recipe as written is the best one if it fits and no other is clearly faster.
     Raises RecipeError as `prepare_model`.
     """
     recipe = concrete(recipe, machine)
@@ -81,6 +84,8 @@ def search_configurations(recipe: Recipe, machine: Machine, *, traced: int = 4) 
         evaluated_count += sum(map(len, groups))
         fitting += search.fastest_of(groups)
         best = min(fitting, key=lambda c: c.seconds.total, default=None)
+    if keep_written and best is not None and _as_good(written, best):
+        fitting, best = [written], written
     nothing_fits = best is None and machine.memory is not None
     shown = [] if nothing_fits else _shown([c for c in evaluated if search.may_fit(c)], recipe)
     if not shown:
@@ -298,6 +303,13 @@ def _simplest_of_the_fastest(group: Sequence[Configuration], written: Recipe) ->
     limit = min(c.seconds.total for c in group) * (1 + EQUAL_SPEED)
     fast = [c for c in group if c.seconds.total <= limit]
     return min(fast, key=lambda c: (complexity(c, written), c.seconds.total, c.plan.tensors))
+
+
+def _as_good(written: Configuration, best: Configuration) -> bool:
+    """Whether a configuration fits as well as the best one, and is about as fast."""
+    fits = written.plan.has_room or (written.plan.fits and not best.plan.has_room)
+    limit = best.seconds.total * (1 + EQUAL_SPEED)
+    return bool(fits) and written.offloads <= best.offloads and written.seconds.total <= limit
 
 
 def _shown(candidates: Sequence[Configuration], written: Recipe) -> list[Configuration]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES
@@ -134,11 +134,12 @@ _INSTEAD = {
     },
 }
 """What to do instead, at the end of a message."""
-_ONE_OF = (
-    "run.max_steps run.epochs",
-    "model.path model.config model.builder",
-    "batch.micro_batch_size batch.micro_batch_tokens",
+ALTERNATIVES = (
+    ("run.max_steps", "run.epochs"),
+    ("batch.micro_batch_size", "batch.micro_batch_tokens"),
 )
+"""Keys of which exactly one must be given. An argument replaces the one in the file."""
+_ONE_OF = (*ALTERNATIVES, ("model.path", "model.config", "model.builder"))
 """Keys of which exactly one must be given."""
 
 
@@ -155,13 +156,23 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
     yield _columns(recipe)
     yield _column_of_two_roles(recipe)
     yield _overlong(recipe)
-    for keys in _ONE_OF:
-        yield _one_of(recipe, keys.split())
+    for alternatives in _ONE_OF:
+        yield _one_of(recipe, alternatives)
 
 
 def value_of(section: Any, key: str) -> Any:
     """The value of a key, or None if it is in a section that is off."""
     return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
+
+
+def excludes_compile(recipe: Recipe) -> str | None:
+    """A key with which blocks cannot be compiled, or None."""
+    for names, other, needed in _NEEDS:
+        if needed is False and "model.compile" in other.split():
+            for key in names.split():
+                if value_of(recipe, key) not in (None, _default(key)):
+                    return key
+    return None
 
 
 def _source_columns(recipe: Recipe) -> Found:
@@ -277,7 +288,7 @@ def _together(recipe: Recipe) -> Found:
                 yield key, f"not available with {what}; use 1"
 
 
-def _one_of(recipe: Recipe, keys: list[str]) -> Found:
+def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
     given = [key for key in keys if value_of(recipe, key) is not None]
     if not given:
         yield keys[0], f"missing; give {' or '.join(keys)}"

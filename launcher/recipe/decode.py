@@ -45,6 +45,8 @@ _WORDS = {
 }
 """Replacements in pydantic's messages."""
 
+_NOT_ZERO = ("must be greater than 0; got 0", "must be at least 1; got 0")
+"""The answers to a 0 that should turn something off."""
 
 _MAIN_KEYS = {"Model": "model.path", "Data": "data.train"}
 """What is probably meant by a section's name with a text, as in `model=owner/name`."""
@@ -162,8 +164,26 @@ def _problems(plain: dict[str, Any], error: ValidationError) -> tuple[list[Probl
     for path, errors in errors_by_path.items():
         more_precise = any(other != path and other[: len(path)] == path for other in errors_by_path)
         if path not in unknown and not more_precise and not misspelt & {path, path[:-1]}:
-            problems.append(Problem(path, _message(errors)))
+            message = _message(errors)
+            if message in _NOT_ZERO and _may_be_null(path):
+                message = message.replace(";", ", or null;")
+            problems.append(Problem(path, message))
     return problems, misspelt
+
+
+def _section_at(path: KeyPath) -> type[Section]:
+    """The class of the section at a path, or of the one around it."""
+    section: type[Section] = Recipe
+    for part in path:
+        if part in section.__dataclass_fields__:  # else a name in a mixture
+            section = subsection(section, str(part)) or section
+    return section
+
+
+def _may_be_null(path: KeyPath) -> bool:
+    """Whether null is a value of a key."""
+    field = _section_at(path[:-1]).__dataclass_fields__.get(str(path[-1]))
+    return field is not None and type(None) in typing.get_args(field.type)
 
 
 def _path(plain: dict[str, Any], error: Any) -> KeyPath:
@@ -187,12 +207,10 @@ def answer(key: str) -> str | None:
 def _unknown(plain: dict[str, Any], path: KeyPath) -> tuple[str, set[KeyPath]]:
     """The message for an unknown key, and the key that was probably meant if it is missing."""
     *parents, key = path
-    section: type[Section] = Recipe
+    section = _section_at(path[:-1])
     values: Any = plain
     for part in parents:
         values = values[part]
-        if part in section.__dataclass_fields__:  # else a name in a mixture
-            section = subsection(section, str(part)) or section
     known = list(section.__dataclass_fields__)
     is_files = section is Source and key in FILES_OF_A_SOURCE
     near = "files" if is_files else closest(str(key), known)

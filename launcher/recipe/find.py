@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,9 +31,11 @@ def find_recipe(arguments: Sequence[str]) -> Path:
     shipped = _shipped()
     if len(named) != 1 or not named[0]:
         hint = f"give recipe=NAME ({', '.join(shipped)}) or recipe=path/to/file.yaml"
-        for argument in arguments:
-            if not any(named) and (argument in shipped or argument.endswith(".yaml")):
-                hint = f"write recipe={argument}"
+        meant = [argument for argument in map(written_as, arguments) if argument is not None]
+        if not any(named) and meant:
+            if not any(argument.startswith("recipe=") for argument in meant):
+                meant.insert(0, "recipe=sft")
+            hint = f"write {shlex.join(meant)}"
         what = f"{len(named)} recipes given" if any(named) else "no recipe given"
         raise RecipeError(f"command line: {what}; {hint}")
     (name,) = named
@@ -42,6 +46,21 @@ def find_recipe(arguments: Sequence[str]) -> Path:
         near = f"{suggestion(name, shipped)}; known: {', '.join(shipped)}"
         what = f"no recipe of that name{near}; or give the path of a .yaml file"
     raise RecipeError(f"command line: recipe={name}: {what}")
+
+
+def written_as(argument: str) -> str | None:
+    """How an argument without a key is written: `recipe=`, `model.path=` or `data.train=` before
+    it, by what is there of that name; what has the form of a hub id is a model. None if it has a key,
+    or nothing is there."""
+    if argument in _shipped() or argument.endswith((".yaml", ".yml")):
+        return f"recipe={argument}"
+    if "=" in argument:
+        return None
+    if os.path.isfile(f"{argument}/config.json"):
+        return f"model.path={argument}"
+    if os.path.exists(argument):
+        return f"data.train={argument}"
+    return f"model.path={argument}" if re.fullmatch(r"[\w.-]+/[\w.-]+", argument) else None
 
 
 _MOST_ENTRIES = 10_000

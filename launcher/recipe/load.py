@@ -14,11 +14,12 @@ import json
 import operator
 import os
 import re
+import shlex
 import sys
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from omegaconf.resolvers import oc
 from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_row
+from launcher.recipe.combinations import ALTERNATIVES, excludes_compile
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -41,7 +43,7 @@ from launcher.recipe.decode import (
     shown,
     unit,
 )
-from launcher.recipe.find import find_recipe, shown_path
+from launcher.recipe.find import find_recipe, shown_path, written_as
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
 from launcher.recipe.model_config import why_not_packed
@@ -134,6 +136,7 @@ def load_recipe(
     overrides = [argument for argument in arguments if not argument.startswith("recipe=")]
     refused = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in refused if problem is not None]
+    _replace_alternatives(plain, origins)
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
     problems += _decide_packing(plain, origins, hub=hub)
@@ -142,6 +145,7 @@ def load_recipe(
     reported = {problem.path for problem in problems}
     recipe, wrong, unsound = decode(plain)
     problems += [problem for problem in wrong if problem.path not in reported]
+    recipe = _decide_compile(recipe, origins)
     unsound |= {unit(path) for path in reported}
     problems += check(recipe, ranks=ranks, unsound=unsound, files=files)
     if ("run", "dir") not in origins.places:  # its default has the problems of run.name
@@ -211,7 +215,10 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
     path = tuple(key.split("."))
     if not equals or any(not part or part != part.strip() for part in path):
         places[path] = argument
-        return Problem(path, "an override is key=value, such as batch.micro_batch_size=4")
+        hint = ", such as batch.micro_batch_size=4"
+        if (meant := written_as(argument)) is not None:
+            hint = f"; write {shlex.quote(meant)}"
+        return Problem(path, f"an override is key=value{hint}")
     value: Any = text
     lines: dict[KeyPath, int] = {}
     try:
@@ -237,6 +244,22 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
         value = {part: value}
     plain |= merged(plain, value)
     return None
+
+
+def _replace_alternatives(plain: dict[str, Any], origins: Origins) -> None:
+    """Sets a key of the file to null if an argument gives the one that stands in its place."""
+    for keys in ALTERNATIVES:
+        paths: list[KeyPath] = [tuple(key.split(".")) for key in keys]
+        values = {path: _value(plain, path) for path in paths}
+        given = [path for path in paths if values[path] is not None]
+        typed = [path for path in given if isinstance(origins.places.get(path), str)]
+        if len(typed) != 1:  # several are reported, as are several in the file
+            continue
+        for path in given:
+            if path != typed[0]:
+                _get(plain, path[:-1])[path[-1]] = None
+                origins.places.pop(path, None)
+                origins.derived[path] = f"null, because {dotted(typed[0])} is given"
 
 
 def _joined_key(value: object) -> str | None:
@@ -449,6 +472,14 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
         yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
 
 
+def _decide_compile(recipe: Recipe, origins: Origins) -> Recipe:
+    """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
+    if recipe.model.compile != "auto" or (key := excludes_compile(recipe)) is None:
+        return recipe
+    origins.derived["model", "compile"] = f"false, because {key} excludes it"
+    return replace(recipe, model=replace(recipe.model, compile=False))
+
+
 def _model_config(model: Mapping[str, Any], *, hub: bool) -> Mapping[str, object]:
     """model.config if it is whole, or else the config of model.path; empty: it is not known here."""
     config, path = model.get("config"), model.get("path")
@@ -531,6 +562,13 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
             origins.adapter["lora", key] = f"{Path(path) / ADAPTER_CONFIG}: {name}"
         lora[key] = value
         origins.places.setdefault(("lora", key), origins.locate(("lora", "path")))
+
+
+def _value(values: Any, path: KeyPath) -> Any:
+    """The value of a key, or None without the key or its section."""
+    for part in path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 def _get(values: Any, path: KeyPath) -> Any:

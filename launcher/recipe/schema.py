@@ -51,6 +51,12 @@ _AutoIsTrue = BeforeValidator(
 )
 
 
+_ZeroIsNull = BeforeValidator(
+    lambda share: None if share == 0 and share is not False else share,
+    json_schema_input_type=float | None,
+)
+
+
 class Run(Section):
     """Name, folder, length and safeguards of the run."""
 
@@ -81,7 +87,7 @@ class Run(Section):
     """Consecutive steps, at most all of the run, with gradients that are not finite before
     on_divergence applies; a float16 loss scale causes up to 16."""
     max_loss_ratio: Annotated[PositiveFloat, Field(gt=1)] | None = None
-    """A loss above this multiple of the median of the last 50 steps counts as divergence; null:
+    """A loss above this multiple of the median of the last 3 to 50 steps counts as divergence; null:
     only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
@@ -204,9 +210,9 @@ class Data(Section):
     null: all."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """Like data.train, for evaluation. Or several sets: {NAME: [...], ...}."""
-    validation_split: Annotated[PositiveFloat, Field(lt=1)] | None = None
+    validation_split: Annotated[Annotated[PositiveFloat, Field(lt=1)] | None, _ZeroIsNull] = None
     """Without validation: the share of the training documents that is held out for it, the same on
-    any number of ranks and after a resume. Not used if validation is given."""
+    any number of ranks and after a resume. null or 0: none. Not used if validation is given."""
     builder: Function | None = None
     """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None

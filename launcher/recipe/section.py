@@ -86,15 +86,21 @@ _LENGTHS = "must be shorter: a name in a path may have 255 bytes, and a folder's
 _ShortPath = refuse_unless(_fits_file_system, _LENGTHS)
 _MARKS = "must not hold control characters or marks of text direction, which hide what a name is"
 _PlainPath = refuse_unless(_has_no_marks, _MARKS)
+_NotNone = refuse_unless(
+    lambda path: path not in ("None", "none"),
+    "is text, not the value null; a folder of that name is written ./None",
+)
 Folder = Annotated[
     str,
     form(r"(?!~).*\S.*", "must be a folder; instead of ~ write ${oc.env:HOME}"),
+    _NotNone,
     _ShortPath,
     _PlainPath,
 ]
 FolderName = Annotated[
     str,
     form(r"(?!(\.\.?|\?\?\?)$)(?=.*\S)[^/\\\x00-\x1f\x7f]+", "must be usable as a folder's name"),
+    _NotNone,
     _ShortPath,
     _PlainPath,
 ]

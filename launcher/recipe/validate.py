@@ -367,7 +367,8 @@ def _tokenizer(recipe: Recipe) -> Found:
     if recipe.data.builder is not None or kinds_of(recipe) == {"tokens"} or name == "bytes":
         return
     what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
-    if name is None and recipe.model.path is None:
+    named = recipe.model.config is not None or recipe.model.builder is not None
+    if name is None and recipe.model.path is None and named:  # a model that is missing is reported
         yield (
             "data.tokenizer",
             f"missing; a model.config or model.builder has none of its own: {what}",

@@ -43,6 +43,8 @@ from launcher.training.model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
+_Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
+"""A profile of the model without what its blocks save, and a function that returns it with that."""
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
 else true."""
@@ -100,33 +102,52 @@ def detect_machine(ranks: RankLayout, environment: Environment) -> Machine:
     )
 
 
-def warn_of_host_memory(
+def warn_of_memory(
     recipe: Recipe,
-    prepared: PreparedModel,
+    profiles: Callable[[], _Profiles],
     machine: Machine,
     *,
+    exact: bool,
     ranks: RankLayout,
     environment: Environment,
 ) -> None:
-    """Logs a warning if by estimate a node needs more host memory than is free now; every rank must
-    call this, with a recipe without `auto`."""
+    """Logs a warning if by estimate a GPU or a node needs more memory than is free now; every rank
+    must call this, with a recipe without `auto`.
+
+    exact: trace the model if the quick estimate, which is too high, does not fit. False: do not
+    delay the start by that, and warn if what is held without activations does not fit.
+    """
     left, on_node = host_memory.available(), environment.local_world_size
     own = None if left is None else left // on_node + host_memory.resident()
     share = _least(gather(own, ranks.group))
-    if ranks.rank != 0 or share is None:
+    own_code = recipe.model.builder is not None or recipe.data.builder is not None
+    if ranks.rank != 0 or share is None or own_code:  # of which nothing is known without a trace
         return
     free, whole = share * machine.gpus_per_node, machine.host_memory or 0
-    needed = 0
-    for plan in _estimates(recipe, machine, _profiles(recipe, prepared, machine)):
+    on_device, needed, at_least = 0, 0, ""
+    if exact:
+        for plan in _estimates(recipe, machine, profiles()):
+            on_device, needed = plan.needed, plan.host.total
+            if needed <= free and (plan.spare is None or plan.spare >= 0):
+                return
+    else:
+        plan = estimated_plan(profiles()[0], recipe, machine)
+        on_device, at_least = plan.context + plan.step.held.total, "at least "
         needed = plan.host.total
-        if needed <= free:
-            return
+        if machine.device == "cpu":
+            needed -= machine.gpus_per_node * (plan.needed - on_device)
+    if machine.device == "cuda" and machine.memory is not None and on_device > machine.memory:
+        logger.warning(
+            f"memory: by estimate a GPU needs {at_least}{bytes_as_text(on_device)}, and "
+            f"{bytes_as_text(machine.memory)} are free; `launcher plan` names what fits"
+        )
     if needed > whole:
         a_node = f"and has {bytes_as_text(whole)}"
     else:
         a_node = f"and {bytes_as_text(free)} of its {bytes_as_text(whole)} are free"
-    if needed:
-        logger.warning(f"host memory: by estimate a node needs {bytes_as_text(needed)}, {a_node}")
+    if needed > free:
+        size = f"{at_least}{bytes_as_text(needed)}"
+        logger.warning(f"host memory: by estimate a node needs {size}, {a_node}")
 
 
 def _least(sizes: Sequence[int | None]) -> int | None:
@@ -193,7 +214,7 @@ def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
 
 def resolve_collectives(
     recipe: Recipe,
-    prepared: PreparedModel,
+    profiles: Callable[[], _Profiles],
     machine: Machine,
     *,
     start: Start,
@@ -209,19 +230,19 @@ def resolve_collectives(
     answer: tuple[Recipe, list[str]] | None = None
     if ranks.rank == 0:
         same = {"strategy." + key for key in COLLECTIVES}
-        profiles, events = _profiles(recipe, prepared, machine), run.read_events()
+        found, events = profiles(), run.read_events()
         chosen, reasons = recipe, []
         if collectives:
             chosen, why = choose_collectives(
                 recipe,
                 machine,
-                profiles,
+                found,
                 earlier=earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same),
                 failed=_failed_with_fewer(events, machine=machine, recipe=recipe),
             )
             reasons.append(why)
         failed = _failed_with_logits(events, machine=machine, recipe=recipe)
-        if (logits := choose_logits(chosen, machine, profiles, failed=failed)) is not None:
+        if (logits := choose_logits(chosen, machine, found, failed=failed)) is not None:
             chosen, why = logits
             reasons.append(why)
         if reasons:
@@ -234,11 +255,20 @@ def resolve_collectives(
     return _with_own(chosen, recipe)
 
 
-def _profiles(
+def profiles_of(
     recipe: Recipe, prepared: PreparedModel, machine: Machine
-) -> tuple[ModelProfile, Callable[[], ModelProfile]]:
-    """The two profiles that `choose_collectives` takes: one from shapes, and a function that traces
-    one."""
+) -> Callable[[], _Profiles]:
+    """A function that returns the two profiles that `choose_collectives` takes: one from shapes, and
+    a function that traces one. Each is made when it is first needed."""
+
+    @cache
+    def profiles() -> _Profiles:
+        return _profiles(recipe, prepared, machine)
+
+    return profiles
+
+
+def _profiles(recipe: Recipe, prepared: PreparedModel, machine: Machine) -> _Profiles:
     shapes = profile_of_shapes(prepared, recipe, device=machine.device)
 
     @cache
@@ -253,7 +283,7 @@ def _profiles(
 def choose_collectives(
     recipe: Recipe,
     machine: Machine,
-    profiles: tuple[ModelProfile, Callable[[], ModelProfile]],
+    profiles: _Profiles,
     *,
     earlier: Mapping[str, Any] | None = None,
     failed: bool = False,
@@ -325,7 +355,7 @@ def _memory_text(machine: Machine) -> str:
 def choose_logits(
     recipe: Recipe,
     machine: Machine,
-    profiles: tuple[ModelProfile, Callable[[], ModelProfile]],
+    profiles: _Profiles,
     *,
     failed: bool = False,
 ) -> tuple[Recipe, str] | None:
@@ -366,9 +396,7 @@ def _with_strategy(recipe: Recipe, values: Mapping[str, bool]) -> Recipe:
     return dataclasses.replace(recipe, strategy=strategy)
 
 
-def _estimates(
-    recipe: Recipe, machine: Machine, profiles: tuple[ModelProfile, Callable[[], ModelProfile]]
-) -> Iterator[Plan]:
+def _estimates(recipe: Recipe, machine: Machine, profiles: _Profiles) -> Iterator[Plan]:
     """Estimates of the memory: first a quick one that is too high, then a good one. There are no
     estimates for models of the user's own code: only a trace finds out what such a model saves."""
     shapes, checkpointing = profiles[0], recipe.activation_checkpointing

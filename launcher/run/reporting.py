@@ -35,7 +35,7 @@ from launcher.training.setup import Training
 
 logger = logging.getLogger(__name__)
 
-_LOSSES, _FEWEST_LOSSES = 50, 10
+_LOSSES, _FEWEST_LOSSES = 50, 3
 """Number of recent losses that a new one is compared with."""
 VERDICT_STEPS = 100
 """Steps of a start after which a verdict is logged; another one is logged at the end."""
@@ -417,5 +417,11 @@ class Reporter:
             if what is not None:
                 logger.info(f"  {file}  {what}")
         if state == "finished":
-            check = f"launcher selftest recipe={recipe}"
-            logger.info(f"next: check that every strategy gives the same losses: {check}")
+            run, model = shlex.quote(str(path)), self._recipe.model
+            generates = model.task == "causal_lm" and model.builder is None
+            commands = [f"launcher report {run}"]
+            if generates and self._recipe.data.builder is None and (kept is not None or exported):
+                commands.insert(0, f"launcher chat {run}")
+            if kept is not None and model.builder is None:
+                commands.append(f"launcher export {run} OUT")
+            logger.info("next: " + "\n      ".join(commands))

@@ -32,9 +32,10 @@ from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.auto import (
     detect_machine,
     open_collectives,
+    profiles_of,
     resolve_auto,
     resolve_collectives,
-    warn_of_host_memory,
+    warn_of_memory,
 )
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
@@ -205,12 +206,21 @@ class TrainingRun:
         self._check_device(loaded)
         self._progress.heartbeat("model")
         prepared = prepare_model(recipe, device=ranks.device)
-        decided = open_keys(loaded.recipe) or open_collectives(recipe, ranks=machine.ranks)
-        recipe = resolve_collectives(recipe, prepared, machine, start=start, ranks=ranks, run=run)
-        if decided:
-            warn_of_host_memory(
-                recipe, prepared, machine, ranks=ranks, environment=rank.environment
-            )
+        decided = bool(
+            open_keys(loaded.recipe)
+            or open_collectives(recipe, ranks=machine.ranks)
+            or recipe.model.keep_logits == "auto"
+        )
+        profiles = profiles_of(recipe, prepared, machine)
+        recipe = resolve_collectives(recipe, profiles, machine, start=start, ranks=ranks, run=run)
+        warn_of_memory(
+            recipe,
+            profiles,
+            machine,
+            exact=decided,  # where memory is scarce, the choice has traced the model, too
+            ranks=ranks,
+            environment=rank.environment,
+        )
         if recipe.data.date is None and recipe.data.builder is None:
             recipe = replace(recipe, data=replace(recipe.data, date=first_day))
         self._recipe = recipe

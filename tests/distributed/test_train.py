@@ -564,7 +564,16 @@ def test_torchrun_stops_all_ranks_at_the_same_step(tmp_path):
 def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
     """Ctrl-C stops the run; its ranks refuse the next start. torchrun prints no traceback."""
     run_dir = tmp_path / "run"
-    launcher = [sys.executable, "-m", "launcher.cli.main", "train", "--gpus", 2, *SMALL]
+    launcher = [
+        sys.executable,
+        "-m",
+        "launcher.cli.main",
+        "train",
+        "--gpus",
+        2,
+        "run.device=cpu",
+        *SMALL,
+    ]
     launcher += ["run.device=cpu", "run.max_steps=100000", f"run.dir={run_dir}"]
     stop = when_training(run_dir, lambda process: os.killpg(process.pid, signal.SIGINT))
     stopped = run(launcher, during=stop).check(75)

@@ -11,6 +11,7 @@ from launcher.cli.chat_model import ChatModel
 from launcher.cli.main import main
 from launcher.data.run_data import tokenizer_to_keep
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
+from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Data, Model
 from tests.unit.models.test_export import (
     create_checkpoint,
@@ -69,7 +70,35 @@ def test_a_folder_answers_with_its_template_and_remembers_turns(pretrained, talk
     assert len({first, second, again}) == 3
     printed = talk(pretrained, lines="hi\n\nmore\n/reset\nmore\n")
     assert printed.out == f"{first}\n{second}\n{again}\n"
-    assert printed.err == ""
+    prompt = "'<|user|>LINE<|end|><|assistant|>'"
+    assert printed.err == f"{pretrained}: each line is a turn of the chat template: {prompt}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        ((), "{}"),
+        (
+            (*CHAT, "data.system=Be brief"),
+            "<|system|>Be brief<|end|><|user|>{}<|end|><|assistant|>",
+        ),
+    ],
+)
+def test_a_run_and_its_export_answer_alike(tmp_path, pretrained, talk, words, prompt):
+    """A run on texts completed lines, and its export answered with the template of its tokenizer; the
+    export had no system prompt."""
+    recipe = recipe_of(f"model.path={pretrained}", "data.tokenizer=bytes", *words)
+    run, export = tmp_path / "run", tmp_path / "exported/hf"
+    model = model_with_seed(pretrained, 3)
+    create_checkpoint(run, model, 10, recipe)
+    tokenizer = tokenizer_to_keep(Data(tokenizer="bytes"), Model())
+    export_model(model, export, tokenizer=tokenizer)
+    (export.parent / "recipe.yaml").write_text(to_yaml(recipe))
+    for folder in (run, export, export.parent):
+        printed = talk(folder, lines="hi\n")
+        assert printed.out == f"{greedy(model, prompt.format('hi'))}\n"
+        shown = "no chat template" if prompt == "{}" else repr(prompt.format("LINE"))
+        assert shown in printed.err
 
 
 def test_checkpoints_of_a_run(tmp_path, pretrained, talk):

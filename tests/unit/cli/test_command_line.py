@@ -263,7 +263,7 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
     monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
     for ended in (lambda arguments: 1, lambda arguments: 0):
         monkeypatch.setattr(train, "_run_agent", ended)
-        command = ["train", "recipe=x.yaml", "--gpus", "2", f"run.dir={run.path}"]
+        command = ["train", "recipe=x.yaml", "--gpus", "2", "run.device=cpu", f"run.dir={run.path}"]
         assert main(command) == 1, "nobody has ordered that its ranks end with 0"
     monkeypatch.setattr(
         train, "_run_agent", lambda arguments: run.write_status("stopped", step=9) or 0
@@ -332,16 +332,18 @@ def test_exit_status_agrees_with_the_outcome(ended, state, status, folder, monke
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
     monkeypatch.setattr(train, "_run_agent", agent)
-    command = ["train", "recipe=x.yaml", "--gpus", "2", f"run.dir={run.path}"]
+    command = ["train", "recipe=x.yaml", "--gpus", "2", "run.device=cpu", f"run.dir={run.path}"]
     assert main(command) == status
     recorded = run.read_status().get("state")
     assert recorded == ("failed" if state == "running" else state)
 
 
 def test_train_starts_ranks(folder, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
     started = []
     monkeypatch.setattr(train, "_run_agent", lambda arguments: started.append(arguments) or 0)
     monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     # It would block the signals of this process
     monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -350,6 +352,13 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
     assert started.pop() == ["--standalone", *ranks, "recipe=x.yaml", "run.seed=3"]
     main(["train", "recipe=x.yaml"])
     assert "--nproc-per-node=4" in started.pop()
+    assert main(["train", "recipe=x.yaml", "gpus=8"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "command line: gpus=8: this machine has 4 GPUs; run.device=cpu trains in 8 processes on its "
+        "CPUs\n"
+    )
+    main(["train", "recipe=x.yaml", "gpus=8", "run.device=cpu"])
+    assert "--nproc-per-node=8" in started.pop()
     assert main(["train", "recipe=x.yaml", "gpus=3"]) == 2
     assert "64 is not a multiple of 8 (micro-batch) x 3 (ranks)" in capsys.readouterr().err
     machines = ["train", "recipe=x.yaml", "gpus=2", "nodes=2"]
@@ -373,7 +382,6 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
     assert main([*machines, "node_rank=0", "address=no.such.host.invalid:29500"]) == 2
     assert "no.such.host.invalid has no address here" in capsys.readouterr().err
 
-    torch = pytest.importorskip("torch")
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 1]

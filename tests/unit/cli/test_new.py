@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from launcher.cli import new
+from launcher.cli import plan
 from launcher.cli.main import main
 from launcher.console import bytes_as_text
 from launcher.planner import search
@@ -15,6 +15,7 @@ from launcher.planner.candidates import overrides_between
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import CpuOffload
 from tests.unit.planner.example_plans import example_search
 
 CONFIG = {
@@ -103,6 +104,14 @@ def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
 
 
 @pytest.mark.long
+def test_keys_of_a_recipe_name_the_model_and_the_data(here, capsys):
+    assert main(["new", "model.path=model", "data.train=chat.jsonl", "gpu=t4"]) == 0
+    text = capsys.readouterr().out
+    assert text == written(capsys, "data=chat.jsonl", "gpu=t4").out
+    assert main(["new", "gpu=t4"]) == 2
+    assert capsys.readouterr().err == "command line: missing; give model=MODEL data=DATA\n"
+
+
 def test_pairs_need_the_method_dpo(here, capsys):
     arguments = ("data=two words.jsonl", "gpu=h100", "gpus=1", "sequence_length=256")
     refused = written(capsys, *arguments, status=2).err
@@ -122,7 +131,7 @@ def test_where_nothing_fits_it_says_what_does(here, capsys, monkeypatch):
     def small(gpu, **options):
         return known_machine(gpu, **options | {"memory": 800 * 2**20})
 
-    monkeypatch.setattr(new, "known_machine", small)
+    monkeypatch.setattr(plan.machines, "known_machine", small)
     long = ("data=chat.jsonl", "gpu=h100", "gpus=1", "sequence_length=262144")
     printed = written(capsys, *long, status=3)
     assert printed.out == ""
@@ -137,7 +146,6 @@ def test_unknown_models_data_and_gpus_are_refused(here, capsys, monkeypatch):
         (["model=Qwen/Qwen3-8C", "data=chat.jsonl", "gpu=h100"], "did you mean Qwen/Qwen3-8B?"),
         (["model=model", "data=none.jsonl", "gpu=h100"], "none.jsonl"),
         (["model=model", "data=chat.jsonl", "gpu=h1000"], "gpu=h1000: is not known"),
-        (["model=model", "data=chat.jsonl", "gpu=cpu"], "a recipe is written for GPUs"),
         (["model=model", "data=chat.jsonl", "gpu=h100", "method=sft"], "method"),
         (["data=chat.jsonl", "gpu=h100"], "model"),
     ):
@@ -179,8 +187,34 @@ def test_a_model_with_few_positions(here, capsys, monkeypatch):
 
 
 def test_a_machine_without_gpus_is_offered_what_the_command_takes(here, capsys, monkeypatch):
-    monkeypatch.setattr(new, "detect_gpus", lambda: None)
-    refused = written(capsys, "data=chat.jsonl", status=2).err
+    monkeypatch.setattr(plan, "detect_gpus", lambda: None)
+    refused = written(capsys, "data=chat.jsonl", "gpus=8", status=2).err
     assert "no GPU given; give one of a100" in refused
     assert "gpu_memory" not in refused
-    assert "cpu" not in refused
+
+
+def test_a_machine_without_gpus_gets_a_recipe_for_its_cpus(here, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "detect_gpus", lambda: None)
+    out, note = written(capsys, "data=chat.jsonl", "sequence_length=64")
+    assert "This machine has no GPUs: planned for its CPUs. For GPUs give gpu=h100" in note
+    (here / "my.yaml").write_text(out)
+    recipe = load_recipe(["recipe=my.yaml"], ranks=1).recipe
+    assert (recipe.run.device, recipe.strategy.kind, recipe.model.compile) == ("cpu", "ddp", False)
+
+
+def test_what_fits_with_offload_only_names_the_host_memory_and_another_method(
+    here, capsys, monkeypatch
+):
+    result = example_search()
+    offload = dataclasses.replace(result.best.recipe.strategy, cpu_offload=CpuOffload())
+    recipe = dataclasses.replace(result.best.recipe, strategy=offload)
+    best = dataclasses.replace(result.best, recipe=recipe)
+    offloaded = dataclasses.replace(result, best=best)
+    monkeypatch.setattr(search, "search_configurations", lambda *_, **__: offloaded)
+    note = written(capsys, "data=chat.jsonl", "gpu=h100", "gpus=2").err
+    host = bytes_as_text(best.plan.host.total)
+    assert (
+        "note: model with method=full fits with CPU offload only, which is slow: by plan a " in note
+    )
+    assert f"node needs {host} of host memory" in note
+    assert "  launcher new model=model data=chat.jsonl method=lora gpu=h100 gpus=2\n" in note

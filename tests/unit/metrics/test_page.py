@@ -7,6 +7,7 @@ import re
 import shlex
 from datetime import datetime
 
+import markupsafe
 import pytest
 
 from launcher.cli import main
@@ -160,6 +161,8 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     (run.log / "rank_0.log").write_text("x" * 20_000 + "\nthe last words\n")
     assert main.main(["report", str(run.path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
+    command = f"launcher plan recipe={shlex.quote(f'{run.path}/recipe.yaml')} gpus="
+    assert str(markupsafe.escape(command)) in out.read_text()
     records = read_jsonl(run.metrics)
     charts = embedded(out)
     assert list(charts) == [*CHARTS, "Time", "Time of a step", "Memory at the peak"]

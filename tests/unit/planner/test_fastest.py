@@ -10,7 +10,6 @@ from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner import fastest
 from launcher.planner.formatting import measured_text
-from launcher.planner.machine import known_machine
 from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
 from launcher.run import auto as detect
@@ -178,8 +177,8 @@ def test_only_the_local_machine_can_be_measured(monkeypatch):
         command._this_machine(machine(), "measure", "h100")
     with pytest.raises(RecipeError, match="trains on this node only"):
         command._this_machine(dataclasses.replace(machine(), nodes=2), "measure", None)
-    monkeypatch.setattr(command.host_memory, "allowed", lambda: 8 * GIB)
+    monkeypatch.setattr(command.memory_here, "allowed", lambda: 8 * GIB)
     assert command._this_machine(machine(), "measure", None).host_memory == 8 * GIB
-    cpus = known_machine("cpu", nodes=1, gpus_per_node=4)
+    cpus, _ = command.machine_to_plan("cpu", 4, nodes=1)
     found = command._this_machine(cpus, "measure", "cpu")
     assert (found.memory, found.host_memory) == (2 * GIB, 8 * GIB)

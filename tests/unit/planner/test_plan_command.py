@@ -13,6 +13,7 @@ import typer
 from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.app import read_size
+from launcher.distributed.hardware import find_gpu
 from launcher.planner import machine as machines
 from launcher.planner import measurement, plan, search
 from launcher.planner.candidates import overrides_between
@@ -245,7 +246,8 @@ def fake_planner(monkeypatch, folder):
         calls.machine = (gpu, settings)
         return machine(memory=settings["memory"])
 
-    def search_configurations(recipe, machine):
+    def search_configurations(recipe, machine, *, keep_written):
+        assert keep_written
         calls.result += 1
         return example_search()
 
@@ -296,8 +298,42 @@ def test_exit_statuses(fake_planner, capsys):
 
 def test_error_without_gpu_lists_known_gpus(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
-    assert main.main(["plan", "recipe=x.yaml", "search=false"]) == 2
+    assert main.main(["plan", "recipe=x.yaml", "gpus=8", "search=false"]) == 2
     assert "no GPU given; give one of a100-40gb-pcie, " in capsys.readouterr().err
+
+
+def test_the_machine_that_is_planned_for(monkeypatch):
+    """What is given, else the GPUs of this machine, else its CPUs; one if no number is known."""
+    monkeypatch.setattr(command.memory_here, "allowed", lambda: 16 * GIB)
+    monkeypatch.setattr(command.os, "sched_getaffinity", lambda process: range(4))
+
+    def planned(gpu=None, gpus=None, **more):
+        found, notes = command.machine_to_plan(gpu, gpus, nodes=1, **more)
+        return (found.name, found.gpus_per_node, found.memory, found.host_memory), notes
+
+    for present, found in (
+        (None, ("CPU", 1, 16 * GIB, 16 * GIB)),
+        (("NVIDIA H200", 140 * GIB, 8), ("H200", 8, 140 * GIB, None)),
+    ):
+        monkeypatch.setattr(command, "detect_gpus", lambda present=present: present)
+        machine, (note,) = planned()
+        assert machine == found
+        what = (
+            "Planned for the GPUs" if present else "This machine has no GPUs: planned for its CPUs"
+        )
+        assert note.startswith(what)
+        assert planned("h100")[0][:2] == ("H100", 1)
+        assert planned("h100", 4) == (("H100", 4, find_gpu("h100").memory, None), [])
+        assert planned("cpu") == (("CPU", 1, 16 * GIB, 16 * GIB), [])
+        assert planned("cpu", 2)[0] == ("CPU", 2, 8 * GIB, 16 * GIB)
+        assert planned("cpu", 2, host_memory=GIB)[0] == ("CPU", 2, GIB // 2, GIB)
+    assert "4 of 32 cores" in command.machine_to_plan("cpu", 1, nodes=1)[0].rates.source
+
+
+def test_the_cpus_are_planned_for_with_the_device_of_the_recipe(fake_planner, monkeypatch):
+    monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
+    assert main.main(["plan", "recipe=x.yaml", "run.device=cpu", "search=false"]) == 0
+    assert fake_planner.machine[0] == "cpu"
 
 
 def test_local_gpus_are_the_default(fake_planner, monkeypatch, capsys):

@@ -20,10 +20,15 @@ from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.plan_as_json import as_json
 from launcher.planner.profile import profile_model
-from launcher.planner.search import concrete, fastest_that_fits, search_configurations
+from launcher.planner.search import (
+    EQUAL_SPEED,
+    concrete,
+    fastest_that_fits,
+    search_configurations,
+)
 from launcher.planner.speed import estimate_time, tokens_per_step
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Lora
+from launcher.recipe.schema import ActivationCheckpointing, Lora
 from tests import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes"
@@ -69,6 +74,27 @@ def test_search_offers_compiled_blocks_on_gpus(load):
     on_cpus = known_machine("cpu", nodes=1, gpus_per_node=2)
     for written, where in ((recipe, on_cpus), (compiled, machine())):
         assert variants(written, where, **settings) == [written]
+
+
+def test_a_recipe_that_is_as_fast_as_the_fastest_stays(load, estimated_plans):
+    """`auto` had chosen another configuration than the one with the star."""
+    where = machine(gpus=1)
+    found = search_configurations(load("model.compile=true"), where)
+    fastest, limit = found.best, found.best.seconds.total * (1 + EQUAL_SPEED)
+    equal = [row.recipe for row in found.configurations if row.seconds.total <= limit]
+    assert len(equal) > 1
+    for recipe in equal:
+        result = search_configurations(recipe, where, keep_written=True)
+        assert result.best.recipe == recipe
+        table = list(configuration_cells(as_json(recipe, result.written.plan, result)))
+        starred = [row for row in table if row[0].startswith("*")]
+        assert [row[-1] for row in starred] == ["fastest that fits, as written"]
+        assert not any("fsdp" in row[1] for row in table), "one GPU shards nothing"
+    slow = dataclasses.replace(
+        fastest.recipe, activation_checkpointing=ActivationCheckpointing(mode="full")
+    )
+    result = search_configurations(slow, where, keep_written=True)
+    assert result.best.recipe != slow
 
 
 @pytest.mark.long

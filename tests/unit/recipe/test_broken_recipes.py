@@ -36,7 +36,7 @@ MISTAKES_IN_A_FILE = [
     (3, "", "1: run.max_steps: missing; give run.max_steps or run.epochs"),
     (3, "  max_steps: true", "3: run.max_steps: must be a whole number; got true"),
     (3, '  max_steps: "10"', "3: run.max_steps: must be a whole number; got '10'"),
-    (3, "  max_steps: 0", "3: run.max_steps: must be at least 1; got 0"),
+    (3, "  max_steps: 0", "3: run.max_steps: must be at least 1, or null; got 0"),
     (3, "  max_steps: 10\n  hang_timeout: 10000000000",
      "4: run.hang_timeout: must be at most 2592000; got 10000000000"),
     (3, "  max_steps: 10\n  deterministic: 1", "4: run.deterministic: must be true or false; got 1"),
@@ -123,7 +123,8 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["lora.r=8"], "lora.r=8: unknown key; did you mean lora.rank?"),
     (None, ["batch.gradient_accumulation_steps=4"],
      "batch.gradient_accumulation_steps=4: unknown key; gradient accumulation follows from batch.global_batch_size, ..."),
-    (None, ["data.validation_split=0"], "data.validation_split=0: must be greater than 0; got 0"),
+    (None, ["data.validation_split=-1"], "data.validation_split=-1: must be greater than 0; got -1"),
+    (None, ["data.validation_split=false"], "data.validation_split=false: must be a number; got false"),
     (None, ["data.validation_split=1"], "data.validation_split=1: must be less than 1; got 1"),
     (None, ["data.validation_split=2%"], "data.validation_split=2%: must be a number; got '2%'"),
     (None, ["data.validation_split=0.1", "data.streaming=true"],
@@ -244,7 +245,7 @@ MISTAKES_IN_ARGUMENTS = [
      "strategy.expert_parallel_size alone"),
     (None, ["strategy.tensor_parallel_size=2", "model.compile=true"],
      "strategy.tensor_parallel_size=2: not available with model.compile; set model.compile=false"),
-    (None, ["strategy.expert_parallel_size=2", "model.compile=auto"],
+    (None, ["strategy.expert_parallel_size=2", "model.compile=true"],
      "strategy.expert_parallel_size=2: not available with model.compile; set model.compile=false"),
     (None, ["strategy.tensor_parallel_size=2", "lora={dora: true}"],
      "strategy.tensor_parallel_size=2: not available with lora.dora; FSDP, strategy.context_parallel_size and "
@@ -379,7 +380,8 @@ MISTAKES_IN_ARGUMENTS = [
      "model.config.is_decoder: must be false with model.task: masked_lm, so that tokens ..."),
     (None, [*MASKED, "data.kind=chat"], "data.kind=chat: chat is not for model.task: masked_lm"),
     (None, ["optimizer.ema=1.0"], "optimizer.ema=1.0: must be less than 1; got 1.0"),
-    (None, ["optimizer.ema=0"], "optimizer.ema=0: must be greater than 0; got 0"),
+    (None, ["optimizer.ema=0"], "optimizer.ema=0: must be greater than 0, or null; got 0"),
+    (None, ["checkpoint.every_steps=0"], "checkpoint.every_steps=0: must be at least 1, or null; got 0"),
     (None, ["optimizer.ema=-1"], "optimizer.ema=-1: must be greater than 0; got -1"),
     (None, ["optimizer.ema=0.9", "checkpoint.every_steps=null"], "optimizer.ema=0.9: needs checkpoint.every_steps"),
     (None, ["optimizer.ema=0.9", "strategy.cpu_offload.what=optimizer"],
@@ -425,9 +427,11 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.train={a.b: {files: data.txt}}"],
      "data.train.a.b: must be a name of letters, digits, _ and -; got 'a.b'"),
     (None, ["data.validation={a: b.txt}"], "data.validation.a[0]: no such file or folder: b.txt ..."),
-    (None, ["data.packing=false", "batch.micro_batch_tokens=4096"],
+    (None, ["data.packing=false", "batch.micro_batch_tokens=4096", "batch.micro_batch_size=8"],
      "batch.micro_batch_tokens=4096: batch.micro_batch_size is given too; set one to null: "
      "batch.micro_batch_size=null or batch.micro_batch_tokens=null"),
+    (None, ["run.epochs=2", "run.max_steps=3"],
+     "run.epochs=2: run.max_steps is given too; set one to null: run.max_steps=null or run.epochs=null"),
     (None, ["batch.micro_batch_size=null", "batch.micro_batch_tokens=4096"],
      "batch.micro_batch_tokens=4096: needs data.packing=false; packed sequences are all as long"),
     (None, ["batch.micro_batch_size=null", "data.packing=false", "batch.micro_batch_tokens=40"],
@@ -447,7 +451,7 @@ MISTAKES_IN_ARGUMENTS = [
      "data.train.a.weight: must be a number or size; got 'most'"),
     (None, ["data.train={a: {files: data.txt, weight: 3}, b: {files: data.txt}}"],
      "data.train.b.weight: size does not mix with the numbers of other sources; give each a number, or none"),
-    (None, ["data.train={a: {files: data.txt, limit: 0}}"], "data.train.a.limit: must be at least 1; got 0"),
+    (None, ["data.train={a: {files: data.txt, limit: 0}}"], "data.train.a.limit: must be at least 1, or null; got 0"),
     (None, ["data.train={a: {files: data.txt, messages_column: x, kind: text}}"],
      "data.train.a.messages_column: needs kind=chat or preference or unpaired"),
     (None, ["data.train={a: {files: data.txt, text_column: x, kind: chat}}"],
@@ -565,7 +569,14 @@ MISTAKES_IN_ARGUMENTS = [
      "slurm.environment.A B: must be the name of an environment variable; got 'A B'"),
     (None, ["model.config=${model.config}"],
      "model.config=${model.config}: cannot be interpolated: Recursive interpolation detected"),
+    (None, ["data.cache=None", "run.dir=None"],
+     "data.cache=None: is text, not the value null; a folder of that name is written ./None; got 'None'\n"
+     "run.dir=None: is text, not the value null; a folder of that name is written ./None; got 'None'"),
     (None, ["run.seed"], "run.seed: an override is key=value, such as batch.micro_batch_size=4"),
+    (None, ["data.txt"], "data.txt: an override is key=value; write data.train=data.txt"),
+    (None, ["owner/name"], "owner/name: an override is key=value; write model.path=owner/name"),
+    (None, ["model={path: null, config: null}", "data.tokenizer=null"],
+     "model.path: missing; give model.path or model.config or model.builder"),
     (None, ["=3"], "=3: an override is key=value, ..."),
     (None, ["run.seed=[1"],
      "run.seed=[1: not a value: expected ',' or ']', but got '<stream end>'; is it indented right, ..."),
@@ -577,6 +588,10 @@ RECIPES = {
     "": NO_RECIPE,
     "recipe= run.seed=3": NO_RECIPE,
     "quickstart": "no recipe given; write recipe=quickstart",
+    "quickstart run.seed=3 data.txt": "no recipe given; write recipe=quickstart data.train=data.txt",
+    "data.txt run.seed=3": "no recipe given; write recipe=sft data.train=data.txt",
+    "owner/name data.txt": "no recipe given; write recipe=sft model.path=owner/name data.train=data.txt",
+    "base data.txt": "no recipe given; write recipe=sft model.path=base data.train=data.txt",
     "recipe=ddp recipe=fsdp": "2 recipes given; give recipe=NAME (...) or ...",
     "recipe=quikstart": "recipe=quikstart: no recipe of that name; did you mean quickstart?...",
     "recipe=zzz": f"recipe=zzz: no recipe of that name; known: {KNOWN}; or give the path of a .yaml file",
@@ -671,6 +686,8 @@ def test_mistakes_in_an_argument_are_reported(folder, ranks, arguments, expected
 
 
 def test_missing_or_unknown_recipe_is_refused(folder):
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text("{}")
     for arguments, expected in RECIPES.items():
         check([f"command line: {expected}"], problems_of(arguments.split()))
 

@@ -162,6 +162,50 @@ def test_override_changes_only_its_key(folder):
         assert dataclasses.replace(changed, **{first: getattr(plain, first)}) == plain
 
 
+def test_an_argument_replaces_the_alternative_in_the_file(folder):
+    """Of two keys, exactly one must be given."""
+    alternatives: dict[tuple[str, ...], dict[str, object]] = {
+        ("run.epochs=2",): {"run.epochs": 2, "run.max_steps": None},
+        ("run={epochs: 2}",): {"run.epochs": 2, "run.max_steps": None, "run.name": "small"},
+        ("batch.micro_batch_tokens=2048", "data.packing=false"): {
+            "batch.micro_batch_tokens": 2048,
+            "batch.micro_batch_size": None,
+        },
+    }
+    for words, expected in alternatives.items():
+        loaded = load_recipe(["recipe=x.yaml", *words], ranks=None)
+        for key, value in expected.items():
+            assert operator.attrgetter(key)(loaded.recipe) == value
+        again = [
+            f"{dotted(path)}={why.partition(',')[0]}"
+            for path, why in loaded.origins.derived.items()
+        ]
+        assert load(*words, *again) == loaded.recipe  # as `launcher train` starts the ranks
+    why = {dotted(path): why for path, why in loaded.origins.derived.items()}
+    assert why["batch.micro_batch_size"] == "null, because batch.micro_batch_tokens is given"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.path=owner/name model.config=null lora.quantize=nf4",
+        "strategy.tensor_parallel_size=2",
+        "strategy.expert_parallel_size=2",
+    ],
+)
+def test_automatic_compilation_is_off_where_another_key_excludes_it(folder, words):
+    loaded = load_recipe(["recipe=x.yaml", "model.compile=auto", *words.split()], ranks=None)
+    assert loaded.recipe.model.compile is False
+    key = words.split()[-1].partition("=")[0]
+    assert loaded.origins.of(("model", "compile")) == f"false, because {key} excludes it"
+    assert load("model.compile=auto").model.compile == "auto"
+
+
+def test_no_part_is_held_out_with_a_share_of_0(folder):
+    assert load("data.validation_split=0").data.validation_split is None
+    assert load("data.validation_split=0.0").data.validation_split is None
+
+
 def test_several_overrides_are_combined(folder):
     load("checkpoint.keep_best=eval_loss", "data.validation=[data.txt]")
     own = "data={builder: a.b:c, train: null, tokenizer: null}"

@@ -295,13 +295,50 @@ def test_little_free_host_memory_is_a_warning(node, monkeypatch, caplog, needed,
             host = HostMemory(processes=size * GIB, offload=0, workers=0, staging=0)
             yield dataclasses.replace(example_plan(), host=host)
 
-    monkeypatch.setattr(detect, "_profiles", lambda *arguments: None)
     monkeypatch.setattr(detect, "_estimates", estimates)
     ranks, environment = node
-    detect.warn_of_host_memory(
-        RECIPE, None, detect.detect_machine(*node), ranks=ranks, environment=environment
+    detect.warn_of_memory(
+        RECIPE,
+        lambda: None,
+        detect.detect_machine(*node),
+        exact=True,
+        ranks=ranks,
+        environment=environment,
     )
     assert caplog.messages == ([] if line is None else [f"host memory: {line}"])
+
+
+def test_a_gpu_that_is_too_small_is_a_warning_before_the_start(node, caplog):
+    """Without a trace, what is held without activations is compared."""
+    recipe = with_collectives(loaded("model.keep_logits=false"), True, True)
+    full = profile_model(recipe, device="cuda")
+    shapes = dataclasses.replace(full, saved={})
+    ranks, environment = node
+
+    def warn(memory, *, exact):
+        caplog.clear()
+        detect.warn_of_memory(
+            recipe,
+            lambda: (shapes, lambda: full if exact else pytest.fail("traced")),
+            gpus(memory),
+            exact=exact,
+            ranks=ranks,
+            environment=environment,
+        )
+        return [line for line in caplog.messages if not line.startswith("host memory")]
+
+    plan = estimated_plan(shapes, recipe, gpus(GIB))
+    held = plan.context + plan.step.held.total
+    needed = estimated_plan(full, recipe, gpus(GIB)).needed
+    assert held < needed
+    assert warn(80 * GIB, exact=False) == []
+    assert warn(held, exact=False) == []
+    assert warn(held - 1, exact=False) == [
+        f"memory: by estimate a GPU needs at least {bytes_as_text(held)}, and "
+        f"{bytes_as_text(held - 1)} are free; `launcher plan` names what fits"
+    ]
+    assert warn(needed, exact=True) == []
+    assert warn(needed - 1, exact=True)[0].startswith("memory: by estimate a GPU needs ")
 
 
 def test_only_auto_that_matters_is_replaced():
