@@ -88,6 +88,13 @@ def arguments(command):
     return words[recipe:], ranks
 
 
+def overrides_of(recipe):
+    """Overrides in place of files that scripts write, for the recipe of this name."""
+    if recipe == "pictures":
+        return ["images=null", *FINETUNE_DATA]
+    return FINETUNE_DATA if recipe in ("finetune", "prefer", "smollm2") else []
+
+
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
 def test_commands_in_recipe_headers_are_valid(recipe):
     text = (REPOSITORY / f"recipes/{recipe}.yaml").read_text()
@@ -97,8 +104,7 @@ def test_commands_in_recipe_headers_are_valid(recipe):
         words, ranks = arguments(command)
         assert words[0] == f"recipe={recipe}"
         load_recipe(
-            words
-            + (FINETUNE_DATA if recipe in ("finetune", "pictures", "prefer", "smollm2") else []),
+            words + overrides_of(recipe),
             ranks=ranks,
         )
 
@@ -243,7 +249,8 @@ def test_commands_in_documents_are_valid(command, tmp_path, monkeypatch, capsys)
         check_arguments(words[words.index("launcher") + 1 :])
     elif any(word.startswith("recipe=") for word in words):
         words, ranks = arguments(command)
-        load_recipe(words, ranks=ranks)
+        more = overrides_of("pictures") if words[0] == "recipe=pictures" else []
+        load_recipe([*words, *more], ranks=ranks)
     elif words[0] == "python" and not words[1].startswith("llama.cpp/"):
         assert (REPOSITORY / words[1]).is_file()
 
@@ -255,7 +262,7 @@ def check_arguments(words):
     overrides = context.params.get("overrides")
     if overrides and "optimizer.learning_rate=fast" not in overrides:
         recipe, sweep = sort_arguments([w for w in overrides if not w.startswith("lora.path=")])
-        recipe += FINETUNE_DATA if recipe[0] in ("recipe=finetune", "recipe=prefer") else []
+        recipe += overrides_of(recipe[0].removeprefix("recipe="))
         options = {"nodes": 1, "gpus": None, "gpus_per_node": None} | context.params
         gpus = options["gpus"] or options["gpus_per_node"]
         if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it

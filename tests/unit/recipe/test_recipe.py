@@ -65,6 +65,8 @@ def data_overrides(file):
         if "my/data" in file.read_text()
         else FINETUNE_DATA
         if file.stem in ("finetune", "prefer", "smollm2")
+        else ["images=null", *FINETUNE_DATA]
+        if file.stem == "pictures"
         else ["model.path=gpt2", *USER_DATA]
         if file.stem == "sft"
         else []
