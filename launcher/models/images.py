@@ -118,10 +118,11 @@ def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     classes = {name for module in inside for name in block_classes(module)}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        # Some name their embeddings and heads, too, which are not repeated
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if module in inside and type(module).__name__ in classes:
-            if isinstance(parent, nn.ModuleList):
+        # Some name a part of the block (Idefics3), or a head, which is not repeated (SigLIP)
+        repeated = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList)
+        nested = any(name.startswith(f"{outer}.") for outer in blocks)
+        if repeated and module in inside and not nested:
+            if any(type(part).__name__ in classes for part in module.modules()):
                 blocks[name] = module
     return blocks
 
