@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -262,23 +261,32 @@ def processor_identity(rows: RowImages) -> list[object]:
 
 
 def _processor_class(name: str) -> Any:
-    """A class of processors, without looking for torchvision as `transformers` itself does."""
+    """A class of processors, without looking for torchvision as `transformers` itself does. Raises
+    RecipeError."""
+    import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     for kind, own in PROCESSOR_MAPPING_NAMES.items():
         if own == name:
-            with contextlib.suppress(ImportError):
+            try:
                 module = importlib.import_module(f"transformers.models.{kind}.processing_{kind}")
-                if hasattr(module, name):
-                    return getattr(module, name)
-    import transformers
-
+            except ImportError as error:
+                if error.name == "torchvision":  # Gemma 4 in 5.17
+                    version = transformers.__version__
+                    what = f"{name} of transformers {version} needs torchvision; install it"
+                    raise RecipeError(f"images: {what}, or a newer transformers") from None
+                continue
+            if hasattr(module, name):
+                return getattr(module, name)
     return getattr(transformers, name)
 
 
 def _load(name: str) -> Any:
     """Raises RecipeError."""
     import transformers
+
+    # `transformers` itself gives this class only where torchvision is installed (5.17)
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     folder = str(model_folder(name, key="model.path", weights=False))
@@ -291,7 +299,7 @@ def _load(name: str) -> Any:
             raise RecipeError(f"images: {name}: transformers has no processor for its type")
         kind = _processor_class(PROCESSOR_MAPPING_NAMES[config.model_type])
         # In Pillow and numpy on every machine: the pixels of torchvision differ
-        images = transformers.AutoImageProcessor.from_pretrained(
+        images = AutoImageProcessor.from_pretrained(
             folder, backend="pil", local_files_only=True, trust_remote_code=False
         )
 

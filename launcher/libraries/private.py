@@ -603,9 +603,10 @@ def names_in_float32(model: Any, dtype: torch.dtype) -> Collection[str]:
 def grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The product of tokens (tokens, in), sorted by expert, with weights (experts, in, out);
     `ends` are the ends of each expert's tokens. Without it experts are not trained in NF4."""
-    from transformers.integrations import moe
+    # Of the module, not of the package: torch 2.11 cannot compile imports from lazy modules
+    from transformers.integrations.moe import _grouped_mm
 
-    product: torch.Tensor = moe._grouped_mm(inputs, weight, offs=ends)
+    product: torch.Tensor = _grouped_mm(inputs, weight, offs=ends)
     return product
 
 

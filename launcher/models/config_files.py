@@ -31,11 +31,12 @@ _DTYPES = ("torch_dtype", "dtype")
 """The key of the dtype in transformers before 4.56, and since then."""
 _NOT_COMPARED = {*_DTYPES, "architectures", "transformers_version"}
 """Keys that are set elsewhere, or that say who wrote the file."""
+_PARTIAL = "partial_rotary_factor"
 _OLD_ROTARY = (
     "rope_theta",
     "rope_scaling",
     "rope_local_base_freq",
-    "partial_rotary_factor",
+    _PARTIAL,
     "global_rope_theta",
     "local_rope_theta",
     "rotary_emb_base",
@@ -208,9 +209,9 @@ def _old_rotary(parameters: Any, model_type: str) -> Json:
             return {}
         both = (full.get("rope_theta"), window.get("rope_theta"))
         return old | dict(zip(bases, both, strict=True))
-    names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+    names = {"rope_theta": "rope_theta", _PARTIAL: _PARTIAL}
     if model_type.startswith("gpt_neox"):
-        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+        names = {"rope_theta": "rotary_emb_base", _PARTIAL: "rotary_pct"}
     old = {names[key]: parameters[key] for key in names if parameters.get(key) is not None}
     scaling = {key: value for key, value in parameters.items() if key not in names}
     if scaling not in ({}, {"rope_type": "default"}):
@@ -229,10 +230,15 @@ def _is_read_as(whole: Json, config: PreTrainedConfig, wanted: Json) -> bool:
 
 
 def _compared(config: Json) -> Json:
+    left_out = set(_NOT_COMPARED)
+    if _PARTIAL in (config.get("rope_parameters") or ()):
+        left_out.add(
+            _PARTIAL
+        )  # transformers 5.17 keeps what it was made with, which no model reads
     return {
         key: _compared(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key not in _NOT_COMPARED and not key.startswith("_")
+        if key not in left_out and not key.startswith("_")
     }
 
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from PIL import Image
 
+from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
@@ -24,7 +25,13 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.objectives.preference import Preference
 from launcher.recipe.schema import Data
-from tests.image_models import FAMILIES, make_image, make_model, reference_processor
+from tests.image_models import (
+    FAMILIES,
+    make_image,
+    make_model,
+    reference_processor,
+    skip_without_torchvision,
+)
 from tests.run_files import write_lines
 
 ANSWER = {"role": "assistant", "content": "A thing."}
@@ -81,6 +88,7 @@ def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
     "family", [name for name in FAMILIES if name not in ("mistral3", "smolvlm")]
 )
 def test_tokens_are_those_of_the_processor(folder, family):
+    skip_without_torchvision(family)
     rows = [
         asked(
             {"type": "image", "path": "wide.png"},
@@ -376,3 +384,15 @@ def test_the_folder_of_images(folder):
     assert not found.problem
     [missing] = replace(encoder, images=RowImages(name)).encode_rows([row])
     assert "elsewhere/wide.png: no such file" in missing.problem
+
+
+def test_a_processor_that_needs_torchvision_is_named(folder, monkeypatch):
+    """As that of Gemma 4 in transformers 5.17."""
+
+    def refused(name):
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    name = str(model_in(folder, "qwen2_5_vl"))
+    monkeypatch.setattr(image_processor_module.importlib, "import_module", refused)
+    with pytest.raises(RecipeError, match=r"images: Qwen2_5_VLProcessor of .* needs torchvision"):
+        load_processor.__wrapped__(name, None)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -233,6 +234,8 @@ def test_autocast(bases):
 
 def test_compiled_blocks(bases):
     """Have the same losses and gradients, and are one graph each."""
+    if transformers.__version__ == "5.17.0":
+        pytest.skip("the backward pass of its loop over experts (float32 on CPUs) is not compiled")
     model, found = load(bases("mixtral"), target_parameters=GATED), []
     for compiled in (False, True):
         for block in find_blocks(model).values() if compiled else ():

@@ -181,8 +181,12 @@ def test_export_command_writes_the_config_of_the_source(tmp_path, kind):
     (run / "recipe.yaml").write_text("run: {}\n")
     assert main(["export", str(run), str(out)]) == 0
     config = json.loads((out / "config.json").read_text())
-    for section in (config, config.get("text_config", {})):
-        for key in ("torch_dtype", "rope_theta", "partial_rotary_factor"):
+    original = json.loads((source / "config.json").read_text())
+    for section, own in (
+        (config, original),
+        (config.get("text_config", {}), original.get("text_config", {})),
+    ):
+        for key in {"torch_dtype", "rope_theta", "partial_rotary_factor"} - own.keys():
             section.pop(key, None)
     text = json.dumps(config, indent=2) + "\n"
     assert text == (source / "config.json").read_text()
