@@ -184,3 +184,13 @@ def test_a_machine_without_gpus_is_offered_what_the_command_takes(here, capsys, 
     assert "no GPU given; give one of a100" in refused
     assert "gpu_memory" not in refused
     assert "cpu" not in refused
+
+
+@pytest.mark.parametrize("pictures", [["a.png"], []])
+def test_rows_with_a_column_of_images_get_the_section(tmp_path, pictures):
+    file = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps({"messages": turns, "images": pictures}) + "\n")
+    kind, images = new._kind(str(file), "full")
+    text = new.Wanted("a/b", str(file), kind, "full", 64, images).text(1)
+    assert ("images: {train: none}" in text) is bool(pictures)
