@@ -25,7 +25,7 @@ from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
 from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
-from launcher.recipe.layouts import TOKEN_KINDS, guess, lost_meaning, no_layout
+from launcher.recipe.layouts import TOKEN_KINDS, guess, has_content, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
 from launcher.recipe.schema import Recipe
@@ -141,7 +141,8 @@ def new(
     machine, notes = machine_to_plan(gpu, gpus, nodes=nodes, others=", or cpu")
     if notes and machine.device == "cpu":
         print(*notes, sep="\n", file=sys.stderr)
-    wanted = Wanted(model, data, _kind(data, method), method, sequence_length or LENGTH)
+    kind, images = _kind(data, method)
+    wanted = Wanted(model, data, kind, method, sequence_length or LENGTH, images)
     draft = load_text(wanted.text(machine), machine)
 
     from launcher.planner.search import search_configurations
@@ -179,18 +180,21 @@ def load_text(text: str, machine: Machine) -> Recipe:
             raise RecipeError(list(lines)) from None
 
 
-def _kind(data: str, method: str) -> str:
-    """data.kind, by the columns of the data. Raises RecipeError if the method is for others."""
+def _kind(data: str, method: str) -> tuple[str, bool]:
+    """data.kind, and whether rows have images, by the first row of the data. Raises RecipeError if
+    the method is for others."""
     first = first_row([data], hub=True)
     if first is None:
-        return "text"
+        return "text", False
     row, where = first[1], f"command line: data={data}"
     wanted = (_ROWS[method][0],) if method in _ROWS else TOKEN_KINDS
     found = guess(row, {}, kinds=wanted)
     if found is None:
         what = "a recipe of yours can name them (docs/data.md)"
         raise RecipeError(f"{where}: {no_layout(row, {})}; {what}")
-    if (problem := lost_meaning(row, found)) is not None:
+    column = found.get("images")
+    images = column is not None and has_content(row.get(column))
+    if (problem := lost_meaning(row, found, images=images)) is not None:
         raise RecipeError(f"{where}: {problem}; a recipe of yours can have that key (docs/data.md)")
     kind = found.layout.kind
     if kind not in wanted:
@@ -199,7 +203,7 @@ def _kind(data: str, method: str) -> str:
         else:
             what = "chosen and rejected are for method=dpo"
         raise RecipeError(f"{where}: columns {', '.join(row)}: {what}")
-    return kind
+    return kind, images
 
 
 def plannable(recipe: Recipe) -> tuple[Recipe, str]:
@@ -246,6 +250,8 @@ class Wanted:
     kind: str
     method: str
     sequence_length: int
+    images: bool = False
+    """Whether rows have images."""
 
     def command(self, machine: Machine) -> str:
         """The command that asks for it."""
@@ -286,6 +292,11 @@ class Wanted:
                 mode = _flow(best.activation_checkpointing, "mode")
                 lines.append(f"activation_checkpointing: {mode}")
         lines += [
+            *(
+                ["images: {train: none}  # or projector, or all: docs/images.md"]
+                if self.images
+                else ()
+            ),
             *([section] if section else ()),
             f"optimizer: {{learning_rate: {rate}, weight_decay: 0.0}}",
             "schedule: {warmup_steps: 20}",

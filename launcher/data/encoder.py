@@ -59,6 +59,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (
     KINDS,
+    NAMES,
     Match,
     RowKind,
     describe_column,
@@ -66,6 +67,7 @@ from launcher.recipe.layouts import (
     match_row,
     named_columns,
     no_layout,
+    picture_column,
     roles_of,
     typed,
     unused_columns,
@@ -340,7 +342,9 @@ def _read_chat(encoder: Encoder, row: Values) -> Rendered:
     found = encoder.match(row)
     column = found.columns["messages"]
     value = read_value(row, column, object, "messages", role="messages")
-    read = read_messages(value, column, turns=True, images=encoder.images is not None)
+    # Texts of a column of that name need not be turns
+    turns = column.lower() != "texts" or encoder.columns.get("messages") == column
+    read = read_messages(value, column, turns=turns, images=encoder.images is not None)
     messages = _with_system(encoder, found, row, read)
     rendered, weights = _render(encoder, found, row, messages), encoder.columns.get("weights")
     if weights is None:
@@ -368,7 +372,16 @@ def _render(
     if images is not None:
         column = found.get("images")
         given = None if column is None else row.get(column)
-        messages, sources = place_images(messages, given, images.folder or "")
+        names = [encoder.columns["images"]] if "images" in encoder.columns else NAMES["images"]
+        has_column = any(name.lower() in names or name in names for name in row)
+        folder = images.folder or ""
+        messages, sources = place_images(messages, given, folder, has_column=has_column)
+        other = None if sources else picture_column(row, found, encoder.ignored)
+        if other is not None:
+            what = f"column {other!r} holds images by its name, and the run does not see them"
+            named, without = typed("data.columns.images", other), [*encoder.ignored, other]
+            with_it = f"{typed('data.ignore_columns', without)} trains without it"
+            raise RowError(f"{what}; {named} reads it, {with_it}")
     rendered = render(
         _template(encoder),
         row,

@@ -171,7 +171,8 @@ class ImageProcessor:
         others = [text for text in others if text != self.placeholder]
         if len(spans) != len(sources) or others:
             written = others[0] if others else self.placeholder
-            what = f"the text of the conversation holds {written}, which stands for images"
+            what = f"the text of the conversation holds {written}, which stands for images; "
+            what += "remove it; <image> is the place of an image of the row's column"
             if len(spans) < len(sources):
                 what = f"the chat template shows {len(spans)} of {len(sources)} images; set "
                 what += "data.chat_template to one that shows them"

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from launcher.data.messages import Message, RowError, is_image_part
+from launcher.data.messages import (
+    IMAGE_KEYS,
+    PLACEHOLDER,
+    Message,
+    RowError,
+    encodable,
+    is_image_part,
+    lacks_image,
+)
 from launcher.errors import first_line
 from launcher.files import checksum_of
 
@@ -28,10 +36,8 @@ MOST_PIXELS = 100_000_000
 """Pixels of the largest image that is decoded: a small file may hold an image that fills memory."""
 MOST_BYTES = 256 << 20
 """Bytes of the largest file of an image."""
-PLACEHOLDER = "<image>"
-"""Stands in a text for an image of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
-_VALUES = ("bytes", "image", "image_url", "url", "path", "value", "source", "base64", "data")
-"""Keys of a part, or of an object inside it, that may hold its image."""
+_WIDE = ("I", "F")
+"""Beginnings of Pillow's modes with more than 8 bits for a pixel: conversion cuts them to white."""
 _BASE64 = ("base64", "data")
 """Those that hold base64."""
 _BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")
@@ -87,6 +93,9 @@ class ImageSource:
                 if width * height > MOST_PIXELS:
                     what = f"has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
                     raise RowError(f"{self.name}: {what}; scale it down")
+                if opened.mode.startswith(_WIDE):
+                    what = f"has pixels of more than 8 bits (Pillow's mode {opened.mode})"
+                    raise RowError(f"{self.name}: {what}; save it with values from 0 to 255")
                 return ImageOps.exif_transpose(opened).convert("RGB")
         except RowError:
             raise
@@ -102,26 +111,29 @@ def source_of(value: object, folder: str) -> ImageSource:
     the bytes of a file, base64, `{"bytes": ..., "path": ...}` (datasets), `{"url": ...}` (OpenAI), or
     an image of Pillow. Raises RowError."""
     if isinstance(value, Mapping):
-        for key in _VALUES:
+        for key in IMAGE_KEYS:
             inner = value.get(key)
             if isinstance(inner, str) and inner and key in _BASE64:
                 return ImageSource(_from_base64(inner.rpartition("base64,")[2]))
             if inner is not None:
                 return source_of(inner, folder)
-        raise RowError(f"an image has none of the keys {', '.join(_VALUES)}")
+        raise RowError(f"an image has none of the keys {', '.join(IMAGE_KEYS)}")
     if isinstance(value, bytes | bytearray) and value:
         return ImageSource(bytes(value))
     if isinstance(value, str) and value:
         return _source_of_text(value, folder)
     if hasattr(value, "convert") and hasattr(value, "save"):
         stream = io.BytesIO()
-        value.convert("RGB").save(stream, format="PNG")
+        mode = str(value.mode)  # type: ignore[attr-defined]
+        value = value if mode.startswith(_WIDE) else value.convert("RGB")
+        value.save(stream, format="TIFF" if mode == "F" else "PNG")
         return ImageSource(stream.getvalue())
     got = "nothing" if value in ("", b"", None) else type(value).__name__
     raise RowError(f"an image must be a path, the bytes of a file, or base64; got {got}")
 
 
 def _source_of_text(value: str, folder: str) -> ImageSource:
+    encodable(value, "the path of an image")
     if value.startswith("data:"):
         return ImageSource(_from_base64(value.partition(",")[2]))
     scheme = re.match(r"([a-z][a-z0-9+.-]+)://", value, re.IGNORECASE)
@@ -145,15 +157,16 @@ def _from_base64(value: str) -> bytes:
 
 
 def place_images(
-    messages: Sequence[Message], column: object, folder: str
+    messages: Sequence[Message], column: object, folder: str, *, has_column: bool = True
 ) -> tuple[list[Message], list[ImageSource]]:
     """The messages with a part `{"type": "image"}` for each image, and the images in their order.
 
     column: the value of the row's column of images, a list or a single image; None: it has none.
     Its images take the place of parts without an image of their own and, in texts, of `<image>`, in
     this order. If there are no such places, they come first in the first message of a user, as in
-    TRL. Without a column, `<image>` is text. Raises RowError if the numbers do not agree, or if an
-    assistant answers with an image.
+    TRL. has_column: whether rows of the file have such a column, which this one may leave empty.
+    Without one, `<image>` is text. Raises RowError if the numbers do not agree, or if an assistant
+    answers with an image.
     """
     given = None if column is None else column if isinstance(column, list | tuple) else [column]
     given = given or None
@@ -163,20 +176,20 @@ def place_images(
     def next_of_column() -> None:
         if not waiting:
             what = f"the messages show more images than the {len(given or ())} in the row's column"
-            raise RowError(f"{what} of images")
+            raise RowError(f"{what} of images{'' if given else ', which is empty or missing'}")
         sources.append(source_of(waiting.pop(0), folder))
 
     def placed(part: object) -> Iterator[dict[str, Any]]:
         if is_image_part(part):
             assert isinstance(part, Mapping)
-            if any(part.get(key) is not None for key in _VALUES):
-                sources.append(source_of(part, folder))
-            else:
+            if lacks_image(part):
                 next_of_column()
+            else:
+                sources.append(source_of(part, folder))
             yield {"type": "image"}
             return
         text = part if isinstance(part, str) else part["text"]  # type: ignore[index]
-        for number, piece in enumerate(text.split(PLACEHOLDER) if given else [text]):
+        for number, piece in enumerate(text.split(PLACEHOLDER) if has_column else [text]):
             if number:
                 next_of_column()
                 yield {"type": "image"}

@@ -27,6 +27,10 @@ _LOSS_KEYS = ("weight", "loss", "loss_weight", "train", "training")
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 IMAGE_TYPES = ("image", "image_url", "input_image")
 """Types of parts that are images."""
+IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value", "source", "base64", "data")
+"""Keys of a part, or of an object inside it, that may hold its image."""
+PLACEHOLDER = "<image>"
+"""Stands in a text for an image of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _PLACEHOLDER = "Qz7aZq"
@@ -80,11 +84,11 @@ def read_messages(
 
 
 def _question_and_answer(turn: object) -> list[object]:
-    """The two messages of a turn that holds both, {"human": ..., "assistant": ...} (ms-swift); else
-    the turn."""
-    if not isinstance(turn, dict) or not {*_ROLE_KEYS}.isdisjoint(turn) or len(turn) != 2:
+    """The two messages of a turn that holds both, {"human": ..., "assistant": ...} (ms-swift), perhaps
+    with its "source" (the_cauldron); else the turn."""
+    if not isinstance(turn, dict) or not {*_ROLE_KEYS}.isdisjoint(turn):
         return [turn]
-    said = {_OTHER_ROLES.get(key, key): text for key, text in turn.items()}
+    said = {_OTHER_ROLES.get(key, key): text for key, text in turn.items() if key != "source"}
     if said.keys() != {"user", "assistant"}:
         return [turn]
     return [{"role": role, "content": said[role]} for role in ("user", "assistant")]
@@ -165,7 +169,7 @@ def _messages_of(turn: Message, what: str, *, images: bool) -> list[Message]:
         others = ", ".join([*_ROLES, *_OTHER_ROLES, *_CALLS])
         raise RowError(f"{what}: {got}; must be one of {others}")
     if images:
-        message = _with_own_images(message)
+        message = _with_own_images(message, what)
     if seen := [key for key in _PICTURES if message.get(key)]:
         raise RowError(f"{what}: {_only(images)}; got {', '.join(seen)}")
     results: list[Message] = []
@@ -200,16 +204,42 @@ def _only(images: bool) -> str:
     return "only text can be trained on, or with the section images (images.train=none) images, too"
 
 
-def _with_own_images(message: Message) -> Message:
-    """The message with the images of its keys `image` and `images` as the first parts of its
-    content."""
+def _with_own_images(message: Message, what: str) -> Message:
+    """The message with the images of its keys `image` and `images` in the places that its content
+    has for them, or as its first parts if it has none. Raises RowError if their numbers differ."""
     own = [message.pop(key) for key in ("images", "image") if message.get(key)]
     if not own:
         return message
     values = [value for held in own for value in (held if isinstance(held, list) else [held])]
     content = message["content"]
-    rest = content if isinstance(content, list) else [content or ""]
-    return {**message, "content": [*({"type": "image", "image": v} for v in values), *rest]}
+    parts: list[object] = []
+    places = []
+    for part in content if isinstance(content, list) else [content or ""]:
+        if is_image_part(part) and lacks_image(part):
+            places.append(len(parts))
+            parts.append(part)
+            continue
+        text = part if isinstance(part, str) else None if is_image_part(part) else _text_of(part)
+        if text is None or PLACEHOLDER not in text:
+            parts.append(part)
+            continue
+        for number, piece in enumerate(text.split(PLACEHOLDER)):
+            if number:
+                places.append(len(parts))
+                parts.append(None)
+            parts.append(piece)
+    if places and len(places) != len(values):
+        raise RowError(f"{what}: has {len(values)} images, and its text shows {len(places)}")
+    if not places:
+        return {**message, "content": [*({"type": "image", "image": v} for v in values), *parts]}
+    for place, value in zip(places, values, strict=True):
+        parts[place] = {"type": "image", "image": value}
+    return {**message, "content": parts}
+
+
+def lacks_image(part: object) -> bool:
+    """Whether a part that is an image waits for one of another place of the row."""
+    return isinstance(part, dict) and all(part.get(key) is None for key in IMAGE_KEYS)
 
 
 def _with_parts(message: Message, what: str, *, images: bool) -> tuple[Message, list[Message]]:

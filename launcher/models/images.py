@@ -95,7 +95,12 @@ def _without_gradient(model: PreTrainedModel, blank: Mapping[str, torch.Tensor])
 def _is_trained(name: str, train: Trained) -> bool:
     if train == "none" or any(part in name for part in _OTHERS):
         return False
-    return train == "all" or any(part in name for part in _PROJECTORS)
+    return train == "all" or is_of_projector(name)
+
+
+def is_of_projector(name: str) -> bool:
+    """Whether a parameter that text does not use is between a tower and the text model."""
+    return any(part in name for part in _PROJECTORS) and not any(part in name for part in _OTHERS)
 
 
 def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:

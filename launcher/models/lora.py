@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.models.applied import applied
 from launcher.models.build import embeddings, find_blocks, is_classifier, parts_without_text
 from launcher.models.dora import Dora
 from launcher.models.expert_adapters import (
@@ -24,6 +25,7 @@ from launcher.models.expert_adapters import (
     merged_weight,
     wrappers,
 )
+from launcher.models.images import is_of_projector
 from launcher.models.initialization import clean_name
 from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
 from launcher.models.read_by_weight import read_by_weight
@@ -401,8 +403,14 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
     for entry in lora.modules_to_save or ():
         found = [name for name in modules if name and _matches(name, entry)]
         saved += [name for name in found if name not in saved]
-        if any(other.startswith(f"{name}.") for name in found for other in unused):
+        rest = [other for other in unused if other.startswith(tuple(f"{name}." for name in found))]
+        if applied(model).images is not None:
+            rest = [other for other in rest if not is_of_projector(other)]
+        if rest:
             what = f"{entry}: {found[0]} has weights that text does not use"
+            if applied(model).images is not None:
+                what = f"{entry}: {found[0]} is not only the projector of images, and of the parts "
+                what += "beside the text model lora trains no other"
             problems.append(f"lora.modules_to_save: {what}")
         if not found:
             outer = (n for n, m in modules.items() if [*m.parameters(recurse=False)])

@@ -91,7 +91,7 @@ def typed(key: str, value: str | Sequence[str | None]) -> str:
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 """Words that YAML reads as something else."""
 NAMES: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations", "conversation", "contents", "dialog"),
+    "messages": ("messages", "conversations", "conversation", "contents", "dialog", "texts"),
     "prompt": ("prompt",),
     "instruction": (
         "instruction",
@@ -491,6 +491,11 @@ def _usual(role: str, named: Mapping[str, str]) -> str:
 # Columns that are not used
 
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+_LIKE_PICTURES = re.compile(
+    r"(image|img|picture|photo)_?(path|file|filename|file_name|url|bytes|base64)?s?|"
+    r"(image|img|picture|photo)_?\d+|(jpg|jpeg|png|webp|pil_image)"
+)
+"""Names of other columns that hold images, in rows of conversations."""
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
 _SCORES = ("score", "reward", "rating", "quality", "helpfulness")
 _SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")
@@ -536,6 +541,8 @@ def lost_meaning(
             if images:
                 what = "holds video or audio, or images beside another such column, which the run "
                 what += "does not see"
+        elif not images and column == picture_column({column: value}, found):
+            what = "holds images by its name, which training on text does not see"
         elif kind == "tokens":
             if name in _MASKS and "labels" not in found.columns:
                 what = "says which tokens carry loss; write it as labels, with -100 for no loss"
@@ -558,6 +565,17 @@ def lost_meaning(
         if what is not None:
             without = typed("data.ignore_columns", [*ignored, column])
             return f"column {column!r} {what}; {without} trains without it"
+    return None
+
+
+def picture_column(
+    row: Mapping[str, Any], found: Match, ignored: Collection[str] = ()
+) -> str | None:
+    """An unused column whose name says that it holds images, such as `image_path`."""
+    for column, value in unused_columns(row, found, ignored):
+        is_like = _LIKE_PICTURES.fullmatch(column.lower()) and not isinstance(value, int | float)
+        if is_like and KINDS[found.layout.kind].templated:
+            return column
     return None
 
 

@@ -104,6 +104,9 @@ NAMES = {
     "strategy.mixed_precision.param_dtype": "bf16 fp16 dtype torch_dtype bfloat16 float16 "
     "float32 pure_bf16",
     "strategy.mixed_precision.float8": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
+    "images.train": "freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules",
+    "images.max_pixels": "image_max_pixels",
+    "images.folder": "media_dir image_folder image_dir",
     "strategy.replicate": "dp_replicate_size data_parallel_replicate_dim",
     "strategy.reshard_after_forward": "fsdp_reshard_after_forward fsdp_sharding_strategy",
 }
@@ -136,8 +139,10 @@ ABSENT = {
     "interleave_probs dataset_shard_num dataset_shard_idx shuffle_before_merging_datasets "
     "use_pose eval_sequence_len dataset_exact_deduplication min_sample_len max_prompt_len max_prompt_length "
     "curriculum_sampling",
-    "only the text model is trained": "image_max_pixels image_min_pixels video_max_pixels "
-    "video_fps video_maxlen audio_sampling_rate media_dir processor_type image_size",
+    "video and audio are not trained on": "video_max_pixels video_fps video_maxlen "
+    "audio_sampling_rate",
+    "the processor of the model scales images; see images.max_pixels": "image_min_pixels "
+    "image_size processor_type",
     "the reference is the model before training": "ref_model sync_ref_model ref_model_adapters "
     "ref_model_mixup_alpha ref_model_sync_steps",
 }

@@ -114,8 +114,8 @@ def convert(c: Conversion) -> None:
     c.skip("no part of the training", "eval_max_new_tokens", "max_memory", "gpu_memory_limit")
     c.skip("their sums are those of all sequences", "sample_packing_seq_len_multiplier")
     if c.get("processor_type") is not None:
-        parts.pictures(c, "processor_type", "processor_kwargs", "freeze_mm_modules", "image_size")
-    c.skip("only the text model is trained", "freeze_mm_modules")
+        _pictures(c)
+    c.skip("no data set has images", "freeze_mm_modules")
     if c.get("use_eaft"):
         c.lose_all("use_eaft", "the loss is cross-entropy; objective.loss names one of yours")
         c.lose_all("eaft_", "a part of use_eaft")
@@ -125,6 +125,27 @@ def convert(c: Conversion) -> None:
         c.set("data.processes", process, c.names("dataset_processes", "dataset_num_proc"))
     if c.get("shuffle_merged_datasets") is False:
         c.set("data.shuffle", False, "shuffle_merged_datasets")
+
+
+def _pictures(c: Conversion) -> None:
+    frozen = c.get("freeze_mm_modules")
+    origin = c.names("freeze_mm_modules")
+    # Adapters that the config gives to layers of the text model only
+    adapted = "lora.target_modules" in c.values
+    train = "none" if frozen or adapted else "all"
+    settings = c.get("processor_kwargs")
+    settings = dict(settings) if isinstance(settings, dict) else {}
+    pixels = settings.pop("max_pixels", None)
+    sound = "voxtral" in str(c.given["processor_type"]).lower()
+    if sound:
+        c.lose("processor_type", "video and audio are not trained on")
+        return
+    parts.pictures(c, "processor_type", train=train, origin=origin, pixels=pixels)
+    if settings:
+        c.lose("processor_kwargs", "preprocessor_config.json of the model says it")
+    if not is_off(c.get("image_size")):
+        c.lose("image_size", "the processor of the model scales images, and images.max_pixels")
+    c.get("image_resize_algorithm")
 
 
 def _seed(c: Conversion) -> None:

@@ -47,6 +47,8 @@ class Conversion:
     """The tool's keys that change the training and have no equal here, and what differs."""
     needless: dict[str, str] = field(default_factory=dict)
     """The tool's keys without which the training is the same, and why."""
+    shows_images: str = ""
+    """The tool's key that shows that rows have images; empty: none does."""
     taken: set[str] = field(default_factory=set)
     """The tool's keys that a function has looked at."""
 

@@ -29,12 +29,14 @@ _ROLES = {
     "chosen": "chosen",
     "rejected": "rejected",
     "kto_tag": "label",
+    "images": "images",
 }
 """Roles of columns here, by those of dataset_info.json."""
 _COLUMNS = {"instruction": "instruction", "input": "input", "response": "output"}
 """Columns that dataset_info.json need not name."""
 _SHAREGPT_ROLES = ("from", "role", "value", "content")
-_PICTURES = ("images", "videos", "audios")
+_PIXELS = 768 * 768
+"""Of the largest image, by default."""
 _BATCHING = {"normal": (False, ""), "dynamic_batching": (False, ""), "padding_free": (True, "")}
 
 
@@ -217,9 +219,13 @@ def _described(
     columns = entry.get("columns")
     columns = dict(columns) if isinstance(columns, dict) else {}
     conversation = entry.get("formatting") == "sharegpt"
-    pictures = [columns.pop(role, None) for role in _PICTURES]
-    if any(pictures):
-        parts.pictures(c, f"{name}: {word}")
+    for role in ("videos", "audios"):
+        if columns.pop(role, None):
+            c.lose(f"{name}: {word}", "video and audio are not trained on")
+    if images := columns.get("images"):
+        c.shows_images = c.shows_images or f"{name}: {word}"
+        if images in ("images", "image"):
+            del columns["images"]
     if kind == "text":
         column = columns.get("prompt", "text")
         settings: dict[str, Any] = {"text_column": None if column == "text" else column}
@@ -352,13 +358,29 @@ def _validation(c: Conversion) -> bool:
 
 
 def _pictures(c: Conversion) -> None:
-    c.skip("only the text model is trained", "freeze_vision_tower", "freeze_multi_modal_projector")
-    why = "the data show whether there are images"
-    c.skip(why, "image_max_pixels", "video_max_pixels", "video_fps", "video_maxlen", "media_dir")
-    c.skip(why, "video_min_pixels", "crop_to_patches", "image_do_pan_and_scan", "image_min_pixels")
+    switches = ("freeze_vision_tower", "freeze_multi_modal_projector")
+    tower, projector = (c.get(name, default=True) for name in switches)
+    if c.shows_images:
+        train = "all" if not tower else "none" if projector else "projector"
+        pixels = c.get("image_max_pixels", default=_PIXELS)
+        origin = c.names(*switches)
+        parts.pictures(c, c.shows_images, train=train, origin=origin, pixels=pixels)
+        if not tower and projector and "freeze_multi_modal_projector" in c.given:
+            c.note("images.train", "here the projector is trained with the tower")
+        if (folder := c.get("media_dir")) is not None and "images.train" in c.values:
+            c.set("images.folder", str(folder), "media_dir")
+        why = "the processor of the model says it"
+        c.skip(why, "crop_to_patches", "image_do_pan_and_scan", "image_min_pixels")
+        if not is_off(c.get("freeze_language_model")):
+            c.lose("freeze_language_model", "model.freeze names what is not trained, by patterns")
+    else:
+        c.skip("no data set has images", *switches, "image_max_pixels", "image_min_pixels")
+        c.skip("no data set has images", "media_dir", "crop_to_patches", "image_do_pan_and_scan")
+        if not is_off(c.get("freeze_language_model")):
+            c.lose("freeze_language_model", "only the text model is trained")
+    why = "video and audio are not trained on"
+    c.skip(why, "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen")
     c.skip(why, "use_audio_in_video", "audio_sampling_rate")
-    if c.get("freeze_language_model"):
-        c.lose("freeze_language_model", "only the text model is trained")
 
 
 def _second_trainer(c: Conversion) -> None:

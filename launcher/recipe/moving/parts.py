@@ -53,6 +53,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 OWN_TEMPLATE = (
     "here the tokenizer's own chat template; data.chat_template names a file with another"
 )
+_CROSS_ATTENTION = re.compile(r"llama-?3\.2-(11|90)b-vision|mllama")
+"""Models that are refused with images."""
+_NOT_WITH_IMAGES = (
+    "strategy.context_parallel_size",
+    "strategy.tensor_parallel_size",
+    "strategy.expert_parallel_size",
+    "data.streaming",
+    "data.shuffle_buffer",
+)
+_SOUND = re.compile(r"voxtral|audio|qwen2\.5-omni|qwen3-omni|whisper")
 _SHARED_SIZES = (
     *("context_parallel_size", "sequence_parallel_degree", "cp_size", "sp_size"),
     *("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"),
@@ -504,13 +514,37 @@ def logging(c: Conversion) -> None:
         c.skip("metrics go to metrics.jsonl, wandb or TensorBoard", "report_to")
 
 
-def pictures(c: Conversion, name: str, *settings: str) -> None:
-    """Rows with images, which a key of the tool shows. The place for a section of images.
+def pictures(
+    c: Conversion, name: str, *, train: str, origin: str = "", pixels: object = None
+) -> None:
+    """The section `images`, after adapters. name: the tool's key that shows that rows have images.
 
-    name: that key. settings: of images; they are parts of it.
+    train: what the tool trains beside the text model, as images.train. origin: the keys that say it.
+    pixels: the pixels of the largest image, of the key image_max_pixels if it is given.
     """
-    c.lose(name, "images of rows are not trained on; the text model is")
-    c.skip(f"a part of {name}", *settings)
+    model = str(c.values.get("model.path", "")).lower()
+    if _CROSS_ATTENTION.search(model):
+        c.lose(name, "this model attends to images in layers of its own, which is not trained here")
+        return
+    if _SOUND.search(model):
+        c.lose(name, "video and audio are not trained on")
+        return
+    c.set("images.train", train, origin or name)
+    for key in _NOT_WITH_IMAGES:
+        if key in c.values:
+            lost = c.origins[key].partition(": ")[2].partition(",")[0] or key
+            c.lose(lost, f"{key}: {c.values.pop(key)}: not available with images")
+    if "lora.rank" in c.values or "lora.path" in c.values:
+        c.set("images.train", "none", origin or name)
+        note = "adapters are in the text model only; lora.modules_to_save names the projector, to "
+        c.note("images.train", f"{note}train it whole")
+        if train != "none":
+            c.lose(origin or name, "the image tower and its projector get no adapters")
+    if isinstance(pixels, int) and "qwen" in model:
+        note = "the limit of the processor, and of the exported one"
+        c.set("images.max_pixels", pixels, c.names("image_max_pixels"), note)
+    else:
+        c.skip("the processor of this model scales images to its own size", "image_max_pixels")
 
 
 def _is_number(value: object) -> bool:

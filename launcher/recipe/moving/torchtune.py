@@ -165,7 +165,8 @@ def _model(c: Conversion) -> None:
     if folder:
         c.set("model.path", _downloaded(c, folder), "checkpointer")
     if "vision" in builder or "flamingo" in builder or "encoder_trainable" in settings:
-        parts.pictures(c, "model")
+        what = "this model attends to images in layers of its own, which is not trained here"
+        c.lose("model", what)
     if builder.startswith(("lora", "qlora", "dora", "qdora")) or "lora_rank" in settings:
         _adapter(c, builder, settings)
     else:

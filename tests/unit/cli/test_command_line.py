@@ -205,7 +205,7 @@ def test_number_of_gpus_has_one_name(capsys):
 
 @pytest.mark.parametrize(
     ("module", "number"),
-    [("typer", signal.SIGINT), ("rich.console", signal.SIGINT), ("torch", signal.SIGTERM)],
+    [("typer", signal.SIGINT), ("torch", signal.SIGINT), ("torch", signal.SIGTERM)],
     ids=["imports", "command", "terminated"],
 )
 def test_a_request_to_stop_prints_one_line(module, number):

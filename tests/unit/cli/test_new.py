@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from launcher.cli import plan
+from launcher.cli import new, plan
 from launcher.cli.main import main
 from launcher.console import bytes_as_text
 from launcher.planner import search
@@ -109,7 +109,10 @@ def test_keys_of_a_recipe_name_the_model_and_the_data(here, capsys):
     text = capsys.readouterr().out
     assert text == written(capsys, "data=chat.jsonl", "gpu=t4").out
     assert main(["new", "gpu=t4"]) == 2
-    assert capsys.readouterr().err == "command line: missing; give model=MODEL data=DATA\n"
+    assert (
+        capsys.readouterr().err
+        == "command line: missing; give model=MODEL data=DATA, or from=FILE\n"
+    )
 
 
 def test_pairs_need_the_method_dpo(here, capsys):
@@ -218,3 +221,14 @@ def test_what_fits_with_offload_only_names_the_host_memory_and_another_method(
     )
     assert f"node needs {host} of host memory" in note
     assert "  launcher new model=model data=chat.jsonl method=lora gpu=h100 gpus=2\n" in note
+
+
+@pytest.mark.parametrize("pictures", [["a.png"], []])
+def test_rows_with_a_column_of_images_get_the_section(tmp_path, pictures):
+    file = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps({"messages": turns, "images": pictures}) + "\n")
+    kind, images = new._kind(str(file), "full")
+    machine = known_machine("h100", nodes=1, gpus_per_node=1)
+    text = new.Wanted("a/b", str(file), kind, "full", 64, images).text(machine)
+    assert ("images: {train: none}" in text) is bool(pictures)

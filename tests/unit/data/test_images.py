@@ -153,6 +153,19 @@ def test_forms_of_rows_give_the_same_tokens(folder):
         "of the message": {
             "messages": [{"role": "user", "content": "Who?", "images": ["wide.png"]}, ANSWER]
         },
+        "of the message, in its place": {
+            "messages": [{"role": "user", "content": "<image>Who?", "image": "wide.png"}, ANSWER]
+        },
+        "of the message, in a part": {
+            "messages": [
+                {"role": "user", "content": [{"type": "image"}, question], "images": ["wide.png"]},
+                ANSWER,
+            ]
+        },
+        "the_cauldron": {
+            "images": ["wide.png"],
+            "texts": [{"user": "Who?", "assistant": "A thing.", "source": "aokvqa"}],
+        },
     }
     found = encoded(folder, rows.values())
     for name, one in zip(rows, found, strict=True):
@@ -215,6 +228,27 @@ def test_instructions_with_images(folder):
         (asked(text("<image>a"), images=["broken.png"]), "broken.png: cannot be decoded"),
         (asked(text("<image>a"), images=["text.png"]), "is not an image in a format"),
         (asked(text("<image><image>a"), images=["wide.png"]), "more images than the 1"),
+        (asked(text("<image>a"), images=[]), "than the 0 in the row's column of images, which is"),
+        (asked(text("<image>a"), images=None), "than the 0 in the row's column of images, which"),
+        (asked(text("<image>a"), images=[None]), "got nothing"),
+        (asked(text("<image>a"), images=[["wide.png"]]), "got list"),
+        (asked(text("<image>a"), image="\ud800.png"), "path of an image holds half a surrogate"),
+        (asked(text("<image>a"), image_path="wide.png"), "data.columns.images=image_path reads it"),
+        (
+            asked(text("<image 1>a"), image_1="wide.png"),
+            "column 'image_1' holds images by its name",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>", "images": ["a", "b"]}, ANSWER]},
+            "message 1: has 2 images, and its text shows 1",
+        ),
+        ({"texts": ["a", "b"], "images": ["wide.png"]}, "must hold a list of messages"),
+        (asked(text("<image>a"), images=["gray16.png"]), "pixels of more than 8 bits"),
+        (asked(text("<image>a"), images=["float.tiff"]), "save it with values from 0 to 255"),
+        (
+            asked(text("<image>a"), images=[Image.new("F", (4, 4))]),
+            "an image in the row: has pixels of more than 8 bits",
+        ),
         (asked(text("<image>a"), images=["wide.png"] * 2), "has 2, and the messages show 1"),
         (asked({"type": "image", "url": "https://a.b/c.jpg"}), "images are not downloaded"),
         (asked(text("the token <|image_pad|>")), "holds <|image_pad|>, which stands for images"),
@@ -241,6 +275,8 @@ def test_rows_that_cannot_be_used(folder, row, problem):
     (folder / "broken.png").write_bytes(content[: len(content) // 2])
     (folder / "text.png").write_text("no image")
     Image.new("RGB", (5000, 2)).save(folder / "line.png")
+    Image.fromarray(np.full((40, 40), 1000, np.uint16)).save(folder / "gray16.png")
+    Image.fromarray(np.full((40, 40), 0.5, np.float32)).save(folder / "float.tiff")
     [found] = encoded(folder, [row])
     assert problem in found.problem
 

@@ -10,8 +10,9 @@ from launcher.libraries.private import attention_implementation
 from launcher.models.applied import applied
 from launcher.models.attention import VARLEN, drop_causal_mask, isolate_documents
 from launcher.models.build import build_model, parts_without_text
+from launcher.models.changes import adapt
 from launcher.models.images import packed_masks, tower_blocks, unused_modules, use_images
-from launcher.recipe.schema import Model
+from launcher.recipe.schema import Lora, Model
 from tests import multimodal
 from tests.image_models import make_model, skip_without_torchvision
 
@@ -85,6 +86,23 @@ def test_what_is_trained(models, family):
     assert parts["projector"] < parts["all"]
     words = ("merger", "projector", "connector")
     assert all(any(word in name for word in words) for name in parts["projector"])
+
+
+@pytest.mark.parametrize(
+    ("family", "projector", "tower"),
+    [("qwen2_5_vl", "merger", "visual"), ("gemma3", "multi_modal_projector", "vision_tower")],
+)
+def test_lora_trains_a_projector_whole_and_no_tower(models, family, projector, tower):
+    model = prepared(models[family], "none")
+    lora = Lora(rank=2, modules_to_save=(projector,))
+    adapt(model, lora, base_dtype=torch.float32, base=None, new_ids=range(0))
+    of_tower = parts_without_text(model)
+    trained = [name for name in of_tower if model.get_parameter(name).requires_grad]
+    assert trained
+    assert all(f".{projector}." in name for name in trained)
+    whole, fresh = Lora(rank=2, modules_to_save=(tower,)), prepared(models[family], "none")
+    with pytest.raises(RecipeError, match=rf"{tower}: .*{tower} is not only the projector of"):
+        adapt(fresh, whole, base_dtype=torch.float32, base=None, new_ids=range(0))
 
 
 def test_layers_that_features_do_not_depend_on_are_frozen(models):

@@ -33,6 +33,7 @@ val_set_size: 0.05
 wandb_project:
 output_dir: ./outputs/chats
 """
+LAYERS = r"lora_target_modules: 'model.language_model.layers.[\d]+.self_attn.(q|k|v|o)_proj'"
 LLAMA_FACTORY = """
 model_name_or_path: Qwen/Qwen3-0.6B
 stage: sft
@@ -196,7 +197,6 @@ LOST = [
     ("num_epochs: 1.5", "num_epochs"),
     ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins"),
     ("a_key_of_nobody: 1", "a_key_of_nobody"),
-    ("processor_type: AutoProcessor", "processor_type"),
     ("datasets: [{path: owner/rows, type: mine.transform}]", "datasets.type"),
     ("adapter: lora\nlora_r: 8\nlora_target_modules: 'a(b+c)?.*'", "lora_target_modules"),
     ("tensor_parallel_size: 8", "tensor_parallel_size"),  # of 4 ranks
@@ -282,13 +282,61 @@ def test_llama_factory_reads_its_list_of_data_sets(tmp_path, monkeypatch):
         "instruction": "frage"
     }
     _, lost = values(tmp_path, LLAMA_FACTORY.replace("questions", "pictures, unknown"))
-    assert list(lost) == ["dataset: pictures", "dataset"]
+    assert list(lost) == ["dataset"]
     for stage, key in {"dpo": "preference.loss", "kto": "kto.beta", "rm": "model.task"}.items():
         found, lost = values(tmp_path, LLAMA_FACTORY.replace("stage: sft", f"stage: {stage}"))
         assert key in found
         assert lost == {}
     with pytest.raises(RecipeError, match="no training: neither dataset nor stage"):
         converted(tmp_path, "model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "train", "lost_keys"),
+    [
+        ("finetuning_type: full", "none", []),
+        ("finetuning_type: full\nfreeze_multi_modal_projector: false", "projector", []),
+        ("finetuning_type: full\nfreeze_vision_tower: false", "all", []),
+        ("finetuning_type: lora", "none", []),
+        ("finetuning_type: lora\nfreeze_vision_tower: false", "none", ["freeze_vision_tower"]),
+        ("finetuning_type: full\nfreeze_language_model: true", "none", ["freeze_language_model"]),
+    ],
+)
+def test_images_of_llama_factory(tmp_path, monkeypatch, more, train, lost_keys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "p.json", "formatting": "sharegpt", "columns": {"images": "pics"}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"questions": entry}))
+    text = LLAMA_FACTORY.replace("finetuning_type: lora", more) + "media_dir: pictures\n"
+    text = text.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen3-VL-4B-Instruct")
+    found, lost = values(tmp_path, text)
+    assert list(lost) == lost_keys
+    assert found["images.train"] == train
+    assert found["images.max_pixels"] == 768 * 768
+    assert found["images.folder"] == "pictures"
+    whole = parse_yaml(converted(tmp_path, text).text)[0]
+    assert whole["data"]["columns"] == {"images": "pics"}
+    found, _ = values(tmp_path, text + "image_max_pixels: 262144\n")
+    assert found["images.max_pixels"] == 262144
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "train", "lost_keys"),
+    [
+        ("google/gemma-3-4b-it", "freeze_mm_modules: true", "none", []),
+        ("google/gemma-3-4b-it", "", "all", []),
+        ("google/gemma-3-4b-it", "image_size: 512", "all", ["image_size"]),
+        ("google/gemma-3-4b-it", f"adapter: lora\nlora_r: 8\n{LAYERS}", "none", []),
+        ("google/gemma-3-4b-it", "tensor_parallel_size: 2", "all", ["tensor_parallel_size"]),
+        ("meta-llama/Llama-3.2-11B-Vision-Instruct", "", None, ["processor_type"]),
+        ("mistralai/Voxtral-Mini-3B", "", None, ["processor_type"]),
+    ],
+)
+def test_images_of_axolotl(tmp_path, model, more, train, lost_keys):
+    text = AXOLOTL.replace("Qwen/Qwen3-0.6B", model) + f"processor_type: AutoProcessor\n{more}\n"
+    found, lost = values(tmp_path, text)
+    assert found.get("images.train") == train
+    assert list(lost) == lost_keys
 
 
 def test_the_second_trainer_of_llama_factory(tmp_path):
