@@ -407,7 +407,7 @@ def test_imported_packages_are_declared_dependencies():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
     imported -= sys.stdlib_module_names
-    provided = {"pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
+    provided = {"pynvml": "nvidia_ml_py", "yaml": "pyyaml", "PIL": "pillow"}
     provided |= dict.fromkeys(("huggingface_hub", "tokenizers"), "transformers") | {
         "triton": "torch"
     }

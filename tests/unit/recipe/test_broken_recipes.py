@@ -518,7 +518,7 @@ MISTAKES_IN_ARGUMENTS = [
         "schedule.warmup_steps=4: not available with schedule.warmup_ratio; set "
         "schedule.warmup_ratio=null, or schedule.warmup_steps=100, its default",
     ),
-    (None, ["schedule.warmup_ratio=0"], "schedule.warmup_ratio=0: must be greater than 0; got 0"),
+    (None, ["schedule.warmup_ratio=0"], "schedule.warmup_ratio=0: must be greater than 0, or null; got 0"),
     (None, ["checkpoint.keep_best=eval_loss"], "checkpoint.keep_best=eval_loss: needs data.validation or ..."),
     (None, ["data.validation=data.txt", "checkpoint.keep_best=eval_f1"],
      "checkpoint.keep_best=eval_f1: no such metric: eval_f1; this run has eval_loss"),
