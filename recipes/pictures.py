@@ -84,7 +84,7 @@ def make(folder: Path, *, seed: int = 1234) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """Writes a model of the architecture of Qwen3-VL with 0.6 million random weights."""
+    """Writes a model of the architecture of Qwen3-VL with 0.7 million random weights."""
     import torch
     import transformers
 

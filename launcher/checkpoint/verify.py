@@ -82,10 +82,18 @@ def verify_export(
     auto = auto_class(config, recipe.model.task)
     del model, stored  # the fresh process needs as much memory
     trusted = recipe.model.trust_remote_code
-    sees = seen is not None
-    arguments = out.resolve(), ids, auto, options, tokenizer is not None, trusted, sees
     try:
-        logits, exported_facts = run_in_process(None, _load_exported, *arguments)
+        logits, exported_facts = run_in_process(
+            None,
+            _load_exported,
+            out.resolve(),
+            ids,
+            auto,
+            options,
+            tokenizer is not None,
+            trusted,
+            seen is not None,
+        )
     except TrainingError as error:
         why = str(error).rpartition("\n")[2]
         return [*differences, f"it cannot be loaded with transformers: {why}"]

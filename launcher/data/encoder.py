@@ -370,18 +370,7 @@ def _render(
 ) -> Rendered:
     images, sources = encoder.images, list[ImageSource]()
     if images is not None:
-        column = found.get("images")
-        given = None if column is None else row.get(column)
-        names = [encoder.columns["images"]] if "images" in encoder.columns else NAMES["images"]
-        has_column = any(name.lower() in names or name in names for name in row)
-        folder = images.folder or ""
-        messages, sources = place_images(messages, given, folder, has_column=has_column)
-        other = None if sources else picture_column(row, found, encoder.ignored)
-        if other is not None:
-            what = f"column {other!r} holds images by its name, and the run does not see them"
-            named, without = typed("data.columns.images", other), [*encoder.ignored, other]
-            with_it = f"{typed('data.ignore_columns', without)} trains without it"
-            raise RowError(f"{what}; {named} reads it, {with_it}")
+        messages, sources = _with_images(encoder, images.folder or "", found, row, messages)
     rendered = render(
         _template(encoder),
         row,
@@ -393,6 +382,25 @@ def _render(
     if images is None:
         return rendered
     return load_processor(images.processor, images.max_pixels).expand(rendered, sources)
+
+
+def _with_images(
+    encoder: Encoder, folder: str, found: Match, row: Values, messages: list[Message]
+) -> tuple[list[Message], list[ImageSource]]:
+    """See `place_images`. Raises RowError, also if only a column that is not used holds images."""
+    column = found.get("images")
+    given = None if column is None else row.get(column)
+    names = [encoder.columns["images"]] if "images" in encoder.columns else NAMES["images"]
+    has_column = any(name.lower() in names or name in names for name in row)
+    messages, sources = place_images(messages, given, folder, has_column=has_column)
+    unused = None if sources else picture_column(row, found, encoder.ignored)
+    if unused is not None:
+        raise RowError(
+            f"column {unused!r} holds images by its name, and the run does not see them; "
+            f"{typed('data.columns.images', unused)} reads it, "
+            f"{typed('data.ignore_columns', [*encoder.ignored, unused])} trains without it"
+        )
+    return messages, sources
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:

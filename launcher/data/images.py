@@ -39,7 +39,7 @@ MOST_BYTES = 256 << 20
 _WIDE = ("I", "F")
 """Beginnings of Pillow's modes with more than 8 bits for a pixel: conversion cuts them to white."""
 _BASE64 = ("base64", "data")
-"""Those that hold base64."""
+"""Keys whose values are base64."""
 _BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")
 """How files of PNG, JPEG, GIF, WebP and BMP begin in base64."""
 

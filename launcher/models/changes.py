@@ -77,7 +77,8 @@ def change_weights(
     *,
     seed: int,
     new_ids: range,
-    images: tuple[Trained, Mapping[str, torch.Tensor]] | None,
+    images: Trained | None,
+    blank_image: Mapping[str, torch.Tensor],
     lora: schema.Lora | None,
     float8: str | None,
     fsdp: bool,
@@ -87,8 +88,9 @@ def change_weights(
     """Decides what the weights of a meta model are, in which dtype, and which are trained.
 
     float8: a name of torchao's recipes, for the blocks. fsdp: whether the strategy is. dtype: of
-    computation, in which frozen weights are held. device: the kind that computes. images: what is
-    trained beside the text model, and what the model takes of an image; None: rows are text. Raises
+    computation, in which frozen weights are held. device: the kind that computes. images: what
+    is trained beside the text model (images.train); None: rows are text. blank_image: see
+    `use_images`. Raises
     RecipeError if the model cannot be changed so, or if a checkpoint or an adapter does not fit.
     """
     # Before adapters, which are linear layers, too, and stay in their own dtype
@@ -100,7 +102,7 @@ def change_weights(
     init_fn, stored_dtype, source = starting_weights(section, model, seed=seed, new_ids=new_ids)
     # After the checkpoint, which sets anew what is trained
     if images is not None:
-        use_images(model, *images)
+        use_images(model, images, blank_image)
     else:  # DDP would wait for their gradients
         for name in parts_without_text(model):
             model.get_parameter(name).requires_grad_(False)

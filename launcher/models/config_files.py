@@ -232,9 +232,8 @@ def _is_read_as(whole: Json, config: PreTrainedConfig, wanted: Json) -> bool:
 def _compared(config: Json) -> Json:
     left_out = set(_NOT_COMPARED)
     if _PARTIAL in (config.get("rope_parameters") or ()):
-        left_out.add(
-            _PARTIAL
-        )  # transformers 5.17 keeps what it was made with, which no model reads
+        # transformers 5.17 keeps the value that the config was made with, and no model reads it
+        left_out.add(_PARTIAL)
     return {
         key: _compared(value) if isinstance(value, dict) else value
         for key, value in config.items()

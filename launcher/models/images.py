@@ -1,9 +1,8 @@
 """The image tower of a model of images and text, where rows have images.
 
-transformers replaces the embeddings of a model's image tokens by the features of the tower, and this
-module sees to it that every rank runs the tower in every micro-batch, that attention in the tower
-sees the whole image, and that packed documents are kept apart where an image attends to itself in
-both directions.
+transformers replaces the embeddings of a model's image tokens by the features of the tower. This
+module runs the tower on every rank in every micro-batch, and makes the masks of packed rows in which
+an image attends to itself in both directions.
 """
 
 from __future__ import annotations
@@ -38,37 +37,36 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def use_images(
     model: PreTrainedModel,
     train: Trained,
-    blank: Mapping[str, torch.Tensor],
-    *,
-    key: str = "images",
+    blank_image: Mapping[str, torch.Tensor],
 ) -> None:
     """Changes a meta model so that it trains on rows with images, and freezes what is not trained of
-    the parts that text does not use. blank: what the model takes of an image. Raises RecipeError if
-    the model takes no images, or in a way that is not known."""
+    the parts that text does not use. blank_image: the arguments of the model for an image; only read
+    if something is trained. Raises RecipeError if the model takes no images, or in a way that is not
+    known."""
     base: Any = model.base_model
     name = type(model).__name__
     if getattr(text_config(model), "cross_attention_layers", None):
         raise RecipeError(
-            f"{key}: {name} attends to images in layers of their own, which is not supported"
+            f"images: {name} attends to images in layers of their own, which is not supported"
         )
     if not hasattr(base, "get_image_features"):
         raise RecipeError(
-            f"{key}: {name} takes no images; remove the section, or give a model that does"
+            f"images: {name} takes no images; remove the section, or give a model that does"
         )
     unused = parts_without_text(model)
     # What model.freeze names stays frozen
     free = [name for name in unused if model.get_parameter(name).requires_grad]
     trained = {name for name in free if _is_trained(name, train)}
     if trained:
-        trained -= _without_gradient(model, blank)
+        trained -= _without_gradient(model, blank_image)
     if train != "none" and not trained:
-        raise RecipeError(f"{key}.train: {train}: {name} has no parameters of that kind")
+        raise RecipeError(f"images.train: {train}: {name} has no parameters of that kind")
     for name in unused:
         model.get_parameter(name).requires_grad_(name in trained)
     applied(model).images = ImageTower(model)
 
 
-def _without_gradient(model: PreTrainedModel, blank: Mapping[str, torch.Tensor]) -> set[str]:
+def _without_gradient(model: PreTrainedModel, blank_image: Mapping[str, torch.Tensor]) -> set[str]:
     """The parameters of the tower that its features do not depend on, such as the layers after
     `vision_feature_layer` (LLaVA): DDP would wait for their gradients."""
     tower = copy.deepcopy(model.base_model)
@@ -76,7 +74,7 @@ def _without_gradient(model: PreTrainedModel, blank: Mapping[str, torch.Tensor])
     # Integers, such as the sizes of images, are read
     inputs = {
         name: value.to("meta") if value.is_floating_point() else value
-        for name, value in blank.items()
+        for name, value in blank_image.items()
     }
     try:
         features = tower.get_image_features(**inputs, return_dict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from launcher.models.changes import (
 )
 from launcher.models.chunked_loss import computes_loss
 from launcher.models.context_parallel import check_context_parallel
-from launcher.models.images import Trained, tower_blocks, unused_modules
+from launcher.models.images import tower_blocks, unused_modules
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
@@ -104,7 +104,6 @@ class PreparedModel:
     """Number of blocks of the whole model, even if a trace has deleted some of them."""
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
-
     images: ModelImages | None
     """How the model takes images; None: rows are text."""
 
@@ -256,14 +255,14 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     return ratios
 
 
-def _trained_on_images(recipe: Recipe) -> tuple[Trained, Mapping[str, torch.Tensor]] | None:
-    if (section := recipe.images) is None:
-        return None
-    images = images_of(section, recipe.model)
-    if images is None:  # the plan of a model of which only the config is known
-        return section.train, {}
+def _blank_image(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The arguments of the model for an image, if images.train is not none; else empty, and also in
+    the plan of a model of which only the config is known."""
+    images = images_of(recipe.images, recipe.model)
+    if images is None or recipe.images is None or recipe.images.train == "none":
+        return {}
     blank = images.processor.blank_batch
-    return section.train, {name: torch.from_numpy(array) for name, array in blank.items()}
+    return {name: torch.from_numpy(array) for name, array in blank.items()}
 
 
 def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
@@ -311,7 +310,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         recipe.model,
         seed=recipe.run.seed,
         new_ids=new_ids,
-        images=_trained_on_images(recipe),
+        images=None if recipe.images is None else recipe.images.train,
+        blank_image=_blank_image(recipe),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
