@@ -56,11 +56,13 @@ CALLS = {
     "1": (270, {"kernels": 85, "steps": 95, "values": 65}),
     "2": (400, {"widths": 125, "memory": 70, "compare": 65, "checkpoint": 45, "resume": 70}),
     "3": (400, {"peers": 110, "tuning": 45, "steps": 130, "goals": 90}),
+    "4": (370, {"models": 190, "families": 160}),
 }
 """Seconds of calls on a lent GPU, and of their parts: the most informative first. The first two fit
-fifteen minutes; the third measures what they left open, or what has changed since. Time that a part
+fifteen minutes; the third measures what they left open, or what has changed since, and the
+fourth other families than Llama. Time that a part
 does not use is left to those after it. Starting a machine takes half a minute to two minutes more."""
-GROUPS = ("steps", "widths", "memory", "goals")
+GROUPS = ("steps", "widths", "families", "memory", "goals")
 """Groups of gpu_rows.py, each a part."""
 OTHERS = ("doctor", "contexts", "tests", "plan")
 _MEASURED = itertools.chain.from_iterable(parts for _, parts in CALLS.values())
@@ -124,6 +126,8 @@ def commands(part: str, *, gpu: str, gpus: int, quick: bool, logs: Path) -> list
 
     if part == "kernels":
         return [Command(part, [HERE / "gpu_kernels.py", *(["--tiny"] if quick else [])], tables)]
+    if part == "models":
+        return [Command(part, [HERE / "gpu_models.py", *(["--tiny"] if quick else [])], tables)]
     if part in GROUPS:
         return [steps(part)]
     if part == "values":

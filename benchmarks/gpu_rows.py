@@ -149,6 +149,32 @@ MEMORY = [
 ]  # fmt: skip
 """Llama-3.2-1B; only the peak counts. Eager, because the plan traces eager blocks."""
 
+
+def layers(name: str, count: int) -> dict[str, Any]:
+    """The config of a known model with fewer layers: a period of those that differ."""
+    config = dict(known_models()[name]["config"])
+    config.pop("layer_types", None)
+    return config | {"num_hidden_layers": count}
+
+
+QWEN3_5 = {"model_type": "qwen3_5_text", "num_hidden_layers": 4}
+"""The text model of Qwen3.5-9B, whose sizes are the defaults of transformers."""
+GEMMA_3 = known_models()["google/gemma-3-4b-it"]["config"]["text_config"]
+FAMILIES = [
+    Row("Qwen3-30B-A3B, 4 layers", layers("Qwen/Qwen3-30B-A3B", 4), (*DDP, COMPILED, KEPT)),
+    Row("Qwen3-30B-A3B, 4 layers, eager", layers("Qwen/Qwen3-30B-A3B", 4), (*DDP, EAGER, KEPT)),
+    Row("Qwen3.5-9B, 4 layers, full", QWEN3_5, (*DDP, COMPILED, FULL), micro_batch_size=1),
+    Row("Llama-3.1-8B, 8 layers, float8", EIGHT_LAYERS, (*DDP, COMPILED, SELECTIVE, KEPT, "strategy.mixed_precision.float8=rowwise")),
+    Row("Llama-3.1-8B, QLoRA, full", LLAMA_8B, (*DDP, "lora={rank: 16, alpha: 32, quantize: nf4}", FULL)),
+    Row("gpt-oss-20b, 2 layers", layers("openai/gpt-oss-20b", 2), (*DDP, COMPILED), micro_batch_size=1),
+    Row(
+        "Gemma-3-4b, 6 layers",
+        {"model_type": "gemma3_text"} | GEMMA_3 | {"num_hidden_layers": 6},
+        (*DDP, COMPILED, KEPT),
+    ),
+]  # fmt: skip
+"""Layers of families that differ from Llama: experts, recurrent layers, sinks, windows, 4 and 8 bits."""
+
 AUTOMODEL = "NeMo Automodel's"
 PRIME = "prime-rl's"
 GOALS = [
@@ -218,7 +244,13 @@ GOALS = [
     ),
 ]
 """Real models, on the machines for which their goals are."""
-GROUPS = {"steps": STEPS, "widths": WIDTHS, "memory": MEMORY, "goals": GOALS}
+GROUPS = {
+    "steps": STEPS,
+    "widths": WIDTHS,
+    "families": FAMILIES,
+    "memory": MEMORY,
+    "goals": GOALS,
+}
 
 
 def rows_of(group: str, *, gpu: str | None, ranks: int) -> list[Row]:

@@ -246,7 +246,7 @@ def measure(options: argparse.Namespace, ranks: RankLayout) -> list[str]:
     listed = None if gpu is None else find_gpu(gpu)
     known = None if listed is None else listed.name
     plans = planned(options.plans, known or "", ranks.size)
-    detailed = options.group in ("steps", "widths")
+    detailed = options.group in ("steps", "widths", "families")
     count = {"warm_up": 3, "timed": 2 if options.tiny else 5}
     if not detailed:  # the steps of goals take many seconds
         count = {"warm_up": 2, "timed": 2 if options.group == "memory" else 1}
@@ -259,6 +259,8 @@ def measure(options: argparse.Namespace, ranks: RankLayout) -> list[str]:
     every = None if options.tiny else known or "none"
     for row in rows_of(options.group, gpu=every, ranks=ranks.size):
         if options.eager and COMPILED in row.overrides:
+            continue
+        if options.rows is not None and row.name not in options.rows:
             continue
         if time.monotonic() - started > options.seconds:
             show(f"not started: {row.name}")
@@ -287,6 +289,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--group", choices=GROUPS, default="steps")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="some rows of the group, by name")
     parser.add_argument("--eager", action="store_true", help="skips the compiled rows")
     parser.add_argument("--tiny", action="store_true", help="small models: does everything run?")
     parser.add_argument("--seconds", type=float, default=3600, help="no row starts later")

@@ -117,12 +117,13 @@ def inputs_of(row, folder, processor):
     return made, targets
 
 
-def plain_loop(folder, family, rows, trained, steps):
+def plain_loop(folder, family, rows, trained, steps, *, device="cpu"):
     """steps: the numbers of the rows that each step trains on."""
     processor = reference_processor(folder / family)
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         folder / family, dtype=torch.float32
     ).train()
+    model.to(device)
     text = model.get_decoder()
     used = {id(p) for m in (text, model.get_output_embeddings()) for p in m.parameters()}
     for name, parameter in model.named_parameters():
@@ -134,9 +135,9 @@ def plain_loop(folder, family, rows, trained, steps):
     inputs = [inputs_of(row, folder, processor) for row in rows]
     losses, norms = [], []
     for step in steps:
-        loss, total = torch.zeros(()), 0
+        loss, total = torch.zeros((), device=device), 0
         for row in step:
-            made, targets = inputs[row]
+            made, targets = (part.to(device) for part in inputs[row])
             logits = model(**made, use_cache=False).logits[0]
             loss = loss + torch.nn.functional.cross_entropy(
                 logits, targets, ignore_index=-100, reduction="sum"

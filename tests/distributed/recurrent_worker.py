@@ -88,19 +88,20 @@ def train(training):
 
 
 def plain_loop(model, dataset):
-    """AdamW over the documents of the same rows, one after the other."""
+    """AdamW over the documents of the same rows, one after the other, on the model's device."""
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
     )
     losses, norms, documents = [], [], 0
     for step in range(STEPS):
-        total, count = torch.zeros(()), 0
+        total, count = torch.zeros((), device=device), 0
         for index in range(step * BATCH, (step + 1) * BATCH):
             row = dataset[index % len(dataset)]
             starts = np.flatnonzero(row["position_ids"] == 0)[1:]
             parts = (np.split(row[name], starts) for name in ("input_ids", "targets"))
             for ids, targets in zip(*parts, strict=True):
-                ids, targets = (torch.from_numpy(part) for part in (ids, targets))
+                ids, targets = (torch.from_numpy(part).to(device) for part in (ids, targets))
                 logits = model(input_ids=ids[None], use_cache=False).logits[0]
                 total = total + torch.nn.functional.cross_entropy(
                     logits, targets, ignore_index=-100, reduction="sum"
