@@ -242,6 +242,62 @@ def attention_choice(
     return SDPBackend(chosen).name
 
 
+def varlen_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator of `varlen_attn`: output, log-sum-exp of scores (heads, tokens), and the state of
+    its random numbers, which the backward pass takes. Without it attention with sinks has a mask."""
+    forward = torch.ops.torch_attn._varlen_attn
+    takes_groups = "enable_gqa" in {each.name for each in forward.default._schema.arguments}
+    grouped = {"enable_gqa": True} if takes_groups else {}
+    lengths = (longest, longest, False, scale, list(window))
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = forward(
+        query, key, value, bounds, bounds, *lengths, **grouped
+    )
+    return found
+
+
+def varlen_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    log_sum: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    state: torch.Tensor,
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator of its backward pass: the gradients of query, key and value."""
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        torch.ops.torch_attn._varlen_attn_backward(
+            gradient,
+            query,
+            key,
+            value,
+            out,
+            log_sum,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            False,
+            state,
+            scale,
+            list(window),
+        )
+    )
+    return found
+
+
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Lets compiled functions take any size of this dimension. Without it they are compiled again
     for another size."""

@@ -29,6 +29,8 @@ from launcher.libraries.private import (
     attention_implementation,
     is_stateful,
     tree_map_only,
+    varlen_backward,
+    varlen_forward,
 )
 from launcher.models import tracing
 from launcher.models.build import (
@@ -68,7 +70,7 @@ planned_gpu = ContextVar[str | None]("planned_gpu", default=None)
 
 Call = dict[str, Any]
 """Arguments of an attention call, with `head_size`, and `plain`: whether it is causal attention
-without masks, biases, caps and sinks."""
+without masks, biases and caps."""
 
 
 def isolate_documents(
@@ -77,12 +79,14 @@ def isolate_documents(
     sequence_length: int,
     device: torch.device,
     compute_dtype: torch.dtype,
+    attention: str = "auto",
 ) -> Masking:
     """How this model keeps packed documents apart.
 
-    Replaces attention by `varlen_attention` if the model uses `sdpa`, passes the bounds to its
-    layers (which is tried here), and the device has a kernel. sequence_length is the number of
-    tokens of a packed row. Raises RecipeError if a layer mixes tokens of different documents;
+    Replaces attention by `varlen_attention` if the model uses `sdpa`, or has sinks and no `sdpa`,
+    passes the bounds to its layers (which is tried here), and the device has a kernel.
+    sequence_length is the number of tokens of a packed row. attention: model.attention. Raises
+    RecipeError if a layer mixes tokens of different documents;
     recurrent layers are separated before (`separate_documents`).
     """
     implementation = attention_implementation(model) or ""
@@ -101,14 +105,18 @@ def isolate_documents(
     def has_bounds(call: Call) -> bool:
         return all(call.get(key) is not None for key in _BOUNDS)
 
+    without_sdpa = implementation == "eager" and attention == "auto"
+
     def fits(call: Call) -> bool:
         return has_bounds(call) and call["plain"] and call["head_size"] <= widest
 
     passed = False
     if flash:
         passed = _all_calls(model, inputs, has_bounds)
-    elif implementation == "sdpa" and not missing_for_varlen(model, device, compute_dtype):
-        passed = _use_varlen(model, inputs, fits)
+    elif (implementation == "sdpa" or without_sdpa) and not missing_for_varlen(
+        model, device, compute_dtype
+    ):
+        passed = _use_varlen(model, inputs, fits, for_sinks=without_sdpa)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
     if not passed and model.config.model_type == "qwen2_5_vl":
@@ -238,6 +246,9 @@ def attention_kernels(
     if config is None or implementation not in (VARLEN, DIVIDED_ROWS, "sdpa"):
         return f"{implementation or 'that of the model'}, chosen by model.attention"
     without_mask = implementation != "sdpa"
+    if without_mask and any("sink" in name for name, _ in model.named_parameters()):
+        half = compute_dtype in (torch.bfloat16, torch.float16)
+        return f"{_varlen_kernel() if half else 'all scores'}, with sinks"
     sizes = [_sizes_of_heads(layer) for layer in layer_configs(config)]
     if not all(isinstance(each, int) for each in itertools.chain(*sizes)):  # lists, by layer
         return "scaled_dot_product_attention"
@@ -246,8 +257,12 @@ def attention_kernels(
     dense = " and ".join(kernels)
     if not packed or not without_mask:
         return f"{dense} of scaled_dot_product_attention{'' if without_mask else ', with a mask'}"
+    return f"packed rows {_varlen_kernel()}, other rows {dense}"
+
+
+def _varlen_kernel() -> str:
     version = (torch.nn.attention.current_flash_attention_impl() or "FA2").removeprefix("FA")
-    return f"packed rows FlashAttention-{version} (varlen_attn), other rows {dense}"
+    return f"FlashAttention-{version} (varlen_attn)"
 
 
 def _sizes_of_heads(config: Any) -> tuple[int, int, int]:
@@ -268,15 +283,18 @@ def _dense_kernel(heads: int, groups: int, size: int, masked: bool, options: Cal
     return chosen.lower().replace("_", " ")
 
 
-def drop_causal_mask(model: PreTrainedModel) -> None:
+def drop_causal_mask(model: PreTrainedModel, attention: str = "auto") -> None:
     """Removes transformers' mask where it is only causal, for rows of one document that are padded
-    on the right: there, `sdpa` without a mask is exact wherever there is a target.
+    on the right: there, `sdpa` without a mask is exact wherever there is a target, and so is
+    attention with sinks. attention: model.attention.
 
     With the mask, transformers synchronizes with the device in every forward pass to see whether
     `position_ids` are those of packed documents. Models with other masks keep them.
     """
     config = getattr(model, "config", None)
-    if config is None or attention_implementation(model) != "sdpa":
+    implementation = None if config is None else attention_implementation(model)
+    without_sdpa = implementation == "eager" and attention == "auto"
+    if config is None or not (implementation == "sdpa" or without_sdpa):
         return
     layers, text = set(_layer_types(model)), config.get_text_config()
     known, config = text is config or has_other_inputs(config), text
@@ -285,18 +303,37 @@ def drop_causal_mask(model: PreTrainedModel) -> None:
     if not known or not causal or not layers <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or largest_of_layers(config, "sliding_window") > 0
-    _use_varlen(model, {}, lambda call: call["plain"] and (not slides or "sliding_window" in call))
+    _use_varlen(
+        model,
+        {},
+        lambda call: call["plain"] and (not slides or "sliding_window" in call),
+        for_sinks=without_sdpa,
+    )
 
 
-def _use_varlen(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool]) -> bool:
-    """Replaces the model's attention if all its calls fit. transformers makes no mask for it."""
+def _use_varlen(
+    model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool], *, for_sinks: bool
+) -> bool:
+    """Replaces the model's attention if all its calls fit. transformers makes no mask for it.
+
+    for_sinks: the model has no `sdpa`; its attention is replaced only if sinks are the reason.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+    before = attention_implementation(model)
     set_text_attention(model, VARLEN)
-    replaced = _all_calls(model, inputs, fits)
+    if attention_implementation(model) != VARLEN:  # its attention cannot be replaced
+        return False
+    sinks: list[bool] = []
+
+    def noted(call: Call) -> bool:
+        sinks.append(has_sinks(call))
+        return fits(call)
+
+    replaced = _all_calls(model, inputs, noted) and (any(sinks) or not for_sinks)
     if not replaced:
-        set_text_attention(model, "sdpa")
+        set_text_attention(model, before or "sdpa")
     return replaced
 
 
@@ -327,7 +364,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     ) -> tuple[torch.Tensor, None]:
         causal = arguments.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        others = [arguments.get(key) for key in ("position_bias", "softcap", "s_aux")]
+        others = [arguments.get(key) for key in ("position_bias", "softcap")]
         plain = bool(causal) and all(other is None for other in [attention_mask, *others])
         head_size = max(query.shape[-1], value.shape[-1])
         fitting.append(fits({**arguments, "head_size": head_size, "plain": plain}))
@@ -349,6 +386,12 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
         tried(input_ids=ids, use_cache=False, **inputs)
     ALL_ATTENTION_FUNCTIONS.register(name, before)
     return bool(fitting) and all(fitting)
+
+
+def has_sinks(call: Call) -> bool:
+    """Whether an attention call has sinks: a score of each head that takes part in the softmax, and
+    has no value (gpt-oss)."""
+    return call.get("s_aux") is not None
 
 
 def _same_shape(hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
@@ -386,12 +429,15 @@ def varlen_attention(
     query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
     head size). `cu_seq_lens_q` (documents + 1,) says where documents start in the flattened rows;
     without it, each row is one document. `max_length_q` is the length of the longest document.
-    `sliding_window` is the number of tokens that a token attends to, itself included.
+    `sliding_window` is the number of tokens that a token attends to, itself included. `s_aux` are
+    the sinks (heads,).
     """
     assert attention_mask is None
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
-        return _dense(inputs, options), None
+        if not (has_sinks(options) and _kernel_fits(query)):
+            return _dense(inputs, options), None
+        options |= _bounds_of_rows(query)
     # (batch x tokens, heads, head size): rows concatenated
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]
     if has_varlen_kernel(query):
@@ -400,6 +446,22 @@ def varlen_attention(
         out = _each_document(rows, options)
     batch, _, tokens, _ = query.shape
     return out.reshape(batch, tokens, *out.shape[1:]), None
+
+
+def _kernel_fits(query: torch.Tensor) -> bool:
+    """Whether the variable-length kernel takes these tensors."""
+    device = query.device.type
+    enabled = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if enabled else query.dtype
+    half = dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= LARGEST_HEAD
+    return half and has_varlen_kernel(query) and not without_flash(query.device)
+
+
+def _bounds_of_rows(query: torch.Tensor) -> Call:
+    """The arguments that make each row one document."""
+    batch, _, tokens, _ = query.shape
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
+    return dict(zip(_BOUNDS, (ends, ends, tokens, tokens), strict=True))
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
@@ -430,20 +492,78 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     )
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
-    out = varlen.varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=size**-0.5 if scaling is None else scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # 0 to the right: causal
-        **_GROUPED,
-    )
+    scale = size**-0.5 if scaling is None else scaling
+    sides = (-1 if window is None else window - 1, 0)  # 0 to the right: causal
+    if has_sinks(options):
+        function: Any = _KernelWithSinks
+        out = function.apply(query, key, value, options["s_aux"], bounds, longest, scale, sides)
+    else:
+        out = varlen.varlen_attn(
+            query,
+            key,
+            value,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=scale,
+            window_size=sides,
+            **_GROUPED,
+        )
     assert isinstance(out, torch.Tensor)
     return out if value_size == width else out[..., :value_size]
+
+
+class _KernelWithSinks(torch.autograd.Function):
+    """The variable-length kernel, and a sink for each head.
+
+    With L = log sum_j exp(s_j) of the kernel and the sink s, weights are exp(s_j - L'), where
+    L' = log(exp(L) + exp(s)): the kernel's output times exp(L - L'). The kernel's backward pass
+    recomputes weights from the log-sum-exp that it is given, and takes sum_j p_j dp_j from output
+    times gradient. So with L' and the scaled output it gives the gradients of attention with
+    sinks. That of a sink is - exp(s - L') times output times gradient, because its value is 0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        bounds: torch.Tensor,
+        longest: int,
+        scale: float,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        out, log_sum, state = varlen_forward(query, key, value, bounds, longest, scale, window)
+        score = sinks.float()[:, None]
+        with_sink = torch.logaddexp(log_sum, score)  # (heads, tokens)
+        share = (log_sum - with_sink).exp().t().unsqueeze(2)
+        out = (out * share).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, bounds, out, with_sink, state)
+        ctx.longest, ctx.scale, ctx.window = longest, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, sinks, bounds, out, with_sink, state = ctx.saved_tensors
+        of_inputs = varlen_backward(
+            gradient.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            with_sink,
+            bounds,
+            ctx.longest,
+            state,
+            ctx.scale,
+            ctx.window,
+        )
+        weighted = (gradient.float() * out.float()).sum(2).t()  # (heads, tokens)
+        of_sinks = -((sinks.float()[:, None] - with_sink).exp() * weighted).sum(1)
+        return *of_inputs, of_sinks.to(sinks.dtype), None, None, None, None
 
 
 def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
@@ -454,6 +574,9 @@ def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         position = torch.arange(tokens, device=query.device)
         distance = position[:, None] - position[None, :]
         mask = (distance >= 0) & (distance < window)
+    if has_sinks(options):
+        key, value = _repeat_heads(query, key, value)
+        return _scores_with_sinks(query, key, value, mask, options)
     grouped = mask is None and query.shape[1] > key.shape[1] and _takes_groups(query, value)
     if not grouped:
         key, value = _repeat_heads(query, key, value)
@@ -468,6 +591,27 @@ def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         enable_gqa=grouped,
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _scores_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: Call,
+) -> torch.Tensor:
+    """`_dense` with sinks, from all scores."""
+    heads, tokens, size = query.shape[1:]
+    if mask is None:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    scaling = options.get("scaling")
+    scores = query @ key.transpose(2, 3) * (size**-0.5 if scaling is None else scaling)
+    scores = scores.float().masked_fill(~mask, -torch.inf)
+    sinks = options["s_aux"].float().view(1, heads, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], dim=3).softmax(3)[..., :-1].to(value.dtype)
+    if dropout := options.get("dropout", 0.0):
+        weights = functional.dropout(weights, dropout)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -157,6 +157,7 @@ def change_forward(
     sequence_length: int,
     dtype: torch.dtype,
     device: torch.device,
+    attention: str,
 ) -> Transform | None:
     """Decides how a meta model computes, after the objective has changed what the model returns
     (`Objective.change_model`; after adapters, because the head may have one, or be trained whole).
@@ -165,7 +166,7 @@ def change_forward(
 
     packed: rows hold several documents. drops_causal_mask:
     make no mask where it is only causal. chunked_loss: compute the loss without full logits.
-    compile: compile this loss. Raises RecipeError if the model cannot keep documents apart.
+    compile: compile this loss. attention: model.attention. Raises RecipeError if the model cannot keep documents apart.
     """
     # After everything that adds or replaces layers: these run a copy of the model on meta
     tower = applied(model).images
@@ -182,9 +183,10 @@ def change_forward(
             sequence_length=sequence_length,
             device=device,
             compute_dtype=dtype,
+            attention=attention,
         )
     elif drops_causal_mask:
-        drop_causal_mask(model)
+        drop_causal_mask(model, attention)
     # Last: it calls the head's forward method as it is by then, with new rows or an adapter
     transform = logits_transform(model) if transforms else None
     if transform is not None and chunked_loss:

@@ -22,6 +22,7 @@ from launcher.libraries.private import attention_implementation
 from launcher.models.attention import (
     DIVIDED_ROWS,
     VARLEN,
+    has_sinks,
     refuse_other_layers,
     set_text_attention,
     varlen_attention,
@@ -125,6 +126,8 @@ def context_parallel_attention(
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
     # (batch, heads of this rank, all tokens, head size)
     query, key, value = (_exchange(tensor, group) for tensor in (query, key, value))
+    if has_sinks(options):
+        options["s_aux"] = options["s_aux"].chunk(size)[group.rank()]
     out, _ = varlen_attention(module, query, key, value, attention_mask, **options)
     return _exchange(out, group), None
 

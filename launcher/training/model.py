@@ -335,6 +335,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         sequence_length=data.sequence_length,
         dtype=dtype,
         device=device,
+        attention=recipe.model.attention,
     )
     objective.check_model(model)
     return PreparedModel(

@@ -1,4 +1,5 @@
-"""`model.attention: auto`: sdpa where transformers has it for the model, else eager."""
+"""`model.attention: auto`: sdpa where transformers has it for the model, else eager, or the launcher's
+own for sinks."""
 
 import re
 import types
@@ -62,7 +63,7 @@ def eager(model, **changes):
 def test_logits_are_those_of_eager_attention(model_type, packing):
     """With the soft cap of gemma2 and the sinks of gpt_oss; also if documents share a row."""
     prepared, model = prepare(model_type, packing=packing)
-    chosen = "launcher_varlen" if model_type == "llama" else "eager"
+    chosen = "launcher_varlen" if model_type in ("llama", "gpt_oss") else "eager"
     assert model.config._attn_implementation == chosen
     plain, ids = eager(model), torch.arange(16)[None] * 5 % 64
     if not packing:

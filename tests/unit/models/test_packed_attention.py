@@ -49,6 +49,14 @@ WITHOUT_POSITIONS = {
     "afmoe": BASE | MIXTURE | KINDS | {"moe_intermediate_size": 16, "num_shared_experts": 1},
 }
 """Models that make their masks without position_ids."""
+WITH_SINKS = {
+    "gpt_oss": BASE | MIXTURE | KINDS,
+    "granite_swa": BASE | KINDS,
+    "granitemoe_swa": BASE | MIXTURE | KINDS,
+    "flint": BASE | MIXTURE | KINDS,
+    "mimo_v2_flash": BASE | MIXTURE | KINDS,
+}
+"""Models whose heads have a score that takes part in the softmax, without a value."""
 COUNTS_BY_DOCUMENT = "packed_sequence_compatibility_function"
 """What transformers has where its masks count chunks from the start of each document."""
 # Tokens of each document in each row; the last document of the first row is padding
@@ -129,10 +137,63 @@ def test_masks_of_models_that_make_them_without_positions(model_type):
     leaking = model(**inputs).logits
     assert (leaking - torch.cat(separate)).abs().max() > 1e-2
     options = {"sequence_length": 16, "device": CPU, "compute_dtype": torch.float32}
-    assert isolate_documents(model, **options) == "mask"
+    assert isolate_documents(model, **options, attention="eager") == "mask"
     packed = model(**inputs).logits
     torch.testing.assert_close(packed, torch.cat(separate), rtol=0, atol=5e-6)
     check_isolation(model, name=model_type, vocabulary=64, device=CPU)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("model_type", WITH_SINKS)
+def test_attention_with_sinks_matches_eager_attention(model_type, kernel, packed, monkeypatch):
+    """Of transformers, on single documents. kernel: the code for CUDA."""
+    if kernel:
+        varlen_on_cpu.register()
+        monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+        # The kernel of the CPU takes float32
+        monkeypatch.setattr(attention_module, "_kernel_fits", lambda query: True)
+    model = build(model_type, None, **WITH_SINKS[model_type]).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_sink = "sink" in name
+            parameter.add_(torch.randn_like(parameter), alpha=1.0 if is_sink else 0.1)
+    ids, weight = torch.randint(64, (2, 16)), torch.randn(2, 16, 64)
+    rows, documents = [], DOCUMENTS if packed else [[16], [16]]
+    for row, sizes in zip(ids, documents, strict=True):
+        parts = [model(input_ids=part[None], use_cache=False).logits for part in row.split(sizes)]
+        rows.append(torch.cat(parts, dim=1))
+    separate = torch.cat(rows)
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    expected = torch.autograd.grad((separate * weight).sum(), parameters, allow_unused=True)
+    inputs = {"position_ids": torch.cat([torch.arange(16)[None]] * 2)}
+    shape = build(model_type, None, "meta", **WITH_SINKS[model_type])
+    if packed:
+        options = {"sequence_length": 16, "device": CPU, "compute_dtype": torch.float32}
+        assert isolate_documents(shape, **options) == "varlen"
+        bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
+        inputs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        inputs |= {"max_length_q": 16, "max_length_k": 16}
+        positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
+        inputs["position_ids"] = torch.stack(positions)
+    else:
+        drop_causal_mask(shape)
+    assert shape.config._attn_implementation == VARLEN
+    model.set_attn_implementation(VARLEN)
+    found = model(input_ids=ids, use_cache=False, **inputs).logits
+    torch.testing.assert_close(found, separate, rtol=0, atol=2e-5)
+    gradients = torch.autograd.grad((found * weight).sum(), parameters, allow_unused=True)
+    for one, other in zip(gradients, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+
+
+def test_chosen_eager_attention_keeps_its_mask():
+    model = build("gpt_oss", None, "meta", **WITH_SINKS["gpt_oss"])
+    options = {"sequence_length": 16, "device": CPU, "compute_dtype": torch.float32}
+    assert isolate_documents(model, **options, attention="eager") == "mask"
+    drop_causal_mask(model, "eager")
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
