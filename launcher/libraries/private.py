@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import queues
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -586,6 +587,35 @@ def attention_implementation(model: nn.Module) -> str | None:
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     return getattr(config if text is None else text(decoder=True), "_attn_implementation", None)
+
+
+class KernelFunction(NamedTuple):
+    """A function of a model's module for which a package has a kernel."""
+
+    call: Any
+    """Calls the kernel if the package is installed."""
+    operators: Any
+    """The same in PyTorch's operators."""
+    package: str
+    installed: bool
+
+
+def kernel_functions(module: ModuleType) -> dict[str, KernelFunction]:
+    """The functions of a model's module with kernels of other packages (flash-linear-attention,
+    mamba-ssm, causal-conv1d), by name. Without them a model on the meta device would launch kernels
+    on addresses of nothing, and no run would name a package that is missing."""
+    found: dict[str, KernelFunction] = {}
+    for name, function in vars(module).items():
+        if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
+            continue
+        known = inspect.getclosurevars(function).nonlocals
+        if "is_new_implementation" in known:
+            installed = bool(known["is_new_implementation"])
+            package = {"fla": "flash-linear-attention"}.get(known["package"], known["package"])
+            found[name] = KernelFunction(
+                function, function.__wrapped__, package.replace("_", "-"), installed
+            )
+    return found
 
 
 def block_classes(model: nn.Module) -> set[str]:

@@ -34,7 +34,7 @@ from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
-from launcher.models.recurrent import separate_documents
+from launcher.models.recurrent import separate_documents, use_operators_without_values
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
@@ -54,6 +54,7 @@ def build_with_tokens(
     # First: all later steps name, count and divide these rows, and checkpoints are compared with
     # their number
     model = build_model(section, sequence_length=sequence_length, labels=labels)
+    use_operators_without_values(model)
     grow_vocabulary(model, new_ids)
     applied(model).new_tokens = new_ids
     return model

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,12 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding
 
-from launcher.libraries.private import tree_map_only
+from launcher.libraries.private import (
+    FakeTensor,
+    kernel_functions,
+    tree_leaves,
+    tree_map_only,
+)
 from launcher.models.build import find_blocks
 
 if TYPE_CHECKING:
@@ -134,6 +141,43 @@ def separate_documents(model: PreTrainedModel, device: torch.device) -> bool:
     for layer in layers:
         layer.forward = partial(_by_document, layer.forward, current, in_kernels)
     return True
+
+
+def use_operators_without_values(model: nn.Module) -> None:
+    """Lets the recurrent layers of a model compute with PyTorch's operators on the meta device and on
+    fake tensors, where a kernel of another package would read from no address."""
+    for code in _code_of(model):
+        for name, function in kernel_functions(code).items():
+            if function.installed:
+                setattr(code, name, _with_values_only(function.call, function.operators))
+
+
+def missing_kernels(model: nn.Module) -> list[str]:
+    """The packages that are not installed and have kernels for the recurrent layers of a model."""
+    if not recurrent_layers(model):
+        return []
+    functions = (one for code in _code_of(model) for one in kernel_functions(code).values())
+    return sorted({one.package for one in functions if not one.installed})
+
+
+def _code_of(model: nn.Module) -> list[ModuleType]:
+    """The Python modules of a model's classes."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def _with_values_only(function: Any, operators: Any) -> Any:
+    """Calls `function` on tensors with values, and `operators` on others."""
+    taken = inspect.signature(operators).parameters
+
+    @wraps(function)
+    def chosen(*args: Any, **options: Any) -> Any:
+        tensors = [each for each in tree_leaves((args, options)) if isinstance(each, torch.Tensor)]
+        if any(each.device.type == "meta" or isinstance(each, FakeTensor) for each in tensors):
+            return operators(*args, **{key: options[key] for key in options if key in taken})
+        return function(*args, **options)
+
+    return chosen
 
 
 def _kernels_take_bounds(layer: nn.Module) -> bool:

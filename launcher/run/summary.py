@@ -22,6 +22,7 @@ from launcher.models.float8 import describe_float8
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.nf4_layers import describe_nf4
+from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe.decode import KeyPath, dotted
@@ -150,6 +151,11 @@ def _model(training: Training) -> Iterator[str]:
         packed, dtype = training.data.training.packed, compute_dtype(recipe.strategy)
         kernels = attention_kernels(module, packed=packed, device=device, compute_dtype=dtype)
         yield f"attention: {kernels}"
+        if missing := missing_kernels(module):
+            yield (
+                "note: recurrent layers run in PyTorch's operators, several times slower than in "
+                f"kernels: install {' and '.join(missing)}"
+            )
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "

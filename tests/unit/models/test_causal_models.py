@@ -31,6 +31,7 @@ SETTINGS = {
     "gemma4_text": {"num_hidden_layers": 6},
 }
 SUBSET = {"llama", "deepseek_v3", "minicpm3", "llama4_text", "gemma3_text", "mixtral", "gpt_neox"}
+SUBSET |= {"gpt_oss"}
 MASKED = {"doge", "gemma4_text"}
 
 
@@ -45,8 +46,16 @@ def calls(monkeypatch):
         found.append(query.shape)
         return original(query, key, value, *arguments, **options)
 
+    def strict_with_sinks(*arguments):
+        check_heads(*arguments[:3])
+        assert arguments[0].dtype == torch.bfloat16
+        found.append(arguments[0].shape)
+        return with_sinks(*arguments)
+
+    with_sinks = attention.varlen_forward
     strict.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     monkeypatch.setattr(varlen, "varlen_attn", strict)
+    monkeypatch.setattr(attention, "varlen_forward", strict_with_sinks)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return found

@@ -1,14 +1,18 @@
 """Packed documents of models with recurrent layers equal single documents."""
 
 import copy
+import functools
 import importlib.util
+import inspect
 import itertools
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.data.packing import pack_pairs
@@ -16,7 +20,14 @@ from launcher.errors import RecipeError
 from launcher.models import recurrent
 from launcher.models.attention import check_isolation, isolate_documents
 from launcher.models.build import find_blocks
-from launcher.models.recurrent import documents_at, recurrent_layers, separate_documents
+from launcher.models.initialization import materialize
+from launcher.models.recurrent import (
+    documents_at,
+    missing_kernels,
+    recurrent_layers,
+    separate_documents,
+    use_operators_without_values,
+)
 from launcher.objectives.answers import answer_log_probabilities
 from launcher.objectives.loss import model_inputs
 from launcher.objectives.preference import Preference
@@ -291,3 +302,40 @@ def test_kernels_on_gpus_receive_one_row_and_the_bounds():
     assert received == {"cache": 1, "cu_seq_lens_q": layout.bounds, "seq_idx": layout.numbers}
     assert layout.bounds.tolist() == [0, 3, 5, 7, 10]
     assert layout.numbers.tolist() == [[0, 0, 0, 1, 1, 2, 2, 3, 3, 3]]
+
+
+def test_kernels_of_other_packages_get_tensors_with_values_only(monkeypatch):
+    """On an H200 with flash-linear-attention, the trial of attention on the meta device launched its
+    kernels on a null address, and the run ended with an illegal memory access."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as code
+
+    called = []
+
+    operators = inspect.unwrap(code.torch_chunk_gated_delta_rule)
+
+    @functools.wraps(operators)  # transformers passes the arguments of its signature
+    def chunk_gated_delta_rule(query, *args, **options):
+        assert not query.is_meta
+        assert not isinstance(query, FakeTensor)
+        called.append(query.shape)
+        return operators(query, *args, **options)
+
+    package = types.SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "fla", package)
+    decorator = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", decorator(operators))
+    model = build("qwen3_5_text", device="meta")
+    use_operators_without_values(model)
+    use_operators_without_values(model)  # once more changes nothing
+    assert packable(model) == "varlen"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialize(model, parameters=CPU, buffers=CPU)
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+    assert not called
+    model = build("qwen3_5_text")
+    ids = torch.arange(8)[None]
+    found = model(input_ids=ids, use_cache=False).logits
+    assert len(called) == 1
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", operators)
+    torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits)
