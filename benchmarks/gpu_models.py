@@ -9,7 +9,7 @@ float32 over single documents, with eager attention, on the same device. Prints 
 table for each family and variant: the relative differences of three losses and gradient norms, and for
 bfloat16 also the largest of the plain loop under autocast. A variant that fails has its reason. Exit
 status: 1 if one failed or exceeded its limit: in float32 2e-5 for losses and 2e-3 for gradient norms,
-in bfloat16 2e-2 and 1e-1, or three times the error of autocast.
+both in the first step, because AdamW's steps of gradients near zero have the sign of rounding; in bfloat16 2e-2 and 1e-1, or three times the error of autocast.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from tests.image_models import make_model  # noqa: E402
 NULL = "NULLGPU_COUNT" in os.environ
 """Whether the GPU is a null GPU (tests/nullgpu), which computes no values."""
 COLUMNS = (
-    "model | variant | attention | loss | loss, error | gradient norm, error | limits | holds | s"
+    "model | variant | attention | loss | loss, error | gradient norm, error "
+    "| loss, autocast | gradient norm, autocast | holds | s"
 )
 VOCABULARY, LENGTH = 512, 256
 RECIPE = f"""
@@ -221,7 +222,8 @@ class Reference:
         """The cells of a row."""
         precision = variant.split(",")[0]
         every = self._errors(found)
-        errors, limits, cells = [max(each) for each in every], LIMITS[precision], ["", ""]
+        limits, cells = LIMITS[precision], ["", ""]
+        errors = [each[0] if precision == "float32" else max(each) for each in every]
         if precision != "float32":
             rounded = [max(each) for each in self._errors(self.rounded)]
             cells = [f"{error:.1e}" for error in rounded]

@@ -202,6 +202,8 @@ LAUNCHES = {
         ("mixtral, 6 experts", "experts 2"),
         ("deepseek_v3", "experts 2"),
         ("gpt_oss", "experts 2, not packed"),
+        ("gpt_oss", "context 2"),
+        ("gpt_oss", "context 2, not packed"),
     ],
 }
 """Pairs of a model and a variant that one launch compares with one rank."""
