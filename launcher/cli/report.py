@@ -58,7 +58,16 @@ _MOST_KEYS = 6
 only."""
 
 
-_SHORT = ("state", "step", "loss", "lowest evaluation", "speed", "GPU-hours", "rank-hours", "restarts")
+_SHORT = (
+    "state",
+    "step",
+    "loss",
+    "lowest evaluation",
+    "speed",
+    "GPU-hours",
+    "rank-hours",
+    "restarts",
+)
 """What the overview of several runs shows of each, in this order."""
 
 
