@@ -408,7 +408,9 @@ def test_spikes_of_the_first_ten_losses_are_no_divergence(reporter):
     for number, loss in enumerate([1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 1.0, 1.0, 9.0, 1.9], start=1):
         reporter.step(step(number, loss=loss))
     reporter.step(step(12, loss=2.1))
-    with pytest.raises(DivergedError, match=r"2\.1, is more than .* the median of the 11 before it"):
+    with pytest.raises(
+        DivergedError, match=r"2\.1, is more than .* the median of the 11 before it"
+    ):
         reporter.flush()
 
 
