@@ -438,7 +438,7 @@ def test_store_of_text(tmp_path, cache, tokenizer_folder):
 def test_store_is_tokenized_once(tmp_path, cache, messages):
     file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
     first = create_store(file, cache=cache)
-    assert says("tokenizing 1 files (0.0 MiB)", messages()[0])
+    assert says("tokenizing 1 file (0.0 MiB)", messages()[0])
     assert says("tokenized 1 documents, 3 tokens in ... s (... tokens/s)", messages()[1])
     again, other_rank = (
         create_store(file, cache=cache),
