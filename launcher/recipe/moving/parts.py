@@ -77,8 +77,10 @@ _LAYERS = (
     *("query_key_value", "dense", "c_attn", "c_proj", "c_fc", "fc1", "fc2", "Wqkv", "Wi", "Wo"),
 )
 _PARTS = ("self_attn", "attn", "attention", "cross_attn", "linear_attn", "mlp", "feed_forward")
-_BEFORE = ("model.layers", "model.language_model.layers", "language_model.model.layers", "layers")
-_BEFORE += ("transformer.h", "gpt_neox.layers")
+_BEFORE = (
+    *("model.layers", "model.language_model.layers", "language_model.model.layers", "layers"),
+    *("transformer.h", "gpt_neox.layers"),
+)
 _NUMBERS = {0, 1, 2, 7, 10, 25}
 """Names of linear layers of language models, and what stands before them; some layers' numbers."""
 _FIRST_STEP = "the first step has a part of the peak here, and a rate of 0 there"
