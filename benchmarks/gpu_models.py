@@ -9,7 +9,8 @@ float32 over single documents, with eager attention, on the same device. Prints 
 table for each family and variant: the relative differences of three losses and gradient norms, and for
 bfloat16 also the largest of the plain loop under autocast. A variant that fails has its reason. Exit
 status: 1 if one failed or exceeded its limit: in float32 2e-5 for losses and 2e-3 for gradient norms,
-both in the first step, because AdamW's steps of gradients near zero have the sign of rounding; in bfloat16 2e-2 and 1e-1, or three times the error of autocast.
+both in the first step, because AdamW's steps of gradients near zero have the sign of rounding; in
+bfloat16 2e-2 and 1e-1, or three times the error of autocast.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ build/fits.json; remove it when the plan has changed.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from launcher.cli.new import Wanted, load_text, plannable
@@ -29,12 +30,12 @@ MACHINES = {"1 x 24 GB": ("rtx-4090", 1), "1 x 80 GB": ("h100", 1), "8 x 80 GB":
 HEAD = """\
 # What fits
 
-Memory of a GPU, and the fastest configuration that fits, for sequences of 4,096 tokens: by the plan, not measured on
-GPUs. The columns are one RTX 4090, one H100 and eight H100. `python docs/fits_table.py` wrote this page.
+Does a model fit, and in how much memory of a GPU? The columns are one RTX 4090, one H100 and eight H100; sequences have
+4,096 tokens. A click on an answer shows the fastest configuration that fits. **slowly**: only with CPU offload, which also needs
+host memory. These are figures of the plan, not measured on GPUs. `python docs/fits_table.py` wrote this page.
 
 `launcher new model=... data=... method=... gpu=h100 gpus=8` writes the recipe of a cell, with what else fits and less
-memory. The micro-batch is in sequences. CPU offload also needs host memory, which the recipe states, and is slow.
-[Choosing a strategy](choosing.md) explains the words.
+memory, and the host memory. [Choosing a strategy](choosing.md) explains the words; the micro-batch is in sequences.
 """
 
 
@@ -60,11 +61,20 @@ def cell(model: str, method: str, machine_name: str) -> tuple[float | None, str]
     )
 
 
+def answer(memory: float | None, words: str) -> str:
+    """Yes or no with the memory, and the configuration on demand."""
+    if memory is None:
+        return "no"
+    fits = "slowly" if re.search("CPU offload(,|$)", words) else "yes"
+    return f"<details><summary><b>{fits}</b>, {memory:.1f} GiB</summary>{words}</details>"
+
+
 def main() -> None:
     FOUND.parent.mkdir(exist_ok=True)
     found = json.loads(FOUND.read_text()) if FOUND.is_file() else {}
-    lines = [HEAD, f"| model | method | {' | '.join(MACHINES)} |", "|---|---|---|---|---|"]
+    lines = [HEAD]
     for model in MODELS:
+        lines += [f"## {model}\n", f"| method | {' | '.join(MACHINES)} |", "|---|---|---|---|"]
         for method in METHODS:
             row = []
             for machine in MACHINES:
@@ -73,10 +83,10 @@ def main() -> None:
                     found[key] = cell(model, method, machine)
                     FOUND.write_text(json.dumps(found, indent=1))
                     print(key, found[key], flush=True)
-                memory, words = found[key]
-                row.append(words if memory is None else f"**{memory:.1f} GiB** {words}")
-            lines.append(f"| {model} | {method} | {' | '.join(row)} |")
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                row.append(answer(*found[key]))
+            lines.append(f"| {method} | {' | '.join(row)} |")
+        lines.append("")
+    PAGE.write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ from typer.core import TyperOption
 from launcher.cli.main import app
 from launcher.recipe.decode import json_schema
 from launcher.recipe.other_names import ABSENT, NAMES
+from launcher.recipe.section import LARGEST_FLOAT, LARGEST_INT
 
+UNLIMITED = (LARGEST_INT, LARGEST_FLOAT)
+"""Bounds that only keep numbers from overflowing."""
 COMMANDS = r"(launcher|torchrun|make|python|pip|touch|source) "
 """Code that begins with one of these words is highlighted as that of a shell."""
 
@@ -82,7 +85,7 @@ def _section(path: str, section: dict[str, Any], key: dict[str, Any]) -> Iterato
     yield section["description"]
     if {"type": "null"} in key.get("anyOf", []):
         yield "May be `null`" + (", the default." if key.get("default") is None else ".")
-    yield f"\n{_row('key', 'default', 'values', '')}\n|---|---|---|---|"
+    yield f"\n{_row('key', 'default', 'values', 'what it does')}\n|---|---|---|---|"
     for name, value in section["properties"].items():
         required = name in section.get("required", [])
         default = "required" if required else f"`{json.dumps(value.get('default'))}`"
@@ -115,7 +118,11 @@ def _values(key: dict[str, Any]) -> str:
         "maximum": "to",
         "exclusiveMaximum": "below",
     }
-    limits = [f"{word} {key[name]:,}" for name, word in bounds.items() if name in key]
+    limits = [
+        f"{word} {key[name]:,}"
+        for name, word in bounds.items()
+        if name in key and key[name] not in UNLIMITED
+    ]
     return " ".join([words.get(kind, kind), *limits])
 
 
@@ -128,7 +135,7 @@ def command_reference() -> Iterator[str]:
         yield f"```text\n{command.get_usage(context)}\n```\n"
         yield from _help(command.help or "")
         if options:
-            yield f"\n{_row('option', '')}\n|---|---|"
+            yield f"\n{_row('option', 'what it does')}\n|---|---|"
         for option in options:
             words, text = option.get_help_record(context) or (option.opts[0], "")
             yield _row(f"`{words}`", text)

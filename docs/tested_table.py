@@ -1,4 +1,4 @@
-"""Writes docs/tested.md: which types of models the tests train, and with what.
+"""Writes the last section of docs/models.md: which types of models the tests train, and with what.
 
     python -m docs.tested_table
 
@@ -34,13 +34,13 @@ from tests.unit.models import (
     test_packed_attention,
 )
 
-PAGE = Path(__file__).resolve().parent / "tested.md"
-HEAD = """\
-# Which models are tested
-
-Any causal language model, classifier, reward model or masked language model of transformers can be trained ([Models](models.md)). These
-types are trained in the tests, as small models with random weights on CPUs. `python -m docs.tested_table` wrote the
-table from the lists in the tests.
+PAGE = Path(__file__).resolve().parent / "models.md"
+START = "\n## Tested types\n"
+"""The section begins here and goes to the end of the page."""
+HEAD = """
+These types are trained in the tests, as small models with random weights on CPUs. `python -m docs.tested_table` wrote
+the table from the lists in the tests. With a type that is not in the table, run `launcher selftest` first. Reward
+models and preference tuning have no architectures of their own; their tests train `llama`.
 
 - **trained**: loads a checkpoint with the logits of transformers, trains to the same losses with DDP, FSDP and FSDP
   with CPU offload, and exports what transformers loads again.
@@ -55,13 +55,6 @@ table from the lists in the tests.
 - **tensor**, **context**, **expert**: ranks that [divide a model](parallelism.md) train to the losses of one rank.
   *found* means that the experts of this type are found, and not that a test trains it.
 
-Reward models and preference tuning have no architectures of their own; their tests train `llama`. `launcher selftest
-recipe=...` trains your own model for some steps under each strategy, and compares the losses.
-"""
-FOOT = """
-With a type that is not in the table, run `launcher selftest` first. Where documents cannot be kept apart, packing is
-off or refused ([Packed documents](models.md#packed-documents)). Where layers cannot be divided, the start is refused
-with the name of the model, before a step is trained.
 """
 
 
@@ -123,15 +116,20 @@ def table() -> dict[str, dict[str, str]]:
     return {name: {c: rows[name].get(c, "") for c in columns} for name in sorted(rows)}
 
 
+def words(row: dict[str, str]) -> str:
+    """The columns that hold for a type. What `trained` includes is not repeated."""
+    held = [name if value == "yes" else f"{name} ({value})" for name, value in row.items() if value]
+    return ", ".join(name for name in held if name != "losses" or "trained" not in held)
+
+
 def page() -> str:
-    """The text of docs/tested.md."""
-    rows = table()
-    names = list(next(iter(rows.values())))
-    lines = [f"| model type | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for name, row in rows.items():
+    """The text of docs/models.md, with the section as the tests have it."""
+    lines = ["| model type | tested |", "|---|---|"]
+    for name, row in table().items():
         text = " (images and text; trained on text)" if name in multimodal.MODELS else ""
-        lines.append(f"| `{name}`{text} | {' | '.join(row.values())} |")
-    return "\n".join([HEAD, *lines]) + "\n" + FOOT
+        lines.append(f"| `{name}`{text} | {words(row)} |")
+    before, start, _ = PAGE.read_text(encoding="utf-8").partition(START)
+    return before + start + HEAD + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from launcher.distributed.environment import (
     cache_folder,
     prepare_cuda,
     prepare_nccl,
+    prepare_openmp,
     provide_caches,
     read_environment,
     set_compile_cache,
@@ -61,6 +62,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     try:
         environment = read_environment()
         provide_caches()
+        prepare_openmp()
         guard = StartGuard(stop, environment)
         if finished := finished_run(arguments):
             if environment.main:

@@ -30,7 +30,7 @@ from launcher.cli.status import status
 from launcher.cli.submit import submit
 from launcher.cli.train import train
 from launcher.console import prepare_streams
-from launcher.distributed.environment import provide_caches
+from launcher.distributed.environment import prepare_openmp, provide_caches
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.find import recipe_names
 
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     try:
         provide_caches()
+        prepare_openmp()
         status = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()  # here, because the interpreter would print a traceback at its end
         return status

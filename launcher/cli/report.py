@@ -58,6 +58,19 @@ _MOST_KEYS = 6
 only."""
 
 
+_SHORT = (
+    "state",
+    "step",
+    "loss",
+    "lowest evaluation",
+    "speed",
+    "GPU-hours",
+    "rank-hours",
+    "restarts",
+)
+"""What the overview of several runs shows of each, in this order."""
+
+
 @dataclass(frozen=True)
 class _ReportedRun(RunHistory):
     """What the page shows of a run, besides its curves."""
@@ -96,12 +109,14 @@ def report(
     charts = run_charts(runs)
     problems = [run.problem for run in runs if run.problem]
     differences = _differences(runs)
+    overview = _overview(runs, differences)
     sections: list[Section] = [
-        _overview(runs, differences),
+        next(overview),
         replace(charts, note=" ".join([charts.note, *problems])),
         *_times(runs),
         _memory(runs),
         *_samples(runs),
+        *overview,
         differences,
         *(Text(f"{run.name}: recipe.yaml", to_yaml(run.recipe)) for run in runs if run.recipe),
         *_logs(runs),
@@ -147,12 +162,13 @@ def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> Table
     return Table(title, ["", *columns], rows)
 
 
-def _overview(runs: list[_ReportedRun], differences: Table) -> Table:
-    """State and last values of each run; of a sweep also the keys in which they differ."""
+def _overview(runs: list[_ReportedRun], differences: Table) -> Iterator[Table]:
+    """State and last values of each run. Of several runs, a row for each has what fits into it, of a
+    sweep also the keys in which they differ; the second table has the rest."""
     own = ("run.dir", "run.name")
     swept = [row for row in differences.rows if len(set(row[2:])) > 1 and row[0] not in own]
     swept = swept if len(swept) <= _MOST_KEYS else []
-    facts = []
+    facts: list[dict[str, str]] = []
     for number, run in enumerate(runs, start=2):
         texts = _totals(run)
         texts |= {name: text for name, text, _ in describe(run.summary, None) if name}
@@ -161,11 +177,23 @@ def _overview(runs: list[_ReportedRun], differences: Table) -> Table:
             texts["lowest evaluation"] = f"{min(losses):.4f}"
         texts["error"] = run.summary.status.get("error") or ""
         facts.append({row[0]: row[number] for row in swept} | texts)
-    table = _table("State", [run.name for run in runs], facts)
-    if len(runs) > 1:  # a row for each run
-        columns, *rows = zip(table.columns, *table.rows, strict=True)
-        table = replace(table, columns=columns, rows=rows)
-    return table
+    names = [run.name for run in runs]
+    if len(runs) == 1:
+        yield _table("State", names, facts)
+        return
+    short = [*(row[0] for row in swept), *_SHORT]
+    in_a_row = [{name: _beginning(texts, name) for name in short} for texts in facts]
+    table = _table("State", names, in_a_row)
+    columns, *rows = zip(table.columns, *table.rows, strict=True)
+    yield replace(table, columns=columns, rows=rows)
+    others = [{name: text for name, text in one.items() if name not in short} for one in facts]
+    yield _table("State, continued", names, others)
+
+
+def _beginning(texts: dict[str, str], name: str) -> str:
+    """A fact of `_overview`, without what follows the number that its name says."""
+    text = texts.get(name, "")
+    return text.partition(", ")[0] if name in ("loss", "speed") else text
 
 
 def _totals(run: _ReportedRun) -> dict[str, str]:

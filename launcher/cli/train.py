@@ -355,8 +355,27 @@ def _check_gpus(gpus: int, device: str) -> None:
 
 
 def _visible_gpus(device: str) -> int:
+    """The processes to start, one for each GPU; 1 on the CPU, which a line says if nobody has asked
+    for it. Raises RecipeError if the ranks would end because there is no GPU."""
     if device == "cpu":
         return 1
     import torch  # takes seconds; `--gpus` saves them
 
-    return max(1, torch.cuda.device_count())
+    if count := torch.cuda.device_count():
+        return count
+    from launcher.distributed.process_group import torch_build
+
+    build, cpu = torch_build(), "run.device=cpu trains on the CPU, with gpus=N in N processes"
+    if build is not None:
+        tools = "rocm-smi, ROCR" if build.startswith("ROCm") else "nvidia-smi, CUDA"
+        raise RecipeError(
+            f"run.device={device}: torch {torch.__version__} is built for {build} and finds no GPU: "
+            f"{cpu}. If there should be a GPU, check the driver ({tools}_VISIBLE_DEVICES) and what "
+            "the job was granted"
+        )
+    without = f"torch {torch.__version__} is built without CUDA or ROCm"
+    if device == "cuda":
+        raise RecipeError(f"run.device=cuda: {without}; docs/install.md has other builds. {cpu}")
+    cores = len(os.sched_getaffinity(0))
+    print(f"trains on the CPU, in 1 process with {cores} cores, because {without}; {cpu}")
+    return 1

@@ -453,6 +453,23 @@ def _parsed(value: Any, what: str) -> Any:
     return {**parsed, "arguments": parsed_arguments}
 
 
+def refuse_empty_answers(messages: list[Message], loss_from: int) -> None:
+    """Raises RowError if a turn of the assistant that may carry loss, from that index on, is empty:
+    it would teach to say nothing."""
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, at in enumerate(turns, start=1):
+        message = messages[at]
+        content = message["content"]
+        said = content.strip() if isinstance(content, str) else content
+        if at < loss_from or not message.get("loss", True) or said:
+            continue
+        if not any(message.get(key) for key in _BESIDE_CONTENT):
+            raise RowError(
+                f"turn {number} of the assistant is empty, so there is nothing to learn from; "
+                "loss: false in the message keeps it without loss"
+            )
+
+
 def encodable(text: str, where: str) -> str:
     """The text. Raises RowError if it is not valid Unicode."""
     try:

@@ -70,9 +70,9 @@ def with_shared_prompt(
     instruction in other columns.
 
     Without a prompt it is what both answers begin with: messages, or text up to the last white
-    space. Messages of both answers that begin with those of the user are a prompt, too, if the
-    prompt's column holds text, which they repeat (as in UltraFeedback); and so are those that they
-    repeat from the prompt's column. Raises RowError.
+    space (`_end_of_prompt`). Messages of both answers that begin with those of the user are a prompt,
+    too, if the prompt's column holds text, which they repeat (as in UltraFeedback); and so are those
+    that they repeat from the prompt's column. Raises RowError.
     """
     first, second = row.get(chosen), row.get(rejected)
     if first is not None and first == second:
@@ -90,8 +90,7 @@ def with_shared_prompt(
         elif isinstance(before, list) and before == first[: len(before)] == second[: len(before)]:
             shared = len(before)
     elif isinstance(first, str) and isinstance(second, str) and not given:
-        found = re.search(r"\s\S*\Z", first[: _equal_at_start(first, second)])
-        shared = 0 if found is None else found.start()
+        shared = _end_of_prompt(first[: _equal_at_start(first, second)])
     if shared:
         assert first is not None
         assert second is not None
@@ -100,6 +99,21 @@ def with_shared_prompt(
         what = "begin with nothing in common that could be one"
         raise RowError(f"no column {name!r}, and {chosen!r} and {rejected!r} {what}")
     return row
+
+
+def _end_of_prompt(text: str) -> int:
+    """Where the prompt ends in what two answers begin with, not inside of a word: before the last
+    white space, or without any (Chinese) after the last sign that is not of a word."""
+    space = re.search(r"\s\S*\Z", text)
+    if space is not None:
+        return space.start()
+    ends = (at for at, sign in enumerate(text, start=1) if not _in_a_word(sign))
+    return max(ends, default=0)
+
+
+def _in_a_word(sign: str) -> bool:
+    """Whether a character is of a word that ends at white space: a digit, or a letter with case."""
+    return sign.isdigit() or sign.lower() != sign.upper()
 
 
 def different(answers: list[Any], chosen: str, rejected: str) -> list[Any]:

@@ -16,6 +16,7 @@ from launcher.data.messages import (
     parse_arguments,
     read_text,
     read_tools,
+    refuse_empty_answers,
 )
 from launcher.data.sources import Values
 from launcher.data.template_marks import uses_tools
@@ -54,6 +55,7 @@ def render(
     if loss_on == "last":
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         loss_from = max([loss_from, *turns])
+    refuse_empty_answers(messages, loss_from)
     apply: Callable[..., Rendered] = template.render_all
     if loss_on != "all":
         apply = functools.partial(template.render, loss_from=loss_from)

@@ -318,7 +318,8 @@ def _build(
     """Tokenizes into `scratch`, which becomes `folder`. If this process is killed or interrupted,
     what it had noted stays there, and the next one continues after it."""
     size = sum(part.size for part in parts) / 2**20
-    logger.info(f"tokenizing {len(parts)} files ({size:.1f} MiB)")
+    what = "1 file" if len(parts) == 1 else f"{len(parts)} files"
+    logger.info(f"tokenizing {what} ({size:.1f} MiB)")
     started, keep, tasks = time.monotonic(), True, _tasks(parts, data.limit)
     try:
         with _continued(folder, scratch, len(tasks), lock) as writer:

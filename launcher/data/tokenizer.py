@@ -33,6 +33,17 @@ logger = logging.getLogger(__name__)
 _MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 """Types of models that transformers' fix_mistral_regex is for."""
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
+_NOT_READ = (
+    ".index.json",
+    "generation_config.json",
+    "processor_config.json",
+    "adapter_config.json",
+)
+"""Ends of names of such files that no tokenizer reads."""
+_KEYS_OF_CONFIG = ("model_type", "model_name", "_name_or_path", "tokenizer_class", "auto_map",
+                   "transformers_version")  # fmt: skip
+"""What transformers reads of config.json to choose the class of a tokenizer. Code of a tokenizer may
+read more."""
 _BYTES_IDENTITY = "bytes 66c407729331c690d5ec7918bdbd26f273781ae6971d60fe1590e6d778295bde"
 """Checksum of the byte tokenizer's ids and chat template; part of the names of stores."""
 _SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -373,8 +384,13 @@ def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:
     folder = model_folder(name, key="data.tokenizer", weights=False)
     code = (".py",) if isinstance(name, ExtendedName) and name.trusted else ()
     for file in sorted([*folder.iterdir(), *folder.glob(f"{NAMED_TEMPLATES}/*.jinja")]):
-        if file.suffix in (*_TOKENIZER_FILES, *code) and not file.name.endswith(".index.json"):
-            yield str(file.relative_to(folder)), file.read_bytes()
+        if file.suffix not in (*_TOKENIZER_FILES, *code) or file.name.endswith(_NOT_READ):
+            continue
+        content = file.read_bytes()
+        if file.name == "config.json" and not code:
+            known = _json(file)
+            content = json.dumps({key: known.get(key) for key in _KEYS_OF_CONFIG}).encode()
+        yield str(file.relative_to(folder)), content
 
 
 def prepare_worker_process(worker: int) -> None:

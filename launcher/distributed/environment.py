@@ -187,6 +187,17 @@ def prepare_nccl(
         variables.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(log.absolute() / "flight_recorder_"))
 
 
+def prepare_openmp(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Lets threads of OpenMP sleep soon when they wait for each other, unless the user has said how
+    they wait. Must be called before torch is imported.
+
+    By default a thread of GNU's library spins 300,000 times. If another process has the core of the
+    thread that it waits for, each operator then takes milliseconds.
+    """
+    if "OMP_WAIT_POLICY" not in variables:
+        variables.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def provide_caches(variables: MutableMapping[str, str] = os.environ) -> None:
     """If the user's folder for caches cannot be written to, as for another user in a container,
     gives this process, its libraries and its children a folder in the temporary directory.

@@ -76,7 +76,14 @@ class Node(NamedTuple):
     ranks: int
     torch: str
     build: str | None
+    """As of `torch_build`."""
+
+
+def torch_build() -> str | None:
     """What torch is built for, such as `CUDA 12.8`; None: CPUs only."""
+    if torch.version.hip:  # its devices are called cuda, too
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else None
 
 
 def choose_device(environment: Environment, store: Store, wanted: str) -> torch.device:
@@ -87,12 +94,10 @@ def choose_device(environment: Environment, store: Store, wanted: str) -> torch.
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    # A ROCm build of torch calls its devices cuda too
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else None
-    if torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    mine = Node(socket.gethostname(), gpus, environment.local_world_size, torch.__version__, build)
+    mine = Node(
+        socket.gethostname(), gpus, environment.local_world_size, torch.__version__, torch_build()
+    )
     store.set(f"device/{environment.rank}", json.dumps(mine))
     if environment.rank == 0:
         texts = store.multi_get([f"device/{rank}" for rank in range(environment.world_size)])

@@ -163,7 +163,7 @@ NEEDLESS = {
     "auto_find_batch_size device_map moe_grouped_gemm moe_token_dispatcher_type apply_rope_fusion "
     "bias_activation_fusion overlap_grad_reduce overlap_param_gather use_distributed_optimizer "
     "recompute_granularity custom_sharded_layers optimizer_in_bwd init_config dist_backend "
-    "sequence_parallel batch_flattening deepcompile dpo_padding_free dpo_use_liger_kernel "
+    "sequence_parallel use_mca batch_flattening deepcompile dpo_padding_free dpo_use_liger_kernel "
     "chunked_cross_entropy_num_chunks gc_collect_steps large_head_attention layer_offloading "
     "lora_on_cpu multipack_real_batches qlora_sharded_model_loading ring_attn_func sage_attention "
     "flash_attn_d512 sdpa_varlen sample_packing_bin_size sample_packing_group_size "

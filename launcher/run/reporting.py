@@ -35,8 +35,8 @@ from launcher.training.setup import Training
 
 logger = logging.getLogger(__name__)
 
-_LOSSES, _FEWEST_LOSSES = 50, 3
-"""Number of recent losses that a new one is compared with."""
+_LOSSES, _FEWEST_LOSSES = 50, 10
+"""Number of recent losses that a new one is compared with. The first ones fall and jump."""
 VERDICT_STEPS = 100
 """Steps of a start after which a verdict is logged; another one is logged at the end."""
 WARM_UP_STEPS = 5

@@ -215,11 +215,13 @@ def _batch(training: Training) -> Iterator[str]:
             f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
             f"{number} a step on each of {ranks}"
         )
-    text = f"batch: {batch.global_batch_size} sequences = {parts}; {steps} steps"
+    count, verb = ("1 step", "is") if steps == 1 else (f"{steps} steps", "are")
+    text = f"batch: {batch.global_batch_size} sequences = {parts}; {count}"
     samples = data.start.samples + (steps - data.start.step) * batch.global_batch_size
     if passes := data.order.passes(samples):
-        numbers = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes)
-        text += f" are {' and '.join(numbers)} passes over the data"
+        numbers = [f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes]
+        noun = "pass" if numbers == ["1"] else "passes"
+        text += f" {verb} {' and '.join(numbers)} {noun} over the data"
     yield text
     lora, model = recipe.lora, recipe.model
     if (
@@ -245,7 +247,13 @@ def _batch(training: Training) -> Iterator[str]:
     yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
     warmup = warmup_steps(recipe.schedule, steps)
     if warmup >= steps:
-        yield f"note: the warm-up of {warmup} steps does not end within the run's {steps}"
+        more = ["schedule.warmup_steps=0", "more run.epochs", "a smaller batch.global_batch_size"]
+        if recipe.data.packing:
+            more.append("data.packing=false, with one document a sequence")
+        yield (
+            f"note: the warm-up of {warmup} steps does not end within the run's {steps}, so the "
+            f"learning rate stays low; {', '.join(more[:-1])} or {more[-1]} changes that"
+        )
     if 0 < data.order.samples < batch.global_batch_size:
         many = batch.global_batch_size / data.order.samples
         yield (

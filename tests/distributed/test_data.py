@@ -97,7 +97,7 @@ def test_waiting_process_takes_over_tokenization(tmp_path):
 
     started = [start(60)]
     try:
-        assert "tokenizing 1 files" in started[0].stdout.readline()
+        assert "tokenizing 1 file" in started[0].stdout.readline()
         started += [start(0.001), start(0.001)]
         time.sleep(2)  # one of the others takes over, whether it waits already or comes later
         started[0].kill()
@@ -107,5 +107,5 @@ def test_waiting_process_takes_over_tokenization(tmp_path):
             process.kill()
             process.wait()
     assert all("documents: 300" in output for output in outputs), outputs
-    assert sum("tokenizing 1 files" in output for output in outputs) == 1, outputs
+    assert sum("tokenizing 1 file" in output for output in outputs) == 1, outputs
     assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []

@@ -159,12 +159,7 @@ CONFIGS = {
     "qwen3_30b_a3b": QWEN3_30B_A3B,
     "lora_qwen3_30b_a3b": QWEN3_30B_A3B,
     "gpt_oss_20b_lora": known_models()["openai/gpt-oss-20b"]["config"],
-    # The text model has the sizes that transformers has as defaults
-    "qwen3_5_9b": {
-        "model_type": "qwen3_5",
-        "text_config": {"model_type": "qwen3_5_text", "max_position_embeddings": 262144},
-        "vision_config": {"out_hidden_size": 4096},
-    },
+    "qwen3_5_9b": known_models()["Qwen/Qwen3.5-9B"]["config"],
 }
 CONFIGS |= dict.fromkeys(("llama_3_1_70b_tensor", "qlora_llama_3_1_70b"), CONFIGS["llama_3_1_70b"])
 """Model configs, from the model cards."""

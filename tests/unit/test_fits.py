@@ -12,9 +12,12 @@ def rows_of_the_page():
     """The memory in each cell, by model and method; None: nothing fits."""
     rows = {}
     for line in fits_table.PAGE.read_text().splitlines():
-        model, method, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or [""] * 2
-        if model in fits_table.MODELS:
-            memory = [re.match(r"\*\*([\d.]+) GiB\*\*", cell) for cell in cells]
+        if line.startswith("## "):
+            model = line.removeprefix("## ")
+        method, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or [""]
+        if method in fits_table.METHODS:
+            memory = [re.search(r"<b>(?:yes|slowly)</b>, ([\d.]+) GiB<", cell) for cell in cells]
+            assert all(found or cell == "no" for found, cell in zip(memory, cells, strict=True))
             rows[model, method] = [found and float(found[1]) for found in memory]
     return rows
 

@@ -4,9 +4,11 @@ import ast
 import json
 import re
 
+import pytest
+
 from docs import hooks
 from launcher.recipe.decode import dotted, keys
-from tests import REPOSITORY
+from tests import REPOSITORY, browser
 from tests.unit.test_documents import COMMANDS, DOCUMENTS
 
 
@@ -89,3 +91,45 @@ def test_containers_share_one_base_image():
     kept = re.findall(r"^!(.*)", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)
     assert {source.split("/")[0] for source in sources} == set(kept)
     assert all((REPOSITORY / source).exists() for source in sources)
+
+
+SITE = REPOSITORY / "build/site"
+HIDDEN_SIDEWAYS = """
+    [...document.querySelectorAll(".highlight:not(.language-output) pre > code")]
+        .filter(code => code.scrollWidth > code.clientWidth + 1).length
+    + (document.documentElement.scrollWidth > document.documentElement.clientWidth)
+"""
+
+
+def is_built():
+    """Whether `make docs` has built the site after the last change; CI does so before the tests."""
+    kinds = ("*.md", "*.css", "hooks.py")
+    sources = [file for kind in kinds for file in (REPOSITORY / "docs").rglob(kind)]
+    index = SITE / "index.html"
+    return index.is_file() and index.stat().st_mtime >= max(f.stat().st_mtime for f in sources)
+
+
+@pytest.mark.skipif(browser.unavailable() is not None, reason=str(browser.unavailable()))
+@pytest.mark.skipif(not is_built(), reason="needs `make docs`")
+def test_pages_fit_the_window():
+    """Code wraps. At 390 pixels, the cells of a key in the reference are below each other."""
+    names = ("index", "fits", "models", "not_here", "memory", "data", "reference/recipe")
+    with browser.Browser() as opened:
+        for name in names:
+            for width in (1280, 390):
+                opened.open(SITE / f"{name}.html", width=width)
+                assert opened.evaluate(HIDDEN_SIDEWAYS) == 0, (name, width)
+        wide = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+        assert opened.evaluate(f"{wide}.every(e => e.scrollWidth <= e.clientWidth)")
+        opened.open(SITE / "fits.html", width=1280)
+        text = opened.evaluate("document.querySelector('article').innerText")
+        assert "yes, 23.2 GiB" in text
+        assert "full checkpointing to host" not in text, "the configuration is shown on demand"
+
+
+@pytest.mark.skipif(not is_built(), reason="needs `make docs`")
+def test_the_search_finds_words_of_other_tools():
+    pages = json.loads((SITE / "search/search_index.json").read_text())["docs"]
+    page = " ".join(each["text"] for each in pages if each["location"].startswith("not_here"))
+    words = "max_samples flash_attn unsloth NEFTune gradio GRPO PPO vLLM KTO DeepSpeed ORPO"
+    assert [word for word in [*words.split(), "pipeline parallelism"] if word not in page] == []

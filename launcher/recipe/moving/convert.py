@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -224,11 +225,34 @@ def _repair(c: Conversion, ranks: int) -> list[str]:
         problems = [each for each in found if dotted(each.path) not in _ABSENT or unsound]
         if not problems:
             return [f"{dotted(each.path)}: {each.message}" for each in found]
-        taken_out = [_take_out(c, problem) for problem in problems]
+        taken_out = [_fit_batch(c, problem, ranks) or _take_out(c, problem) for problem in problems]
         if not any(taken_out):
             lines = [f"{dotted(each.path)}: {each.message}" for each in problems]
             raise RecipeError(lines)
     raise RecipeError("the config has too many values that a recipe cannot have")
+
+
+def _fit_batch(c: Conversion, problem: Problem, ranks: int) -> bool:
+    """Rounds a global batch that the ranks do not divide up to one that they do, which is another
+    training: the other tool's ranks shared sequences in a way that is not here."""
+    key = "batch.global_batch_size"
+    batch, micro = c.values.get(key), c.values.get("batch.micro_batch_size")
+    ours = c.origins.get(key) != "command line" and dotted(problem.path) == key
+    if not ours or not isinstance(batch, int) or not isinstance(micro, int):
+        return False
+    sizes = [c.values.get(f"strategy.{name}_parallel_size") for name in ("tensor", "context")]
+    groups = ranks // math.prod(size for size in sizes if isinstance(size, int)) or 1
+    fitted = math.ceil(batch / (micro * groups)) * micro * groups
+    if batch <= 0 or micro <= 0 or fitted == batch:
+        return False
+    c.values[key] = fitted
+    names = c.origins[key].partition(": ")[2] or key
+    c.lost.setdefault(
+        names.partition(",")[0],
+        f"{key}: {batch} sequences a step there. {groups} ranks with {micro} each take {fitted} here; "
+        f"{key}={batch} and gpus={max(1, batch // micro)} would take as many",
+    )
+    return True
 
 
 def _take_out(c: Conversion, problem: Problem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -66,7 +67,22 @@ _SOUND = re.compile(r"voxtral|audio|qwen2\.5-omni|qwen3-omni|whisper")
 _SHARED_SIZES = (
     *("context_parallel_size", "sequence_parallel_degree", "cp_size", "sp_size"),
     *("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"),
+    *("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"),
 )
+_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"),
+    *("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    *("query_key_value", "dense", "c_attn", "c_proj", "c_fc", "fc1", "fc2", "Wqkv", "Wi", "Wo"),
+)
+_PARTS = ("self_attn", "attn", "attention", "cross_attn", "linear_attn", "mlp", "feed_forward")
+_BEFORE = (
+    *("model.layers", "model.language_model.layers", "language_model.model.layers", "layers"),
+    *("transformer.h", "gpt_neox.layers"),
+)
+_NUMBERS = {0, 1, 2, 7, 10, 25}
+"""Names of linear layers of language models, and what stands before them; some layers' numbers."""
 _FIRST_STEP = "the first step has a part of the peak here, and a rate of 0 there"
 
 
@@ -374,23 +390,37 @@ def adapter(
 
 
 def _layer_names(c: Conversion, targets: object, names: tuple[str, ...]) -> list[str]:
-    """Names of layers that a list, or a regular expression with alternatives, stands for."""
+    """Names of layers that a list, or a regular expression, stands for. Of an expression these are
+    the usual names that it matches in each of the layers of a model, as peft matches them."""
     if isinstance(targets, list):
         return [str(target) for target in targets]
     text = str(targets)
     if re.fullmatch(r"[\w.,\s-]+", text):
         return [part.strip() for part in text.split(",") if part.strip()]
-    last = re.search(r"\.?\(([\w|]+)\)(_\w+)?\$?$", text)
-    origin = c.names(*names)
-    if last is None:
-        c.lose(
-            origin or "lora_target",
-            f"{text} is a regular expression; all linear layers are adapted",
-        )
+    matched = _matched_layers(text)
+    if not matched or any(numbers != _NUMBERS for numbers in matched.values()):
+        why = "of some layers only" if matched else "that matches no usual name of a layer"
+        what = f"{text} is a regular expression {why}; all linear layers are adapted"
+        c.lose(c.names(*names) or "lora_target", what)
         return []
-    note = "by the end of the regular expression; only layers of the text model are adapted"
+    note = (
+        "the layers that the regular expression matches; only those of the text model are adapted"
+    )
     c.note("lora.target_modules", note)
-    return [f"{part}{last[2] or ''}" for part in last[1].split("|")]
+    return list(matched)
+
+
+def _matched_layers(text: str) -> dict[str, set[int]]:
+    """For each usual name that a regular expression matches, the numbers of its layers."""
+    try:
+        expression = re.compile(text)
+    except re.error:
+        return {}
+    found: dict[str, set[int]] = {}
+    for name, number, part, before in itertools.product(_LAYERS, _NUMBERS, _PARTS, _BEFORE):
+        if expression.fullmatch(f"{before}.{number}.{part}.{name}"):
+            found.setdefault(name, set()).add(number)
+    return found
 
 
 def quantization(c: Conversion, *, four: object, eight: object, origin: str) -> None:

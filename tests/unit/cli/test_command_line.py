@@ -1,6 +1,7 @@
 """The `launcher` command: help, options in both styles, start of ranks."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -384,7 +385,24 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
 
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 1]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    capsys.readouterr()
+    assert train._visible_gpus("cpu") == 1
+    assert capsys.readouterr().out == ""
+    assert train._visible_gpus("auto") == 1
+    assert re.fullmatch(
+        r"trains on the CPU, in 1 process with \d+ cores, because torch \S+ is built without CUDA or "
+        r"ROCm; run.device=cpu trains on the CPU, with gpus=N in N processes\n",
+        capsys.readouterr().out,
+    )
+    with pytest.raises(RecipeError, match=r"run.device=cuda: .* is built without CUDA or ROCm"):
+        train._visible_gpus("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for device in ("auto", "cuda"):  # the ranks would end, each with a message of its own
+        with pytest.raises(
+            RecipeError, match=r"built for CUDA 12.8 and finds no GPU: run.device=cpu"
+        ):
+            train._visible_gpus(device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert [train._visible_gpus(device) for device in ("cpu", "auto")] == [1, 8]
 

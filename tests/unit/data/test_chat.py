@@ -15,7 +15,13 @@ import pytest
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
-from launcher.data.messages import RowError, parse_arguments, read_messages, read_tools
+from launcher.data.messages import (
+    RowError,
+    parse_arguments,
+    read_messages,
+    read_tools,
+    refuse_empty_answers,
+)
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -921,6 +927,31 @@ def test_invalid_instruct_rows_are_reported(tmp_path, folder):
     found = encode_file(tmp_path, [row for row, _ in BROKEN_INSTRUCT], "instruct", folder)
     for one, (_, expected) in zip(found, BROKEN_INSTRUCT, strict=True):
         assert one.problem.startswith(expected), one.problem
+
+
+def test_empty_answers_are_refused_in_chats_as_in_instructions(tmp_path, folder):
+    """They taught to say nothing. What carries no loss may be empty, and so may the text of calls."""
+    silent = dialogue("a", "", "b", "no")
+    silent[1] |= {"weight": 0}
+    called = [*dialogue("a"), {"role": "assistant", "content": "", "reasoning_content": "x"}]
+    rows = [dialogue("a", ""), dialogue("a", "yes", "b", " \n"), silent, dialogue("", "yes")]
+    found = encode_file(tmp_path, [{"messages": row} for row in rows], "chat", folder)
+    what = "of the assistant is empty, so there is nothing to learn from"
+    hint = "loss: false in the message keeps it without loss"
+    assert [one.problem for one in found] == [
+        f"turn 1 {what}; {hint}",
+        f"turn 2 {what}; {hint}",
+        "",
+        "",
+    ]
+    refuse_empty_answers(called, 0)
+    prompted = [{"prompt": dialogue("a"), "completion": [{"role": "assistant", "content": ""}]}]
+    (one,) = encode_file(tmp_path, prompted, "instruct", folder)
+    assert one.problem == f"turn 1 {what}; {hint}"
+    for loss_on, problem in (("last", ""), ("all", f"turn 1 {what}; {hint}")):
+        row = [{"messages": dialogue("a", "", "b", "no")}]
+        (one,) = encode_file(tmp_path, row, "chat", folder, loss_on=loss_on)
+        assert one.problem == problem
 
 
 def test_classification_rows(tmp_path, folder):

@@ -12,6 +12,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from tests.datasets import objective_of
 from tests.unit.data.rows import write
+from tests.unit.data.test_chat import bpe_tokenizer
 
 END = 256
 USER = {"role": "user", "content": "Hi"}
@@ -63,6 +64,45 @@ def test_text(row, tmp_path):
         assert (chosen, rejected) == (" 4", " five")
     else:
         assert pair_of(tmp_path, row) == [("2 + 2 =", " 4"), ("2 + 2 =", " five")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("问：好吗？答：好", "问：好吗？答：不好", "问：好吗？答："),
+        ("是吗？对。", "是吗？对不起", "是吗？对"),
+        ("yes:sure", "yes:surely not", "yes:"),
+        ("a b:c", "a b:d", "a"),
+    ],
+)
+def test_prompt_of_texts_without_white_space(chosen, rejected, prompt):
+    """The second is the prompt of TRL's `extract_prompt`, too: languages without white space."""
+    row = {"chosen": chosen, "rejected": rejected}
+    found = with_shared_prompt(row, "prompt", "chosen", "rejected")
+    assert found["prompt"] == prompt
+    assert found["prompt"] + found["chosen"] == chosen
+    assert found["prompt"] + found["rejected"] == rejected
+
+
+def test_ids_of_pairs_are_those_of_trl(tmp_path):
+    """TRL's DPOTrainer tokenizes prompt + answer + end as one text. So do these rows, with and
+    without white space between prompt and answer."""
+    rows = [("2 + 2 =", "4", "five"), ("2 + 2 =", " 4", " five"), ("un", "likely", "til")]
+    folder, tokenizer = tmp_path / "tokenizer", bpe_tokenizer()
+    tokenizer.save_pretrained(folder)
+    for prompt, chosen, rejected in rows:
+        row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        file = write(tmp_path / "rows.jsonl", [row])
+        data = schema.Data(
+            kind="preference",
+            cache=str(tmp_path / "c"),
+            prompt_format="text",
+            tokenizer=str(folder),
+        )
+        store = open_store((str(file),), data, tokenizer=str(folder), build=True)
+        ends = np.split(store.ids, [int(store.classes[0])])
+        for ids, answer in zip(ends, (chosen, rejected), strict=True):
+            assert ids.tolist() == tokenizer(prompt + answer + tokenizer.eos_token)["input_ids"]
 
 
 def test_columns_with_other_names(tmp_path):

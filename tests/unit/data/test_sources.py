@@ -360,6 +360,26 @@ def test_tokenizer_identity_changes_with_its_files(tokenizer_folder, tmp_path):
         (copy / name).unlink()
 
 
+def test_files_that_no_tokenizer_reads_do_not_tokenize_again(tokenizer_folder, tmp_path):
+    """config.json is that of the model, but for the keys that choose the class of the tokenizer."""
+    copy = copy_folder(tokenizer_folder, tmp_path / "copy")
+    write(copy / "config.json", json.dumps({"model_type": "llama", "rope_theta": 1e4}))
+    identity = tokenizer_identity(str(copy))
+    write(
+        copy / "config.json", json.dumps({"rope_theta": 1e6, "model_type": "llama", "dtype": "a"})
+    )
+    for name in ("generation_config.json", "preprocessor_config.json", "adapter_config.json"):
+        write(copy / name, "{}")
+    assert tokenizer_identity(str(copy)) == identity
+    for more in (
+        {"model_type": "mistral"},
+        {"tokenizer_class": "A"},
+        {"transformers_version": "5"},
+    ):
+        write(copy / "config.json", json.dumps({"model_type": "llama"} | more))
+        assert tokenizer_identity(str(copy)) != identity
+
+
 def test_tokenizer_without_eos_token_is_refused(tokenizer_folder, tmp_path, cache):
     copy = copy_folder(tokenizer_folder, tmp_path / "copy")
     config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -418,7 +438,7 @@ def test_store_of_text(tmp_path, cache, tokenizer_folder):
 def test_store_is_tokenized_once(tmp_path, cache, messages):
     file = write(tmp_path / "a.jsonl", [{"text": "ab", "body": "c"}])
     first = create_store(file, cache=cache)
-    assert says("tokenizing 1 files (0.0 MiB)", messages()[0])
+    assert says("tokenizing 1 file (0.0 MiB)", messages()[0])
     assert says("tokenized 1 documents, 3 tokens in ... s (... tokens/s)", messages()[1])
     again, other_rank = (
         create_store(file, cache=cache),

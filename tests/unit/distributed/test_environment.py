@@ -5,6 +5,8 @@ The tests pass the variables as an argument and do not change the environment.
 
 import dataclasses
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from launcher.distributed.environment import (
     cache_folder,
     prepare_cuda,
     prepare_nccl,
+    prepare_openmp,
     provide_caches,
     read_environment,
 )
@@ -292,3 +295,24 @@ def test_a_cache_that_others_can_write_to_is_refused(temporary):
     temporary.symlink_to(temporary.parent)
     with pytest.raises(RecipeError, match="set XDG_CACHE_HOME"):
         provide_caches({"HOME": "/no/such/folder"})
+
+
+def test_openmp_threads_sleep_soon_unless_the_user_says_how_they_wait():
+    for given, expected in (
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ):
+        prepare_openmp(given)
+        assert given == expected
+
+
+def test_openmp_is_prepared_before_torch_is_imported():
+    """Its library reads the variables when it is loaded."""
+    program = (
+        "import sys; from launcher import train; from launcher.distributed import environment; "
+        "train.prepare_openmp = lambda: print('torch' in sys.modules); train.main(['recipe=none'])"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "False\n"

@@ -278,6 +278,13 @@ def test_page_of_several_runs(tmp_path, browser):
     assert columns[""] == ["long", "short"]
     assert columns["optimizer.learning_rate"] == ["0.0001", "0.001"]
     assert columns["lowest evaluation"] == ["", "2.6000"]
+    width, room, height = browser.evaluate(
+        "(t => [t.scrollWidth, t.parentElement.clientWidth, t.clientHeight])"
+        '(document.querySelector("table"))'
+    )
+    assert width <= room
+    assert height < 3 * 2 * 20, "three rows of at most two lines"
+    assert "State, continued" in text
 
     step, *labels = hover(browser, "Tokens per second, all ranks", 0.5)
     assert any(

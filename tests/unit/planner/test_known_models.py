@@ -5,6 +5,7 @@ import re
 
 import huggingface_hub
 import pytest
+import yaml
 
 from launcher.cli.main import main
 from launcher.models.build import build_model
@@ -12,7 +13,9 @@ from launcher.planner.known_models import known_models, with_known_config
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import config_problems, size_problems
 from launcher.recipe.schema import Model
+from tests import REPOSITORY
 
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 ENTRIES = {entry["source"] + str(entry["parameters"]): entry for entry in known_models().values()}
 
 
@@ -26,6 +29,13 @@ def test_parameters_are_those_that_were_published():
         model = build_model(Model(config=config), sequence_length=4096)
         count = sum(parameter.numel() for parameter in model.parameters())
         assert count / 1e9 == pytest.approx(entry["parameters"], rel=0.012), entry["source"]
+
+
+def test_shipped_recipes_are_planned_without_network():
+    paths = [yaml.safe_load(file.read_text())["model"].get("path") for file in RECIPES]
+    hub = {path for path in paths if path and not path.startswith("runs/")}
+    assert len(hub) >= 7
+    assert hub - known_models().keys() == set()
 
 
 def test_sources_are_public_pages():

@@ -339,6 +339,47 @@ def test_images_of_axolotl(tmp_path, model, more, train, lost_keys):
     assert list(lost) == lost_keys
 
 
+@pytest.mark.parametrize(
+    ("expression", "names"),
+    [
+        (r".*\.self_attn\.(q|v)_proj|.*\.mlp\.(gate|up)_proj", "q_proj v_proj gate_proj up_proj"),
+        (
+            r"model\.layers\.[\d]+\.((self_attn)\.(q|(k|v))_proj|mlp\.((gate|up)|down)_proj)",
+            "q_proj k_proj v_proj gate_proj up_proj down_proj",
+        ),
+        (r"^(?!.*visual).*(?:q_proj|o_proj)$", "q_proj o_proj"),
+        (r".*\.(left|right)_layer", ""),
+        (r"model\.layers\.[0-9]\.self_attn\.q_proj", ""),  # the first ten layers only
+        ("((q_proj", ""),
+    ],
+)
+def test_layers_of_a_regular_expression(tmp_path, expression, names):
+    """As peft matches them: with groups inside of groups, and alternatives of whole names."""
+    more = f"adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_modules: '{expression}'\n"
+    found, lost = values(tmp_path, AXOLOTL.replace("adapter: lora", "") + more)
+    assert found.get("lora.target_modules") == (names.split() or None)
+    assert list(lost) == ([] if names else ["lora_target_modules"])
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(8, 8), (2, 2)])
+def test_a_batch_of_fewer_groups_than_ranks_is_rounded_up(tmp_path, gpus, batch):
+    """Ranks that share sequences there have sequences of their own here."""
+    text = LLAMA_FACTORY.replace("bf16: true", "gradient_accumulation_steps: 2")
+    text += "tensor_model_parallel_size: 4\npipeline_model_parallel_size: 2\nuse_mca: true\n"
+    text = text.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen2-VL-7B-Instruct").replace("qwen3", "qwen2_vl")
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "rows.json", "formatting": "sharegpt", "columns": {"images": "images"}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"questions": entry}))
+    (tmp_path / "data/rows.json").write_text("[]")
+    found, lost = values(tmp_path, text, ranks=gpus)
+    assert found["batch.global_batch_size"] == batch
+    rounded = {"per_device_train_batch_size"} if batch > 2 else set()
+    parallel = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+    assert set(lost) == rounded | parallel
+    if rounded:
+        assert "2 sequences a step there. 8 ranks with 1 each take 8 here" in lost[rounded.pop()]
+
+
 def test_the_second_trainer_of_llama_factory(tmp_path):
     text = (
         "model: Qwen/Qwen3-0.6B\nmodel_class: llm\ntrain_dataset: owner/chats\ncutoff_len: 512\n"

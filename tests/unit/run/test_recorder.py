@@ -401,6 +401,19 @@ def test_lines_are_written_one_step_late(reporter, folder):
     assert closed == ["failed"], "sinks are closed once"
 
 
+def test_spikes_of_the_first_ten_losses_are_no_divergence(reporter):
+    """They fall and jump in any run. Later ones are compared with the median before them."""
+    run = dataclasses.replace(reporter._recipe.run, max_loss_ratio=2.0)
+    reporter._recipe = dataclasses.replace(reporter._recipe, run=run)
+    for number, loss in enumerate([1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 1.0, 1.0, 9.0, 1.9], start=1):
+        reporter.step(step(number, loss=loss))
+    reporter.step(step(12, loss=2.1))
+    with pytest.raises(
+        DivergedError, match=r"2\.1, is more than .* the median of the 11 before it"
+    ):
+        reporter.flush()
+
+
 def test_steps_after_divergence_are_not_logged(reporter, folder):
     reporter.step(step(1))
     for number in (2, 3):

@@ -7,26 +7,30 @@ import torch
 
 from launcher.data.batching import Position
 from launcher.distributed.rank_layout import RankLayout
-from launcher.recipe.schema import Batch, Checkpoint, Evaluation, Schedule
+from launcher.recipe.schema import Batch, Checkpoint, Data, Evaluation, Schedule
 from launcher.run import summary
 
 
-def batch_line(**sizes):
+def batch_lines(*, steps=10, passes=(), schedule=None, packing=True, **sizes):
     data = SimpleNamespace(
         sampler=SimpleNamespace(micro_batches=lambda step: 4),
-        steps=10,
+        steps=steps,
         start=Position(),
-        order=SimpleNamespace(passes=lambda samples: [], samples=0),
+        order=SimpleNamespace(passes=lambda samples: list(passes), samples=0),
         validation=None,
     )
     recipe = SimpleNamespace(
         batch=Batch(global_batch_size=16, micro_batch_size=2),
         checkpoint=Checkpoint(),
+        data=Data(packing=packing),
         evaluation=Evaluation(),
-        schedule=Schedule(),
+        lora=None,
+        model=None,
+        objective=None,
+        schedule=schedule or Schedule(),
     )
     ranks = RankLayout(rank=0, size=8, group=None, device=torch.device("cpu"), **sizes)
-    return next(summary._batch(SimpleNamespace(recipe=recipe, data=data, ranks=ranks)))
+    return list(summary._batch(SimpleNamespace(recipe=recipe, data=data, ranks=ranks)))
 
 
 @pytest.mark.parametrize(
@@ -43,4 +47,27 @@ def batch_line(**sizes):
 )
 def test_the_batch_names_context_and_tensor_parallel_ranks(sizes, ranks):
     expected = f"batch: 16 sequences = 2 per micro-batch x 4 accumulation steps x {ranks}; 10 steps"
-    assert batch_line(**sizes) == expected
+    assert batch_lines(**sizes)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "passes", "text"),
+    [(1, [1.0], "1 step is 1 pass"), (20, [4.0], "20 steps are 4 passes"), (2, [], "2 steps")],
+)
+def test_steps_and_passes(steps, passes, text):
+    end = " over the data" if passes else ""
+    assert batch_lines(steps=steps, passes=passes)[0].endswith(f"; {text}{end}")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_warm_up_that_is_longer_than_the_run_is_named_with_what_to_do(packing):
+    """Such as that of a config for a large data set, on a few packed rows."""
+    (note,) = [
+        line
+        for line in batch_lines(steps=1, schedule=Schedule(warmup_steps=10), packing=packing)
+        if line.startswith("note")
+    ]
+    assert "the warm-up of 10 steps does not end within the run's 1, so the learning rate" in note
+    assert "more run.epochs" in note
+    assert ("data.packing=false" in note) == packing
+    assert batch_lines(steps=11, schedule=Schedule(warmup_steps=10))[-1].startswith("plan")
