@@ -56,6 +56,10 @@ TITLES = {
         "Layers of Llama-3.1-8B",
         "Eight layers with embedding and head, two micro-batches of 2 x 4,096 tokens.",
     ),
+    "families": (
+        "Layers of other families",
+        "Of their published widths, with embedding and head; two micro-batches of 1 or 2 x 4,096 tokens.",
+    ),
     "memory": (
         "Memory",
         "Llama-3.2-1B, eager, one micro-batch of 2 x 4,096 tokens; *held back*: two, with one "
@@ -200,6 +204,18 @@ def group_table(group: str, plans: dict[str, Any], measured: dict[str, Any]) -> 
     return table(f"{head} | parts of the plan, ms", rows)
 
 
+MODELS_COLUMNS = (
+    "model",
+    "variant",
+    "attention",
+    "loss, error",
+    "gradient norm, error",
+    "loss, autocast",
+    "gradient norm, autocast",
+    "holds",
+)
+
+
 @dataclass(frozen=True)
 class Expected:
     """A figure other than those of steps, and why it is expected."""
@@ -301,6 +317,16 @@ def comparisons(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
+def families(measured: dict[str, Any]) -> list[str]:
+    """The table of small models of many families, compared with transformers."""
+    rows = [
+        [gpu, *(row[name] for name in MODELS_COLUMNS)]
+        for gpu in GPUS
+        for row in measured.get(gpu, {}).get("models", {}).get("figures", [])
+    ]
+    return table(f"GPU | {' | '.join(MODELS_COLUMNS)}", rows) if rows else []
+
+
 def page() -> str:
     """The text of the page."""
     predicted, measured = json.loads(PLANS.read_text()), measured_figures()
@@ -316,6 +342,12 @@ def page() -> str:
     for group, (title, text) in TITLES.items():
         lines += [f"## {title}", "", text, *group_table(group, plans, measured)]
     lines += [
+        "## Families against transformers",
+        "",
+        "Small models with random weights and packed rows, three steps of AdamW; relative differences "
+        "to a plain loop in float32 over single documents with transformers' eager attention. "
+        "*Autocast* is that loop in bfloat16. `benchmarks/gpu_models.py` has the limits.",
+        *families(measured),
         "On one GPU the rows of `ddp`, and those that name neither, train with the strategy for one rank.",
         "*Copies* are those between weights, gradients and their buffers; *again* is recomputation.",
         "",
