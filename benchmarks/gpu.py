@@ -56,7 +56,7 @@ CALLS = {
     "1": (270, {"kernels": 85, "steps": 95, "values": 65}),
     "2": (400, {"widths": 125, "memory": 70, "compare": 65, "checkpoint": 45, "resume": 70}),
     "3": (400, {"peers": 110, "tuning": 45, "steps": 130, "goals": 90}),
-    "4": (370, {"models": 190, "families": 160}),
+    "4": (370, {"models": 185, "families": 155}),
 }
 """Seconds of calls on a lent GPU, and of their parts: the most informative first. The first two fit
 fifteen minutes; the third measures what they left open, or what has changed since, and the
