@@ -14,6 +14,7 @@ from launcher.data.collation import Collated, Sample, TextInputs
 from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
 from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
+from launcher.models.tower_inputs import TowerInputs
 from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
@@ -28,6 +29,8 @@ class ModelImages:
     """Whether the tokens of an image have positions of time, height and width (M-RoPE)."""
     token_types: str | None = None
     """The name of the argument that says which tokens are those of images; None: it has none."""
+    tower: TowerInputs | None = None
+    """How the host makes the inputs of the tower; None: they are the processor's arrays."""
 
     @property
     def processor(self) -> ImageProcessor:
@@ -77,9 +80,10 @@ class ImageInputs(TextInputs):
         return made
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
-        """A micro-batch with the arrays of all images, by the names of the model's arguments; and
-        `images`, their number. Without images these are the arrays of a blank one: all ranks compute
-        the same layers, in which they exchange weights and gradients."""
+        """A micro-batch with the arrays of all images, by the names of the model's arguments, or
+        what `TowerInputs.make` makes of them; and `images`, their number. Without images these are
+        the arrays of a blank one: all ranks compute the same layers, in which they exchange weights
+        and gradients."""
         made = super().collate(rows, several_documents=several_documents)
         tensors, processor = dict(made["tensors"]), self.images.processor
         ids = tensors["input_ids"]
@@ -89,8 +93,11 @@ class ImageInputs(TextInputs):
         if self.images.token_types is not None:
             types = torch.isin(ids, torch.tensor(processor.token_ids))
             tensors[self.images.token_types] = types.long()
-        for name, array in processor.join(found or [processor.blank]).items():
-            tensors[name] = torch.from_numpy(array)
+        arrays = processor.join(found or [processor.blank])
+        if self.images.tower is None:
+            tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        else:
+            tensors |= self.images.tower.make(arrays, ids)
         tensors["images"] = len(found)
         return {**made, "tensors": tensors}
 

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
 """Names in transformers' table of attention functions: of `varlen_attention`, and of the one of
 context parallelism, which has no masks either."""
+TOWER = "launcher_flash_tower"
+"""The name of `varlen_attention` in image towers. Because it contains "flash", towers of images of
+several sizes pass the bounds of images; otherwise they divide their rows in each layer, for which the
+host waits for the device (transformers 5.17 to 5.23)."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -300,6 +304,21 @@ def _use_varlen(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], boo
     return replaced
 
 
+def use_tower_attention(
+    model: PreTrainedModel, *, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Replaces the attention of a tower that takes images of several sizes as one row, where the
+    device has a kernel for it. Elsewhere the host waits for the device in each layer."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    vision: Any = model.config.vision_config
+    if vision._attn_implementation != "sdpa":  # chosen by model.attention
+        return
+    if device.type != "cuda" or missing_for_varlen(model, device, compute_dtype) is None:
+        ALL_ATTENTION_FUNCTIONS.register(TOWER, varlen_attention)
+        model.set_attn_implementation({"vision_config": TOWER})
+
+
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
     """Sets the attention of the text model. In an image tower attention is not causal."""
     text, parts = text_config(model), model.config.sub_configs
@@ -381,7 +400,8 @@ def varlen_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, by transformers' attention interface.
+    """Attention within documents, by transformers' attention interface: causal, unless `is_causal`
+    is False, as in image towers, whose documents are images or parts of them.
 
     query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
     head size). `cu_seq_lens_q` (documents + 1,) says where documents start in the flattened rows;
@@ -439,7 +459,7 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         longest,
         longest,
         scale=size**-0.5 if scaling is None else scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # 0 to the right: causal
+        window_size=(-1 if window is None else window - 1, 0 if _is_causal(options) else -1),
         **_GROUPED,
     )
     assert isinstance(out, torch.Tensor)
@@ -447,7 +467,7 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
 
 
 def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
-    """Causal attention within each row, in the layout of `varlen_attention`."""
+    """Attention within each row, in the layout of `varlen_attention`."""
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
@@ -463,11 +483,15 @@ def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         value,
         mask,
         dropout_p=options.get("dropout", 0.0),
-        is_causal=mask is None and tokens > 1,
+        is_causal=mask is None and tokens > 1 and _is_causal(options),
         scale=options.get("scaling"),
         enable_gqa=grouped,
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _is_causal(options: Call) -> bool:
+    return options.get("is_causal") is not False
 
 
 def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -270,7 +270,7 @@ def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
     tower, images = applied(model).images, images_of(recipe.images, recipe.model)
     if tower is None or images is None:
         return None
-    return replace(images, grid=tower.grid, token_types=tower.token_types)
+    return replace(images, grid=tower.grid, token_types=tower.token_types, tower=tower.inputs)
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:

@@ -7,13 +7,20 @@ import transformers
 from launcher.data.image_processor import load_processor
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
+from launcher.models import attention as attention_module
 from launcher.models.applied import applied
-from launcher.models.attention import VARLEN, drop_causal_mask, isolate_documents
+from launcher.models.attention import (
+    TOWER,
+    VARLEN,
+    drop_causal_mask,
+    isolate_documents,
+    use_tower_attention,
+)
 from launcher.models.build import build_model, parts_without_text
 from launcher.models.changes import adapt
 from launcher.models.images import packed_masks, tower_blocks, unused_modules, use_images
 from launcher.recipe.schema import Lora, Model
-from tests import multimodal
+from tests import multimodal, varlen_on_cpu
 from tests.image_models import make_model, skip_without_torchvision
 
 CPU = torch.device("cpu")
@@ -23,7 +30,7 @@ FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: make_model(root / family, family) for family in FOUR}
+    return {family: make_model(root / family, family) for family in (*FOUR, "qwen3_vl")}
 
 
 def prepared(folder, train="all"):
@@ -138,6 +145,33 @@ def test_attention_of_the_tower_is_not_causal(models, family):
             drop_causal_mask(model)
         assert attention_implementation(model) == VARLEN
         assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_features_are_those_of_transformers(models, family, kernel, monkeypatch):
+    """With indices that the host has made, and with the code for GPUs."""
+    if kernel:
+        varlen_on_cpu.register()
+        monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    model = with_weights(models[family])
+    tower = applied(model).images
+    grid = torch.tensor([[1, 12, 22], [1, 8, 8], [1, 2, 2]])
+    pixels = torch.randn(int(grid.prod(-1).sum()), tower.inputs.grid.values)
+    expected = model.base_model.get_image_features(pixels, grid, return_dict=True)
+    use_tower_attention(model, device=CPU, compute_dtype=torch.float32)
+    assert model.config.vision_config._attn_implementation == TOWER
+    arrays = {"pixel_values": pixels.numpy(), "image_grid_thw": grid.numpy()}
+    ids = torch.full((1, 400), 65)
+    ids[0, 3:69] = ids[0, 80:96] = ids[0, 100] = tower.inputs.image_token
+    made = tower.inputs.make(arrays, ids)
+    assert made["image_positions"].tolist() == [*range(3, 69), *range(80, 96), 100]
+    found = model.base_model.get_image_features(**made["tower"], return_dict=True)
+    for key in ("pooler_output", "deepstack_features"):
+        both = zip(torch.utils._pytree.tree_leaves(found.get(key)),
+                   torch.utils._pytree.tree_leaves(expected.get(key)), strict=True)  # fmt: skip
+        for one, other in both:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_masks_are_those_of_single_documents():

@@ -1,0 +1,91 @@
+"""What an image tower takes of a micro-batch, made on the host with the micro-batch.
+
+transformers computes these indices in the tower, from the sizes of images on the device: the host
+waits for the device several times in each layer. A tower takes them as arguments instead (`image_*`
+of `accepts_precomputed_kwargs`, transformers 5.17 and newer), and computes none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class PatchGrid:
+    """A tower of the Qwen-VL families: each image is a grid of patches."""
+
+    merge: int
+    """Patches that become a token, in each direction."""
+    patch: int
+    """Pixels of a patch, in each direction."""
+    values: int
+    """Numbers of a patch: its pixels in three colours, twice (time)."""
+    window: int | None = None
+    """Pixels of a window of attention, in each direction (Qwen2.5-VL)."""
+    table: int | None = None
+    """Rows of the square table of position embeddings (Qwen3-VL)."""
+
+    def indices(self, grid: torch.Tensor) -> dict[str, Any]:
+        """The indices of images. grid: (images, 3), times, rows and columns of patches, on the
+        host."""
+        from transformers import vision_utils
+
+        bounds = vision_utils.get_vision_cu_seqlens(grid)
+        made: dict[str, Any] = {
+            "image_position_ids": vision_utils.get_vision_position_ids(grid, self.merge),
+            "image_cu_seqlens": bounds,
+            "image_max_seqlen": int(bounds.diff().max()),
+        }
+        if self.window is not None:
+            index, bounds = vision_utils.get_vision_window_index(
+                grid,
+                spatial_merge_size=self.merge,
+                window_size=self.window,
+                patch_size=self.patch,
+            )
+            made["image_window_index"], made["image_cu_window_seqlens"] = index, bounds
+            made["image_max_window_seqlen"] = int(bounds.diff().max())
+        if self.table is not None:
+            both = vision_utils.get_vision_interpolation_indices_and_weights(
+                grid,
+                num_grid_per_side=self.table,
+                mode="bilinear",
+                align_corners=True,
+                spatial_merge_size=self.merge,
+            )
+            made["image_interp_indices"], made["image_interp_weights"] = both
+        return made
+
+
+@dataclass(frozen=True)
+class TowerInputs:
+    """How the images of a micro-batch become the arguments of `ImageTower`."""
+
+    image_token: int
+    """The token whose embeddings are replaced by features."""
+    takes: frozenset[str]
+    """The arrays of the processor that the tower takes."""
+    grid: PatchGrid | None = None
+    """Of a tower that takes images as patches; None: all images have one size."""
+
+    def make(self, arrays: Arrays, ids: torch.Tensor) -> dict[str, Any]:
+        """`tower`, the arguments of the model's `get_image_features`, and `image_positions`, those
+        of the image tokens in the flattened rows. ids: (rows, tokens)."""
+        taken = {name: array for name, array in arrays.items() if name in self.takes}
+        sizes = taken.pop("image_grid_thw", None)
+        made: dict[str, Any] = {name: torch.from_numpy(array) for name, array in taken.items()}
+        if self.grid is not None:
+            assert sizes is not None
+            # Not a tensor: it stays on the host, where the sizes of features are read from it
+            made["image_grid_thw"] = np.asarray(sizes)
+            made |= self.grid.indices(torch.from_numpy(np.asarray(sizes)))
+        positions = (ids.flatten() == self.image_token).nonzero()[:, 0]
+        return {"tower": made, "image_positions": positions}
