@@ -311,8 +311,7 @@ def use_tower_attention(
     device has a kernel for it. Elsewhere the host waits for the device in each layer."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    vision: Any = model.config.vision_config
-    if vision._attn_implementation != "sdpa":  # chosen by model.attention
+    if attention_implementation(model) != "sdpa":  # chosen by model.attention
         return
     if device.type != "cuda" or missing_for_varlen(model, device, compute_dtype) is None:
         ALL_ATTENTION_FUNCTIONS.register(TOWER, varlen_attention)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.libraries.private import block_classes
+from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
 from launcher.models.build import modules_without_text, parts_without_text, text_config
 from launcher.models.tower_inputs import PatchGrid, TowerInputs
@@ -250,7 +250,7 @@ class ImageTower:
         assert positions is not None
         if deeper := features.get("deepstack_features"):
             text = self._base.language_model
-            text._deepstack_process = _added_at
+            replace_deepstack(text, _added_at)
 
             def add_deeper(module: nn.Module, args: Any, inputs: Any) -> tuple[Any, Any]:
                 handle.remove()
