@@ -87,6 +87,10 @@ class TextInputs:
         `SequenceDataset.pieces`."""
         return sample
 
+    def with_largest_images(self, sample: Sample) -> Sample:
+        """A sample without data, with as many and as large images as its tokens can be."""
+        return sample
+
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
         """See `collate_sequences`. several_documents: a row holds several documents even if it is
         padded to the longest one."""

@@ -38,6 +38,39 @@ class ModelImages:
         return load_processor(self.rows.processor, self.rows.max_pixels)
 
 
+@dataclass(frozen=True)
+class PlannedImages(ModelImages):
+    """How a model takes images of which only sizes are known, in a plan: the processor, whose files
+    a plan may not have, gives the largest images without content."""
+
+    @property
+    def processor(self) -> Any:
+        """Takes the place of an `ImageProcessor` in `ImageInputs.collate`."""
+        return self
+
+    @property
+    def token_ids(self) -> list[int]:
+        """See `ImageProcessor.token_ids`."""
+        assert self.tower is not None
+        return [self.tower.image_token]
+
+    @property
+    def blank(self) -> Arrays:
+        """See `ImageProcessor.blank`."""
+        assert self.tower is not None
+        made = self.tower.without_content(max(1, self.tower.tokens))
+        assert made is not None
+        return made[2]
+
+    def join(self, images: list[Arrays]) -> Arrays:
+        """See `ImageProcessor.join`."""
+        pixels = [image["pixel_values"].shape for image in images]
+        whole = (sum(shape[0] for shape in pixels), *pixels[0][1:])
+        sizes = [image["image_grid_thw"] for image in images if "image_grid_thw" in image]
+        joined = {"pixel_values": np.zeros(whole, dtype=np.float32)}
+        return joined | ({"image_grid_thw": np.concatenate(sizes)} if sizes else {})
+
+
 def images_of(section: schema.Images | None, model: schema.Model) -> ModelImages | None:
     """How the rows of a recipe have images, without what only the built model knows; None: they are
     text."""
@@ -78,6 +111,25 @@ class ImageInputs(TextInputs):
         if self.images.grid:
             made["grid_positions"] = grid_positions(sample["position_ids"], places)
         return made
+
+    def with_largest_images(self, sample: Sample) -> Sample:
+        """Each image stands between two other tokens, at least. The tokens of text are other than
+        those of images."""
+        tower = self.images.tower
+        assert tower is not None
+        ids = sample["input_ids"].copy()
+        ids[ids == tower.image_token] = 0
+        found, places, end = list[Arrays](), list[tuple[int, int, int]](), 0
+        while made := tower.without_content(len(ids) - end - 2, self.images.rows.max_pixels):
+            tokens, grid, arrays = made
+            ids[end + 1 : end + 1 + tokens] = tower.image_token
+            places.append((end + 1, *grid))
+            found.append(arrays)
+            end += tokens + 2
+        made_sample: dict[str, Any] = {**sample, "input_ids": ids, "images": found}
+        if self.images.grid:
+            made_sample["grid_positions"] = grid_positions(sample["position_ids"], places)
+        return made_sample
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
         """A micro-batch with the arrays of all images, by the names of the model's arguments, or

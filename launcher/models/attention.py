@@ -383,10 +383,11 @@ def has_varlen_kernel(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" if trace is None else trace.cuda
 
 
-def document_lengths(bounds: torch.Tensor) -> list[int]:
-    """Tokens of each document. Synchronizes with the device."""
+def document_lengths(bounds: torch.Tensor, *, of_images: bool = False) -> list[int]:
+    """Tokens of each document, or patches of each image or window. Synchronizes with the device."""
     if (trace := tracing.current()) is not None:
-        return list(trace.document_lengths)
+        kinds = trace.image_lengths if of_images else (trace.document_lengths,)
+        return list(next(lengths for lengths in kinds if len(lengths) == len(bounds) - 1))
     lengths: list[int] = bounds.diff().tolist()
     return lengths
 
@@ -426,7 +427,7 @@ def varlen_attention(
 )
 def _each_document(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
-    sizes = document_lengths(options["cu_seq_lens_q"])
+    sizes = document_lengths(options["cu_seq_lens_q"], of_images=not _is_causal(options))
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
         dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]

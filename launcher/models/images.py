@@ -166,8 +166,15 @@ def _tower_inputs(model: PreTrainedModel) -> TowerInputs | None:
         )
     elif kind not in ("gemma3", "llava") or vision.model_type not in _ONE_SIZE:
         return None
-    takes = inspect.signature(base.get_image_features).parameters
-    return TowerInputs(model.config.image_token_id, frozenset(takes), grid)
+    takes = frozenset(inspect.signature(base.get_image_features).parameters)
+    token = model.config.image_token_id
+    if grid is not None:
+        return TowerInputs(token, takes, grid)
+    tokens = getattr(model.config, "mm_tokens_per_image", None)
+    if tokens is None:  # LLaVA
+        whole = getattr(model.config, "vision_feature_select_strategy", "default") == "full"
+        tokens = (vision.image_size // vision.patch_size) ** 2 + whole
+    return TowerInputs(token, takes, size=vision.image_size, tokens=tokens)
 
 
 class ImageTower:

@@ -7,6 +7,7 @@ of `accepts_precomputed_kwargs`, transformers 5.17 and newer), and computes none
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import numpy.typing as npt
 import torch
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+BOUNDS = ("image_cu_seqlens", "image_cu_window_seqlens")
+"""The bounds of what attention keeps apart in a row of patches: images, and their windows."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class PatchGrid:
     """Pixels of a window of attention, in each direction (Qwen2.5-VL)."""
     table: int | None = None
     """Rows of the square table of position embeddings (Qwen3-VL)."""
+
+    def largest(self, tokens: int, max_pixels: int | None) -> tuple[int, int]:
+        """The rows and columns of tokens of the largest image with at most so many tokens and
+        pixels, about a square; zeros: there is none."""
+        if max_pixels is not None:
+            tokens = min(tokens, max_pixels // (self.merge * self.patch) ** 2)
+        rows = math.isqrt(max(0, tokens))
+        return rows, tokens // rows if rows else 0
 
     def indices(self, grid: torch.Tensor) -> dict[str, Any]:
         """The indices of images. grid: (images, 3), times, rows and columns of patches, on the
@@ -75,6 +86,10 @@ class TowerInputs:
     """The arrays of the processor that the tower takes."""
     grid: PatchGrid | None = None
     """Of a tower that takes images as patches; None: all images have one size."""
+    size: int = 0
+    """Pixels of an image in each direction, if all have one size."""
+    tokens: int = 0
+    """Tokens of such an image."""
 
     def make(self, arrays: Arrays, ids: torch.Tensor) -> dict[str, Any]:
         """`tower`, the arguments of the model's `get_image_features`, and `image_positions`, those
@@ -89,3 +104,20 @@ class TowerInputs:
             made |= self.grid.indices(torch.from_numpy(np.asarray(sizes)))
         positions = (ids.flatten() == self.image_token).nonzero()[:, 0]
         return {"tower": made, "image_positions": positions}
+
+    def without_content(
+        self, tokens: int, max_pixels: int | None = None
+    ) -> tuple[int, tuple[int, int], dict[str, npt.NDArray[Any]]] | None:
+        """The largest image with at most so many tokens and pixels, for a plan: its tokens, their
+        rows and columns (zeros without a grid), and its arrays, which take no memory before they
+        are used. None: there is none."""
+        if self.grid is None:
+            pixels = np.zeros((1, 3, self.size, self.size), dtype=np.float32)
+            return (
+                (self.tokens, (0, 0), {"pixel_values": pixels}) if tokens >= self.tokens else None
+            )
+        rows, columns = self.grid.largest(tokens, max_pixels)
+        sizes = np.array([[1, rows * self.grid.merge, columns * self.grid.merge]])
+        pixels = np.zeros((int(sizes.prod()), self.grid.values), dtype=np.float32)
+        arrays = {"pixel_values": pixels, "image_grid_thw": sizes}
+        return (rows * columns, (rows, columns), arrays) if rows else None

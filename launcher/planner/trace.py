@@ -180,7 +180,7 @@ def _run(
                 state_file=partial(TracedFile, tracker),
             )
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
-            observer.watch({**prepared.blocks, **_head(wrapped.module)})
+            observer.watch({**prepared.blocks, **prepared.tower, **_head(wrapped.module)})
             if isinstance(wrapped, Fsdp):
                 for module in wrapped.module.modules():
                     module.register_forward_pre_hook(observer.label_unsharded)
