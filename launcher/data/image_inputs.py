@@ -146,12 +146,15 @@ class ImageInputs(TextInputs):
             types = torch.isin(ids, torch.tensor(processor.token_ids))
             tensors[self.images.token_types] = types.long()
         arrays = processor.join(found or [processor.blank])
+        tensors["images"] = len(found)
         if self.images.tower is None:
             tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
-        else:
-            tensors |= self.images.tower.make(arrays, ids)
-        tensors["images"] = len(found)
-        return {**made, "tensors": tensors}
+            return {**made, "tensors": tensors}
+        tensors |= self.images.tower.make(arrays, ids)
+        tokens = len(tensors["image_positions"])
+        operations = self.images.tower.forward_operations(tensors["tower"], tokens)
+        passes = self.images.tower.operations.passes if found else 0
+        return {**made, "tensors": tensors, "image_operations": round(passes * sum(operations))}
 
 
 def images_between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
 from launcher.models.build import modules_without_text, parts_without_text, text_config
-from launcher.models.tower_inputs import PatchGrid, TowerInputs
+from launcher.models.tower_inputs import PatchGrid, TowerInputs, TowerOperations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,18 +109,24 @@ def is_of_projector(name: str) -> bool:
 def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     """The outermost modules that are never called: those that text does not use, or with images
     those that neither uses."""
-    modules = modules_without_text(model)
-    if applied(model).images is None:
-        return modules
+    without_images = applied(model).images is None
+    return modules_without_text(model) if without_images else _of_neither(model)
+
+
+def _of_neither(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost modules that neither text nor images use."""
     names = {module: name for name, module in model.named_modules()}
+    modules = modules_without_text(model)
     return tuple(m for m in modules if any(part in names[m] for part in _OTHERS))
 
 
 def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of the image tower, by name; empty if rows have no images."""
-    if applied(model).images is None:
-        return {}
-    unused = set(unused_modules(model))
+    return {} if applied(model).images is None else _blocks(model)
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    unused = set(_of_neither(model))
     towers = [module for module in modules_without_text(model) if module not in unused]
     inside = {module for tower in towers for module in tower.modules()}
     classes = {name for module in inside for name in block_classes(module)}
@@ -168,13 +174,47 @@ def _tower_inputs(model: PreTrainedModel) -> TowerInputs | None:
         return None
     takes = frozenset(inspect.signature(base.get_image_features).parameters)
     token = model.config.image_token_id
+    operations = _operations(model, grid)
     if grid is not None:
-        return TowerInputs(token, takes, grid)
+        return TowerInputs(token, takes, grid, operations=operations)
     tokens = getattr(model.config, "mm_tokens_per_image", None)
     if tokens is None:  # LLaVA
         whole = getattr(model.config, "vision_feature_select_strategy", "default") == "full"
         tokens = (vision.image_size // vision.patch_size) ** 2 + whole
-    return TowerInputs(token, takes, size=vision.image_size, tokens=tokens)
+    return TowerInputs(
+        token,
+        takes,
+        size=vision.image_size,
+        tokens=tokens,
+        image_patches=(vision.image_size // vision.patch_size) ** 2,
+        operations=operations,
+    )
+
+
+def _operations(model: PreTrainedModel, grid: PatchGrid | None) -> TowerOperations:
+    """Of embeddings of positions, which are looked up, there are none."""
+    vision, blocks = _vision_config(model), _blocks(model)
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size: text
+    windows = 0
+    if grid is not None and grid.window is not None:
+        windows = len(blocks) - len(vision.fullatt_block_indexes)
+    patch = token = 0.0
+    for name in parts_without_text(model):
+        parameter = model.get_parameter(name)
+        if any(part in name for part in _OTHERS) or parameter.ndim < 2:
+            continue
+        if is_of_projector(name):
+            token += 2.0 * parameter.numel()
+        elif parameter.ndim > 2 or any(name.startswith(f"{block}.") for block in blocks):
+            patch += 2.0 * parameter.numel()
+    trained = any(p.requires_grad for block in blocks.values() for p in block.parameters())
+    return TowerOperations(
+        patch=patch,
+        token=token,
+        image=4.0 * width * (len(blocks) - windows),
+        window=4.0 * width * windows,
+        passes=3 if trained else 1,
+    )
 
 
 class ImageTower:

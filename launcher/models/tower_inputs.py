@@ -77,6 +77,23 @@ class PatchGrid:
 
 
 @dataclass(frozen=True)
+class TowerOperations:
+    """Floating-point operations of a tower's forward pass."""
+
+    patch: float = 0.0
+    """Of matrix products, for each patch."""
+    token: float = 0.0
+    """The same of the projector, for each token."""
+    image: float = 0.0
+    """Of attention, for each squared number of patches of an image."""
+    window: float = 0.0
+    """The same for windows."""
+    passes: int = 1
+    """Forward passes that take as many operations as the forward and the backward pass: 3, or 1 of a
+    frozen tower."""
+
+
+@dataclass(frozen=True)
 class TowerInputs:
     """How the images of a micro-batch become the arguments of `ImageTower`."""
 
@@ -90,6 +107,9 @@ class TowerInputs:
     """Pixels of an image in each direction, if all have one size."""
     tokens: int = 0
     """Tokens of such an image."""
+    image_patches: int = 0
+    """Patches of such an image."""
+    operations: TowerOperations = TowerOperations()
 
     def make(self, arrays: Arrays, ids: torch.Tensor) -> dict[str, Any]:
         """`tower`, the arguments of the model's `get_image_features`, and `image_positions`, those
@@ -104,6 +124,25 @@ class TowerInputs:
             made |= self.grid.indices(torch.from_numpy(np.asarray(sizes)))
         positions = (ids.flatten() == self.image_token).nonzero()[:, 0]
         return {"tower": made, "image_positions": positions}
+
+    def patches(self, tower: Mapping[str, Any]) -> int:
+        """The patches of all images. tower: of `make`."""
+        rows = len(tower["pixel_values"])
+        return rows if self.grid is not None else rows * self.image_patches
+
+    def forward_operations(self, tower: Mapping[str, Any], tokens: int) -> tuple[float, float]:
+        """Operations of matrix products, and of attention. tower: of `make`. tokens: of all
+        images."""
+        own, patches = self.operations, self.patches(tower)
+        squares = float(patches * self.image_patches)
+        windows = 0.0
+        if self.grid is not None:
+            whole, parts = (tower.get(name) for name in BOUNDS)
+            assert whole is not None
+            squares = _squares(whole)
+            windows = 0.0 if parts is None else _squares(parts)
+        products = own.patch * patches + own.token * tokens
+        return products, own.image * squares + own.window * windows
 
     def without_content(
         self, tokens: int, max_pixels: int | None = None
@@ -121,3 +160,8 @@ class TowerInputs:
         pixels = np.zeros((int(sizes.prod()), self.grid.values), dtype=np.float32)
         arrays = {"pixel_values": pixels, "image_grid_thw": sizes}
         return (rows * columns, (rows, columns), arrays) if rows else None
+
+
+def _squares(bounds: torch.Tensor) -> float:
+    """The sum of the squared lengths between these bounds."""
+    return float(bounds.diff().double().square().sum())
