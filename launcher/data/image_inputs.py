@@ -37,6 +37,11 @@ class ModelImages:
         """The processor of this process."""
         return load_processor(self.rows.processor, self.rows.max_pixels)
 
+    @property
+    def in_bytes(self) -> bool:
+        """Whether the device normalizes pixels."""
+        return self.tower is not None and self.processor.pixel_table is not None
+
 
 @dataclass(frozen=True)
 class PlannedImages(ModelImages):
@@ -55,8 +60,13 @@ class PlannedImages(ModelImages):
         return [self.tower.image_token]
 
     @property
-    def blank(self) -> Arrays:
-        """See `ImageProcessor.blank`."""
+    def pixel_table(self) -> npt.NDArray[np.float32]:
+        """See `ImageProcessor.pixel_table`."""
+        return np.zeros((3, 256), dtype=np.float32)
+
+    @property
+    def blank_in_bytes(self) -> Arrays:
+        """See `ImageProcessor.blank_in_bytes`."""
         assert self.tower is not None
         made = self.tower.without_content(max(1, self.tower.tokens))
         assert made is not None
@@ -67,7 +77,7 @@ class PlannedImages(ModelImages):
         pixels = [image["pixel_values"].shape for image in images]
         whole = (sum(shape[0] for shape in pixels), *pixels[0][1:])
         sizes = [image["image_grid_thw"] for image in images if "image_grid_thw" in image]
-        joined = {"pixel_values": np.zeros(whole, dtype=np.float32)}
+        joined: Arrays = {"pixel_values": np.zeros(whole, dtype=np.uint8)}
         return joined | ({"image_grid_thw": np.concatenate(sizes)} if sizes else {})
 
 
@@ -101,7 +111,8 @@ class ImageInputs(TextInputs):
         for _, start, end in pieces:
             for image in images_between(store.images, start, end):
                 try:
-                    found.append(_arrays(store.image_source(image), image, processor))
+                    source = store.image_source(image)
+                    found.append(_arrays(source, image, processor, self.images.in_bytes))
                 except RowError as error:
                     return {**sample, "error": str(error)}  # type: ignore[dict-item]
                 first = before + int(image["first"]) - start
@@ -145,12 +156,15 @@ class ImageInputs(TextInputs):
         if self.images.token_types is not None:
             types = torch.isin(ids, torch.tensor(processor.token_ids))
             tensors[self.images.token_types] = types.long()
-        arrays = processor.join(found or [processor.blank])
+        in_bytes = self.images.in_bytes
+        blank = processor.blank_in_bytes if in_bytes else processor.blank
+        arrays = processor.join(found or [blank])
         tensors["images"] = len(found)
         if self.images.tower is None:
             tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
             return {**made, "tensors": tensors}
-        tensors |= self.images.tower.make(arrays, ids)
+        table = processor.pixel_table if in_bytes else None
+        tensors |= self.images.tower.make(arrays, ids, table)
         tokens = len(tensors["image_positions"])
         operations = self.images.tower.forward_operations(tensors["tower"], tokens)
         passes = self.images.tower.operations.passes if found else 0
@@ -165,12 +179,14 @@ def images_between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.
     return table[first:last]
 
 
-def _arrays(source: ImageSource, image: npt.NDArray[Any], processor: ImageProcessor) -> Arrays:
+def _arrays(
+    source: ImageSource, image: npt.NDArray[Any], processor: ImageProcessor, in_bytes: bool
+) -> Arrays:
     content = source.read()
     if source.checksum(content) != int(image["checksum"]):
         what = "has changed since its row was tokenized"
         raise RowError(f"{source.name}: {what}; restore the file, or start with another data.cache")
-    return processor.process(source.decode(content)).arrays
+    return processor.process(source.decode(content), in_bytes=in_bytes).arrays
 
 
 def grid_positions(positions: Integers, images: list[tuple[int, int, int]]) -> Integers:

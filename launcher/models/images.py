@@ -19,7 +19,7 @@ from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
 from launcher.models.build import modules_without_text, parts_without_text, text_config
-from launcher.models.tower_inputs import PatchGrid, TowerInputs, TowerOperations
+from launcher.models.tower_inputs import PatchGrid, TowerInputs, TowerOperations, normalized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -279,7 +279,7 @@ class ImageTower:
 
         def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
-            features = self._base.get_image_features(**tower, return_dict=True)
+            features = self._base.get_image_features(**normalized(tower), return_dict=True)
             if images:
                 return self._with_features(embeds, features, image_positions)
             sums = [tensor.sum().float() for tensor in _tensors(features)]

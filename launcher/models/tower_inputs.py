@@ -111,9 +111,15 @@ class TowerInputs:
     """Patches of such an image."""
     operations: TowerOperations = TowerOperations()
 
-    def make(self, arrays: Arrays, ids: torch.Tensor) -> dict[str, Any]:
+    def make(
+        self,
+        arrays: Arrays,
+        ids: torch.Tensor,
+        pixel_table: npt.NDArray[np.float32] | None = None,
+    ) -> dict[str, Any]:
         """`tower`, the arguments of the model's `get_image_features`, and `image_positions`, those
-        of the image tokens in the flattened rows. ids: (rows, tokens)."""
+        of the image tokens in the flattened rows. ids: (rows, tokens). pixel_table: for pixels in
+        uint8; it is among the arguments then, for `normalized`."""
         taken = {name: array for name, array in arrays.items() if name in self.takes}
         sizes = taken.pop("image_grid_thw", None)
         made: dict[str, Any] = {name: torch.from_numpy(array) for name, array in taken.items()}
@@ -122,6 +128,8 @@ class TowerInputs:
             # Not a tensor: it stays on the host, where the sizes of features are read from it
             made["image_grid_thw"] = np.asarray(sizes)
             made |= self.grid.indices(torch.from_numpy(np.asarray(sizes)))
+        if pixel_table is not None:
+            made["pixel_table"] = torch.from_numpy(pixel_table)
         positions = (ids.flatten() == self.image_token).nonzero()[:, 0]
         return {"tower": made, "image_positions": positions}
 
@@ -157,9 +165,22 @@ class TowerInputs:
             )
         rows, columns = self.grid.largest(tokens, max_pixels)
         sizes = np.array([[1, rows * self.grid.merge, columns * self.grid.merge]])
-        pixels = np.zeros((int(sizes.prod()), self.grid.values), dtype=np.float32)
+        pixels = np.zeros((int(sizes.prod()), self.grid.values), dtype=np.uint8)
         arrays = {"pixel_values": pixels, "image_grid_thw": sizes}
         return (rows * columns, (rows, columns), arrays) if rows else None
+
+
+def normalized(tower: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `get_image_features`, of those of `TowerInputs.make`: pixels in uint8 are
+    looked up in the table of their colour, which gives the values of the processor exactly."""
+    made = dict(tower)
+    if (table := made.pop("pixel_table", None)) is not None:
+        pixels = made["pixel_values"]
+        colours = pixels.view(len(pixels), 3, -1).int()
+        places = colours + torch.arange(0, 3 * 256, 256, device=pixels.device).int()[:, None]
+        looked_up = table.flatten().index_select(0, places.flatten())
+        made["pixel_values"] = looked_up.view(pixels.shape)
+    return made
 
 
 def _squares(bounds: torch.Tensor) -> float:

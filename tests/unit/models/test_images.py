@@ -1,10 +1,12 @@
 """The image tower in training: what is trained, what runs without images, masks of packed rows."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
-from launcher.data.image_processor import load_processor
+from launcher.data.image_processor import ImageProcessor, load_processor
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models import attention as attention_module
@@ -19,9 +21,10 @@ from launcher.models.attention import (
 from launcher.models.build import build_model, parts_without_text
 from launcher.models.changes import adapt
 from launcher.models.images import packed_masks, tower_blocks, unused_modules, use_images
+from launcher.models.tower_inputs import normalized
 from launcher.recipe.schema import Lora, Model
 from tests import multimodal, varlen_on_cpu
-from tests.image_models import make_model, skip_without_torchvision
+from tests.image_models import make_image, make_model, skip_without_torchvision
 
 CPU = torch.device("cpu")
 FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
@@ -172,6 +175,27 @@ def test_features_are_those_of_transformers(models, family, kernel, monkeypatch)
                    torch.utils._pytree.tree_leaves(expected.get(key)), strict=True)  # fmt: skip
         for one, other in both:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def test_pixels_that_the_device_normalizes_are_those_of_the_processor(models, family, tmp_path):
+    processor = load_processor(str(models[family]), None)
+    with Image.open(make_image(tmp_path / "image.png", size=(120, 60))) as image:
+        expected = processor.process(image).arrays
+        found = processor.process(image, in_bytes=True).arrays
+    assert found["pixel_values"].dtype == np.uint8
+    inputs = applied(prepared(models[family])).images.inputs
+    tower = inputs.make(found, torch.zeros(1, 4, dtype=torch.long), processor.pixel_table)["tower"]
+    assert np.array_equal(normalized(tower)["pixel_values"].numpy(), expected["pixel_values"])
+
+
+def test_a_processor_that_does_more_with_pixels_normalizes_them_itself(models):
+    processor = ImageProcessor(str(models["gemma3"]), None)
+    normalize = processor.image_processor.normalize
+    processor.image_processor.normalize = lambda image, *rest, **options: (
+        normalize(image, *rest, **options) + image.mean()
+    )
+    assert processor.pixel_table is None
 
 
 def test_packed_masks_are_those_of_single_documents():
