@@ -5,8 +5,13 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from launcher.data.collation import make_sample
+from launcher.data.image_inputs import ImageInputs, PlannedImages
 from launcher.data.image_processor import ImageProcessor, load_processor
+from launcher.data.images import RowImages
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models import attention as attention_module
@@ -175,6 +180,50 @@ def test_features_are_those_of_transformers(models, family, kernel, monkeypatch)
                    torch.utils._pytree.tree_leaves(expected.get(key)), strict=True)  # fmt: skip
         for one, other in both:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
+    model = with_weights(models[family])
+    inputs = applied(model).images.inputs
+    ids = torch.full((1, 600), 65)
+    tokens, _, arrays = inputs.without_content(500)
+    ids[0, 1 : 1 + tokens] = inputs.image_token
+    tower = normalized(inputs.make(arrays, ids, np.zeros((3, 256), dtype=np.float32))["tower"])
+    if family.startswith("qwen"):
+        tower["image_grid_thw"] = torch.from_numpy(tower["image_grid_thw"])
+    # The kernel of attention for CPUs is not counted
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.base_model.get_image_features(**tower, return_dict=True)
+    # Here Gemma 3 has a head, which its own config switches off, and LLaVA an unused layer
+    exact = family.startswith("qwen")
+    expected = pytest.approx(counter.get_total_flops(), rel=1e-6 if exact else 0.1)
+    assert sum(inputs.forward_operations(tower, tokens)) == expected
+    assert inputs.operations.passes == 3
+    frozen = applied(prepared(models[family], "projector")).images.inputs
+    assert frozen.operations.passes == 1
+
+
+def test_rows_of_a_plan_are_full_of_the_largest_images(models):
+    def patches(family, length, max_pixels=None):
+        tower = applied(prepared(models[family])).images
+        rows = RowImages("", max_pixels)
+        images = PlannedImages(rows, tower.grid, tower.token_types, tower.inputs)
+        inputs = ImageInputs(length, images=images)
+        ids = np.full(length, tower.inputs.image_token)  # random tokens are those of text, too
+        row = inputs.with_largest_images(make_sample([(ids, ids)]))
+        made = inputs.collate([row])["tensors"]
+        assert len(made["image_positions"]) == sum(row["input_ids"] == tower.inputs.image_token)
+        return made["images"], tower.inputs.patches(made["tower"]), len(made["image_positions"])
+
+    # 31 x 33 tokens in a row of 1,026, of 4 patches each
+    assert patches("qwen2_5_vl", 1026) == (1, 4096, 1024)
+    # 100 tokens of 28 x 28 pixels, and between images two tokens; then a smaller one
+    images, count, tokens = patches("qwen2_5_vl", 1026, 100 * 28 * 28)
+    assert (images, count) == (11, 4 * tokens)
+    assert 1000 <= tokens <= 1004
+    assert patches("gemma3", 64) == (10, 160, 40)
+    assert patches("gemma3", 4) == (0, 16, 0)  # a blank one
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
