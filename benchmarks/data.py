@@ -2,10 +2,15 @@
 
     python benchmarks/data.py [--megabytes 32] [--processes 1 2] [--output FILE]
     python benchmarks/data.py --stream 500 [--length 16] [--megabytes 200]
+    python benchmarks/data.py --images 200
 
 With --stream STEP it measures data.streaming in one process, with a global batch of 1,024 and
 without a model: seconds and peak memory until the first step, and until STEP with and without the
 positions from a checkpoint.
+
+With --images COUNT it measures rows with images: tokenization, and the loader, in one process and with
+two workers. The images are JPEG files of two sizes, the processors those of Qwen2.5-VL, Qwen3-VL and
+Gemma 3 with the sizes of the real models, beside tiny models.
 
 The text is the source code of Python's standard library, repeated as rows of a .jsonl file. The
 tokenizer is a byte-level BPE with 8,192 tokens, trained on that text. Each number comes from a new
@@ -86,6 +91,83 @@ print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "positions": pos
 """
 
 
+IMAGES = """
+import dataclasses, json, sys, time, torch
+from pathlib import Path
+sys.path.insert(0, ".")
+from launcher.data.batching import RankBatchSampler, SampleOrder
+from launcher.data.loader import make_loader
+from launcher.data.opening import open_dataset
+from launcher.data.token_store import ModelInputs
+from launcher.objectives.next_token import NextToken
+from launcher.recipe.load import load_recipe
+from launcher.training.model import prepare_model
+from tests.image_models import make_image, make_model
+folder, family, width, height, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+make_model(folder / family, family, changes=json.loads(sys.stdin.read()))
+sizes = json.loads((folder / family / "preprocessor_config.json").read_text())
+sizes["size"] = {"height": 896, "width": 896} if family == "gemma3" else {"shortest_edge": 65536, "longest_edge": 2**24}
+(folder / family / "preprocessor_config.json").write_text(json.dumps(sizes))
+tokens = {"image_seq_length": 256} if family == "gemma3" else {}
+config = json.loads((folder / family / "processor_config.json").read_text())
+(folder / family / "processor_config.json").write_text(json.dumps(config | tokens))
+names = [make_image(folder / f"{n}.jpg", size=(width, height), seed=n).name for n in range(count)]
+turns = lambda n: [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": f"It is number {n}."}]
+rows = [{"messages": turns(n), "images": [name]} for n, name in enumerate(names)]
+(folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+common = [f"model.path={folder / family}", f"data.train={folder}/rows.jsonl", f"data.cache={folder}/cache", "data.packing=false",
+          "data.sequence_length=4096", "data.processes=1", "images={train: none}", "model.init=random"]
+recipe = load_recipe(["recipe=sft", *common, "strategy.kind=ddp", "batch.micro_batch_size=1", "batch.global_batch_size=1"], ranks=1).recipe
+device, data = torch.device("cpu"), recipe.data
+images = prepare_model(recipe, device=device).images
+started = time.process_time()
+dataset = open_dataset(data, data.train, tokenizer=recipe.model.path, model=ModelInputs(images=images), build=True, objective=NextToken())
+found = {"tokenized": (time.process_time() - started) / count}
+order, one = SampleOrder(samples=count, seed=0, shuffle=False), dict(global_batch_size=1, micro_batch_size=1, rank=0, ranks=1)
+sampler = RankBatchSampler(order=order, first_step=0, steps=count, **one)
+for workers in (0, 2):
+    loader = make_loader(dataset, sampler, dataclasses.replace(data, workers=workers), seed=0, persistent_workers=False, device=device)
+    loaded = iter(loader)
+    first = next(loaded)  # with the start of the workers
+    started, cpu = time.perf_counter(), time.process_time()
+    total = sum(1 for _ in loaded)
+    found |= {f"rate {workers}": total / (time.perf_counter() - started), f"cpu {workers}": (time.process_time() - cpu) / total}
+pixels = first["tensors"]["tower"]["pixel_values"]
+found |= {"bytes": pixels.nbytes, "tokens": len(first["tensors"]["image_positions"])}
+print(json.dumps(found))
+"""
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+    "gemma3": {
+        "mm_tokens_per_image": 256,
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14}
+        | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        | {"num_attention_heads": 2},
+    },
+}
+"""By family: what differs from the tiny model of the tests."""
+
+
+def images(count: int) -> str:
+    """Markdown table of the time that images take before training and in the loader."""
+    lines = [
+        "| processor | image | tokens | bytes | tokenization, CPU ms | loader, CPU ms | images/s, 2 workers |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for family, changes in TOWERS.items():
+        for width, height in ((300, 168), (1600, 900)):
+            with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
+                words = [family, width, height, count]
+                found = run(IMAGES, Path(name), *words, given=json.dumps(changes))
+            lines.append(
+                f"| {family} | {width} x {height} | {found['tokens']:,} | {found['bytes']:,} "
+                f"| {1000 * found['tokenized']:.1f} | {1000 * found['cpu 0']:.1f} | {found['rate 2']:.0f} |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines) + "\n"
+
+
 def stream(folder: Path, step: int, length: int) -> str:
     """Markdown table of the time and memory until a step of a streamed dataset."""
     lines = [
@@ -138,12 +220,14 @@ def make_inputs(folder: Path, megabytes: int) -> int:
     return written
 
 
-def run(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
-    """Runs the code in a new process; returns the JSON that it prints and the total seconds."""
+def run(code: str, folder: Path, *arguments: object, given: str = "") -> dict[str, Any]:
+    """Runs the code in a new process, with `given` on its standard input; returns the JSON that it
+    prints and the total seconds."""
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder), *map(str, arguments)],
         cwd=ROOT,
+        input=given,
         capture_output=True,
         text=True,
         check=True,
@@ -162,7 +246,11 @@ def main() -> None:
     parser.add_argument(
         "--length", type=int, default=16, help="sequence length in tokens, with --stream"
     )
+    parser.add_argument("--images", type=int, metavar="COUNT")
     arguments = parser.parse_args()
+    if arguments.images is not None:
+        publish(images(arguments.images), arguments.output)
+        return
     if arguments.stream is not None:
         with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
             make_inputs(Path(name), arguments.megabytes)

@@ -217,8 +217,9 @@ def chat_template(image):
     )
 
 
-def make_model(folder, family):
-    """Writes a model of a family with random weights, its tokenizer and its processor's files."""
+def make_model(folder, family, *, changes=None):
+    """Writes a model of a family with random weights, its tokenizer and its processor's files. With
+    `changes` of its config it has no weights, as for a plan."""
     about = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = hugging_face_byte_tokenizer()
@@ -244,10 +245,13 @@ def make_model(folder, family):
     (folder / "processor_config.json").write_text(
         json.dumps(about.get("processor_config", {}) | common)
     )
-    settings = {**about["config"]}
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    settings = {**about["config"], **(changes or {})}
+    settings = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    if changes is not None:
+        settings.save_pretrained(folder)
+        return folder
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = transformers.AutoModelForImageTextToText.from_config(settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -18,7 +18,8 @@ Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 Collated = dict[str, Any]
 """A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`; and
-`squared_lengths`, the sum over the documents of their squared lengths in tokens."""
+`squared_lengths`, the sum over the documents of their squared lengths in tokens. With images, also
+`image_operations`, the floating-point operations of their tower, forward and backward."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 _SHORTEST = 256
@@ -85,6 +86,10 @@ class TextInputs:
     ) -> Sample:
         """The sample with what its documents have beside text. pieces: see
         `SequenceDataset.pieces`."""
+        return sample
+
+    def with_largest_images(self, sample: Sample) -> Sample:
+        """A sample without data, with as many and as large images as its tokens can be."""
         return sample
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:

@@ -14,6 +14,7 @@ from launcher.data.collation import Collated, Sample, TextInputs
 from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
 from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
+from launcher.models.tower_inputs import TowerInputs
 from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
@@ -28,11 +29,56 @@ class ModelImages:
     """Whether the tokens of an image have positions of time, height and width (M-RoPE)."""
     token_types: str | None = None
     """The name of the argument that says which tokens are those of images; None: it has none."""
+    tower: TowerInputs | None = None
+    """How the host makes the inputs of the tower; None: they are the processor's arrays."""
 
     @property
     def processor(self) -> ImageProcessor:
         """The processor of this process."""
         return load_processor(self.rows.processor, self.rows.max_pixels)
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether the device normalizes pixels."""
+        return self.tower is not None and self.processor.pixel_table is not None
+
+
+@dataclass(frozen=True)
+class PlannedImages(ModelImages):
+    """How a model takes images of which only sizes are known, in a plan: the processor, whose files
+    a plan may not have, gives the largest images without content."""
+
+    @property
+    def processor(self) -> Any:
+        """Takes the place of an `ImageProcessor` in `ImageInputs.collate`."""
+        return self
+
+    @property
+    def token_ids(self) -> list[int]:
+        """See `ImageProcessor.token_ids`."""
+        assert self.tower is not None
+        return [self.tower.image_token]
+
+    @property
+    def pixel_table(self) -> npt.NDArray[np.float32]:
+        """See `ImageProcessor.pixel_table`."""
+        return np.zeros((3, 256), dtype=np.float32)
+
+    @property
+    def blank_in_bytes(self) -> Arrays:
+        """See `ImageProcessor.blank_in_bytes`."""
+        assert self.tower is not None
+        made = self.tower.without_content(max(1, self.tower.tokens))
+        assert made is not None
+        return made[2]
+
+    def join(self, images: list[Arrays]) -> Arrays:
+        """See `ImageProcessor.join`."""
+        pixels = [image["pixel_values"].shape for image in images]
+        whole = (sum(shape[0] for shape in pixels), *pixels[0][1:])
+        sizes = [image["image_grid_thw"] for image in images if "image_grid_thw" in image]
+        joined: Arrays = {"pixel_values": np.zeros(whole, dtype=np.uint8)}
+        return joined | ({"image_grid_thw": np.concatenate(sizes)} if sizes else {})
 
 
 def images_of(section: schema.Images | None, model: schema.Model) -> ModelImages | None:
@@ -65,7 +111,8 @@ class ImageInputs(TextInputs):
         for _, start, end in pieces:
             for image in images_between(store.images, start, end):
                 try:
-                    found.append(_arrays(store.image_source(image), image, processor))
+                    source = store.image_source(image)
+                    found.append(_arrays(source, image, processor, self.images.in_bytes))
                 except RowError as error:
                     return {**sample, "error": str(error)}  # type: ignore[dict-item]
                 first = before + int(image["first"]) - start
@@ -76,10 +123,30 @@ class ImageInputs(TextInputs):
             made["grid_positions"] = grid_positions(sample["position_ids"], places)
         return made
 
+    def with_largest_images(self, sample: Sample) -> Sample:
+        """Each image stands between two other tokens, at least. The tokens of text are other than
+        those of images."""
+        tower = self.images.tower
+        assert tower is not None
+        ids = sample["input_ids"].copy()
+        ids[ids == tower.image_token] = 0
+        found, places, end = list[Arrays](), list[tuple[int, int, int]](), 0
+        while made := tower.without_content(len(ids) - end - 2, self.images.rows.max_pixels):
+            tokens, grid, arrays = made
+            ids[end + 1 : end + 1 + tokens] = tower.image_token
+            places.append((end + 1, *grid))
+            found.append(arrays)
+            end += tokens + 2
+        made_sample: dict[str, Any] = {**sample, "input_ids": ids, "images": found}
+        if self.images.grid:
+            made_sample["grid_positions"] = grid_positions(sample["position_ids"], places)
+        return made_sample
+
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
-        """A micro-batch with the arrays of all images, by the names of the model's arguments; and
-        `images`, their number. Without images these are the arrays of a blank one: all ranks compute
-        the same layers, in which they exchange weights and gradients."""
+        """A micro-batch with the arrays of all images, by the names of the model's arguments, or
+        what `TowerInputs.make` makes of them; and `images`, their number. Without images these are
+        the arrays of a blank one: all ranks compute the same layers, in which they exchange weights
+        and gradients."""
         made = super().collate(rows, several_documents=several_documents)
         tensors, processor = dict(made["tensors"]), self.images.processor
         ids = tensors["input_ids"]
@@ -89,10 +156,19 @@ class ImageInputs(TextInputs):
         if self.images.token_types is not None:
             types = torch.isin(ids, torch.tensor(processor.token_ids))
             tensors[self.images.token_types] = types.long()
-        for name, array in processor.join(found or [processor.blank]).items():
-            tensors[name] = torch.from_numpy(array)
+        in_bytes = self.images.in_bytes
+        blank = processor.blank_in_bytes if in_bytes else processor.blank
+        arrays = processor.join(found or [blank])
         tensors["images"] = len(found)
-        return {**made, "tensors": tensors}
+        if self.images.tower is None:
+            tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+            return {**made, "tensors": tensors}
+        table = processor.pixel_table if in_bytes else None
+        tensors |= self.images.tower.make(arrays, ids, table)
+        tokens = len(tensors["image_positions"])
+        operations = self.images.tower.forward_operations(tensors["tower"], tokens)
+        passes = self.images.tower.operations.passes if found else 0
+        return {**made, "tensors": tensors, "image_operations": round(passes * sum(operations))}
 
 
 def images_between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.NDArray[Any]:
@@ -103,12 +179,14 @@ def images_between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.
     return table[first:last]
 
 
-def _arrays(source: ImageSource, image: npt.NDArray[Any], processor: ImageProcessor) -> Arrays:
+def _arrays(
+    source: ImageSource, image: npt.NDArray[Any], processor: ImageProcessor, in_bytes: bool
+) -> Arrays:
     content = source.read()
     if source.checksum(content) != int(image["checksum"]):
         what = "has changed since its row was tokenized"
         raise RowError(f"{source.name}: {what}; restore the file, or start with another data.cache")
-    return processor.process(source.decode(content)).arrays
+    return processor.process(source.decode(content), in_bytes=in_bytes).arrays
 
 
 def grid_positions(positions: Integers, images: list[tuple[int, int, int]]) -> Integers:

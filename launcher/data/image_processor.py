@@ -39,6 +39,8 @@ _OF_TEXT = (
 _IN_LISTS = ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
 
+_IN_BYTES = {"do_rescale": False, "do_normalize": False}
+
 IMAGE = np.dtype(
     [
         ("first", "<i8"),
@@ -112,13 +114,15 @@ class ImageProcessor:
         """The image processor of transformers."""
         return self._processor.image_processor
 
-    def process(self, image: Image) -> Processed:
-        """Raises RowError if the processor refuses the image."""
+    def process(self, image: Image, *, in_bytes: bool = False) -> Processed:
+        """in_bytes: pixels are not normalized, and uint8; `pixel_table` must not be None. Raises
+        RowError if the processor refuses the image."""
         try:
             made = self._processor(
                 images=[image],
                 text=[self.placeholder],
                 return_text_replacement_offsets=True,
+                **(_IN_BYTES if in_bytes else {}),
             )
         except Exception as error:  # such as for a line of pixels
             width, height = image.size
@@ -128,6 +132,8 @@ class ImageProcessor:
         arrays = {name: np.asarray(made[name]) for name in made if name not in _OF_TEXT}
         if self._in_lists:
             arrays = {name: array[0] for name, array in arrays.items()}
+        if in_bytes:
+            arrays["pixel_values"] = arrays["pixel_values"].astype(np.uint8)
         return Processed(replaced["replacement"], arrays, self._grid(arrays))
 
     def _grid(self, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, int]:
@@ -138,11 +144,37 @@ class ImageProcessor:
         return rows // self._merge, columns // self._merge
 
     @functools.cached_property
-    def blank(self) -> Arrays:
-        """The arrays of a small gray image."""
+    def pixel_table(self) -> npt.NDArray[np.float32] | None:
+        """(3, 256): the normalized value of each value of a colour, with which the device normalizes
+        pixels: a quarter of the bytes, and less time in the loader. None: the processor does more
+        with pixels, or has several colours in another order."""
         from PIL import Image
 
-        return self.process(Image.new("RGB", (32, 32), (128, 128, 128))).arrays
+        own, values = self.image_processor, np.arange(256, dtype=np.uint8)
+        values = np.broadcast_to(values.reshape(1, 16, 16), (3, 16, 16))
+        image = np.random.default_rng(0).integers(0, 256, (96, 80, 3), dtype=np.uint8)
+        tested = Image.fromarray(image)
+        try:
+            scaled = own.rescale(values, own.rescale_factor)
+            table = own.normalize(scaled, own.image_mean, own.image_std)
+            table = np.asarray(table, dtype=np.float32).reshape(3, 256)
+            found = self.process(tested, in_bytes=True).arrays["pixel_values"]
+            expected = self.process(tested).arrays["pixel_values"]
+            colours = found.reshape(len(found), 3, -1)
+            made = table[np.arange(3)[:, None], colours].reshape(expected.shape)
+        except Exception:  # processors differ in their methods and shapes
+            return None
+        return table if np.array_equal(made, expected) else None
+
+    @functools.cached_property
+    def blank(self) -> Arrays:
+        """The arrays of a small gray image."""
+        return self.process(_gray()).arrays
+
+    @functools.cached_property
+    def blank_in_bytes(self) -> Arrays:
+        """The same with pixels that are not normalized."""
+        return self.process(_gray(), in_bytes=True).arrays
 
     @property
     def blank_batch(self) -> Arrays:
@@ -180,10 +212,11 @@ class ImageProcessor:
         if not sources:
             return rendered
         texts, images = [], []
+        in_bytes = self.pixel_table is not None  # only the text is needed here
         for source in sources:
             content = source.read()
             try:
-                made = self.process(source.decode(content))
+                made = self.process(source.decode(content), in_bytes=in_bytes)
             except RowError as error:
                 if source.name in str(error):
                     raise
@@ -226,6 +259,12 @@ class ImageProcessor:
             )
             data += source.data
         return table, data
+
+
+def _gray() -> Image:
+    from PIL import Image
+
+    return Image.new("RGB", (32, 32), (128, 128, 128))
 
 
 def _padded(array: npt.NDArray[Any], shape: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import queues
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +45,8 @@ class StepTotals(NamedTuple):
     """Ranks that are asked to save."""
     squared_lengths: int = 0
     """Sum over the documents of their squared lengths in tokens; 0: not known."""
+    image_operations: int = 0
+    """Floating-point operations of image towers, forward and backward."""
     loss_weight: float | None = None
     """The sum of the weights of tokens with a target; None: each counts 1."""
 
@@ -103,13 +105,28 @@ def _statistics_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+class MicroBatches(Sequence[Tensors]):
+    """The micro-batches of a step on the host. One that is asked for is copied to the device, so that
+    those of a step, which may have large images, are not there at once."""
+
+    def __init__(self, host: Sequence[Tensors], copy: Callable[[Tensors], Tensors]) -> None:
+        self._host, self._copy = host, copy
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._copy(self._host[index])
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of one optimizer step, on the device."""
+    """This rank's micro-batches of one optimizer step."""
 
     step: int
     """1-based."""
-    micro_batches: list[Tensors]
+    micro_batches: Sequence[Tensors]
+    """On the device."""
     statistics: StepStatistics
     samples_seen: int
     """Over all ranks, including this step and batches that were skipped before it."""

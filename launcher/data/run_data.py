@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from launcher.data.encoder import make_encoder, prompt_format
 from launcher.data.ends import taught_ends
 from launcher.data.loader import (
     GlobalBatch,
+    MicroBatches,
     StepStatistics,
     StepTotals,
     TrainingData,
@@ -138,6 +140,7 @@ class RunData:
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
                 squared_lengths=sum(part.get("squared_lengths", 0) for part in counted),
+                image_operations=sum(part.get("image_operations", 0) for part in counted),
                 loss_weight=float(sum(map(_loss_weight, counted))),
             )
             positions: dict[int, ShardPosition] = {}
@@ -145,7 +148,10 @@ class RunData:
                 positions |= micro_batch.get("positions", {})
             yield GlobalBatch(
                 step=step + 1,
-                micro_batches=[to_device(part["tensors"], ranks.device) for part in collated],
+                micro_batches=MicroBatches(
+                    [part["tensors"] for part in collated],
+                    functools.partial(to_device, device=ranks.device),
+                ),
                 statistics=StepStatistics(totals, ranks),
                 samples_seen=self.samples_after(step + 1),
                 seconds_waited=waited,

@@ -618,6 +618,13 @@ def kernel_functions(module: ModuleType) -> dict[str, KernelFunction]:
     return found
 
 
+def replace_deepstack(text: nn.Module, add: Callable[..., torch.Tensor]) -> None:
+    """Replaces the method of Qwen3-VL's text model that adds features of images to hidden states.
+    Without it such models cannot be trained on images: an AssertionError."""
+    assert hasattr(text, "_deepstack_process"), type(text).__name__
+    text._deepstack_process = add  # type: ignore[assignment]
+
+
 def block_classes(model: nn.Module) -> set[str]:
     """Names of the classes of a model's repeated blocks. Without it no model has blocks, which
     sharding, checkpointing and compilation need."""

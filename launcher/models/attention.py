@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
 """Names in transformers' table of attention functions: of `varlen_attention`, and of the one of
 context parallelism, which has no masks either."""
+TOWER = "launcher_flash_tower"
+"""The name of `varlen_attention` in image towers. Because it contains "flash", towers of images of
+several sizes pass the bounds of images; otherwise they divide their rows in each layer, for which the
+host waits for the device (transformers 5.17 to 5.23)."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -337,6 +341,20 @@ def _use_varlen(
     return replaced
 
 
+def use_tower_attention(
+    model: PreTrainedModel, *, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Replaces the attention of a tower that takes images of several sizes as one row, where the
+    device has a kernel for it. Elsewhere the host waits for the device in each layer."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if attention_implementation(model) != "sdpa":  # chosen by model.attention
+        return
+    if device.type != "cuda" or missing_for_varlen(model, device, compute_dtype) is None:
+        ALL_ATTENTION_FUNCTIONS.register(TOWER, varlen_attention)
+        model.set_attn_implementation({"vision_config": TOWER})
+
+
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
     """Sets the attention of the text model. In an image tower attention is not causal."""
     text, parts = text_config(model), model.config.sub_configs
@@ -408,10 +426,11 @@ def has_varlen_kernel(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" if trace is None else trace.cuda
 
 
-def document_lengths(bounds: torch.Tensor) -> list[int]:
-    """Tokens of each document. Synchronizes with the device."""
+def document_lengths(bounds: torch.Tensor, *, of_images: bool = False) -> list[int]:
+    """Tokens of each document, or patches of each image or window. Synchronizes with the device."""
     if (trace := tracing.current()) is not None:
-        return list(trace.document_lengths)
+        kinds = trace.image_lengths if of_images else (trace.document_lengths,)
+        return list(next(lengths for lengths in kinds if len(lengths) == len(bounds) - 1))
     lengths: list[int] = bounds.diff().tolist()
     return lengths
 
@@ -424,7 +443,8 @@ def varlen_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within documents, by transformers' attention interface.
+    """Attention within documents, by transformers' attention interface: causal, unless `is_causal`
+    is False, as in image towers, whose documents are images or parts of them.
 
     query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
     head size). `cu_seq_lens_q` (documents + 1,) says where documents start in the flattened rows;
@@ -469,7 +489,7 @@ def _bounds_of_rows(query: torch.Tensor) -> Call:
 )
 def _each_document(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
-    sizes = document_lengths(options["cu_seq_lens_q"])
+    sizes = document_lengths(options["cu_seq_lens_q"], of_images=not _is_causal(options))
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
         dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]
@@ -493,7 +513,7 @@ def _kernel(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     scaling, window = options.get("scaling"), options.get("sliding_window")
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     scale = size**-0.5 if scaling is None else scaling
-    sides = (-1 if window is None else window - 1, 0)  # 0 to the right: causal
+    sides = (-1 if window is None else window - 1, 0 if _is_causal(options) else -1)
     if has_sinks(options):
         function: Any = _KernelWithSinks
         out = function.apply(query, key, value, options["s_aux"], bounds, longest, scale, sides)
@@ -567,7 +587,7 @@ class _KernelWithSinks(torch.autograd.Function):
 
 
 def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
-    """Causal attention within each row, in the layout of `varlen_attention`."""
+    """Attention within each row, in the layout of `varlen_attention`."""
     query, key, value = inputs
     tokens, mask, window = query.shape[2], None, options.get("sliding_window")
     if window is not None and window < tokens:
@@ -586,11 +606,15 @@ def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
         value,
         mask,
         dropout_p=options.get("dropout", 0.0),
-        is_causal=mask is None and tokens > 1,
+        is_causal=mask is None and tokens > 1 and _is_causal(options),
         scale=options.get("scaling"),
         enable_gqa=grouped,
     )
     return out.transpose(1, 2).contiguous()
+
+
+def _is_causal(options: Call) -> bool:
+    return options.get("is_causal") is not False
 
 
 def _scores_with_sinks(

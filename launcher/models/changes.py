@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.applied import applied
-from launcher.models.attention import drop_causal_mask, isolate_documents
+from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
 from launcher.models.build import build_model, is_pretrained, parts_without_text
 from launcher.models.chunked_loss import ChunkedHead, Transform, logits_transform
 from launcher.models.context_parallel import apply_context_parallel
@@ -174,6 +174,8 @@ def change_forward(
     if packed and tower is not None and not tower.keeps_documents_apart:
         what = f"{type(model).__name__} makes masks of its images that are not known"
         raise RecipeError(f"data.packing: {what}; use data.packing=false")
+    if tower is not None and tower.inputs is not None and tower.inputs.grid is not None:
+        use_tower_attention(model, device=device, compute_dtype=dtype)
     if tower is not None and tower.both_ways:
         pass  # attention keeps its masks
     elif packed:

@@ -1,8 +1,8 @@
 """The image tower of a model of images and text, where rows have images.
 
-transformers replaces the embeddings of a model's image tokens by the features of the tower. This
-module runs the tower on every rank in every micro-batch, and makes the masks of packed rows in which
-an image attends to itself in both directions.
+The features of the tower take the place of the embeddings of a model's image tokens. This module
+runs the tower on every rank in every micro-batch, puts its features there without waiting for the
+device, and makes the masks of packed rows in which an image attends to itself in both directions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.libraries.private import block_classes
+from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
 from launcher.models.build import modules_without_text, parts_without_text, text_config
+from launcher.models.tower_inputs import PatchGrid, TowerInputs, TowerOperations, normalized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,10 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _FEATURES = ("pooler_output", "deepstack_features")
 """The outputs of a tower that models put in the place of the embeddings of images."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Types of models whose towers take images as grids of patches."""
+_ONE_SIZE = ("clip_vision_model", "siglip_vision_model")
+"""Types of towers that take images of one size."""
 
 
 def use_images(
@@ -104,18 +109,24 @@ def is_of_projector(name: str) -> bool:
 def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
     """The outermost modules that are never called: those that text does not use, or with images
     those that neither uses."""
-    modules = modules_without_text(model)
-    if applied(model).images is None:
-        return modules
+    without_images = applied(model).images is None
+    return modules_without_text(model) if without_images else _of_neither(model)
+
+
+def _of_neither(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The outermost modules that neither text nor images use."""
     names = {module: name for name, module in model.named_modules()}
+    modules = modules_without_text(model)
     return tuple(m for m in modules if any(part in names[m] for part in _OTHERS))
 
 
 def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of the image tower, by name; empty if rows have no images."""
-    if applied(model).images is None:
-        return {}
-    unused = set(unused_modules(model))
+    return {} if applied(model).images is None else _blocks(model)
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    unused = set(_of_neither(model))
     towers = [module for module in modules_without_text(model) if module not in unused]
     inside = {module for tower in towers for module in tower.modules()}
     classes = {name for module in inside for name in block_classes(module)}
@@ -139,12 +150,82 @@ def _both_ways(model: PreTrainedModel) -> frozenset[str]:
     return frozenset((_SLIDING,)) if text.model_type == "gemma4_text" and vision else frozenset()
 
 
+def _vision_config(model: PreTrainedModel) -> Any:
+    """The config of the tower; None: it has none of this name."""
+    return getattr(model.config, "vision_config", None)
+
+
+def _tower_inputs(model: PreTrainedModel) -> TowerInputs | None:
+    """How the host makes the inputs of the tower; None: of this family it is not known, and
+    transformers' own forward method runs the tower."""
+    base: Any = model.base_model
+    kind, vision = model.config.model_type, _vision_config(model)
+    grid = None
+    if kind in _PATCHES:
+        positions = getattr(vision, "num_position_embeddings", None)
+        grid = PatchGrid(
+            merge=vision.spatial_merge_size,
+            patch=vision.patch_size,
+            values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+            window=vision.window_size if kind == "qwen2_5_vl" else None,
+            table=None if positions is None else int(positions**0.5),
+        )
+    elif kind not in ("gemma3", "llava") or vision.model_type not in _ONE_SIZE:
+        return None
+    takes = frozenset(inspect.signature(base.get_image_features).parameters)
+    token = model.config.image_token_id
+    operations = _operations(model, grid)
+    if grid is not None:
+        return TowerInputs(token, takes, grid, operations=operations)
+    tokens = getattr(model.config, "mm_tokens_per_image", None)
+    if tokens is None:  # LLaVA
+        whole = getattr(model.config, "vision_feature_select_strategy", "default") == "full"
+        tokens = (vision.image_size // vision.patch_size) ** 2 + whole
+    return TowerInputs(
+        token,
+        takes,
+        size=vision.image_size,
+        tokens=tokens,
+        image_patches=(vision.image_size // vision.patch_size) ** 2,
+        operations=operations,
+    )
+
+
+def _operations(model: PreTrainedModel, grid: PatchGrid | None) -> TowerOperations:
+    """Of embeddings of positions, which are looked up, there are none."""
+    vision, blocks = _vision_config(model), _blocks(model)
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size: text
+    windows = 0
+    if grid is not None and grid.window is not None:
+        windows = len(blocks) - len(vision.fullatt_block_indexes)
+    patch = token = 0.0
+    for name in parts_without_text(model):
+        parameter = model.get_parameter(name)
+        if any(part in name for part in _OTHERS) or parameter.ndim < 2:
+            continue
+        if is_of_projector(name):
+            token += 2.0 * parameter.numel()
+        elif parameter.ndim > 2 or any(name.startswith(f"{block}.") for block in blocks):
+            patch += 2.0 * parameter.numel()
+    trained = any(p.requires_grad for block in blocks.values() for p in block.parameters())
+    return TowerOperations(
+        patch=patch,
+        token=token,
+        image=4.0 * width * (len(blocks) - windows),
+        window=4.0 * width * windows,
+        passes=3 if trained else 1,
+    )
+
+
 class ImageTower:
     """Replaces the forward method of a model's base, so that the tower runs in every micro-batch.
 
     FSDP gathers weights and reduces gradients in the tower, and DDP waits for the gradients of its
     parameters. So a rank whose micro-batch has no image must compute the tower, too. There the tower
     sees a blank image, whose features are added to the embeddings times 0.
+
+    transformers finds the image tokens on the device, and waits to compare their number with that of
+    the features. Here the host knows where they are (`TowerInputs`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -152,6 +233,8 @@ class ImageTower:
         parameters = inspect.signature(base.forward).parameters
         own = inspect.signature(base.get_image_features).parameters
         self._takes = frozenset(own) - {"kwargs", "return_dict"}
+        self.inputs = _tower_inputs(model)
+        """How the host makes the inputs of the tower; None: transformers' forward method does."""
         self.grid = hasattr(base, "get_rope_index")
         """Whether tokens of an image have positions of time, height and width."""
         self.both_ways = _both_ways(model)
@@ -171,8 +254,16 @@ class ImageTower:
         """Whether packed documents with images are kept apart."""
         return self.token_types is None or bool(self.both_ways)
 
-    def _forward_with_tower(self, *args: Any, images: int | None = None, **inputs: Any) -> Any:
-        """images: the number of images; None: the call is about text alone."""
+    def _forward_with_tower(
+        self,
+        *args: Any,
+        images: int | None = None,
+        tower: Mapping[str, Any] | None = None,
+        image_positions: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        """images: the number of images; None: the call is about text alone. tower,
+        image_positions: those of `TowerInputs.make`, for a model that has `inputs`."""
         if images is None:
             return self._forward(*args, **inputs)
         positions = inputs.get("position_ids")
@@ -181,19 +272,59 @@ class ImageTower:
             inputs["attention_mask"] = packed_masks(
                 inputs[self.token_types], positions, self._window, both_ways=self.both_ways
             )
-        if images:
+        if tower is None and images:
             return self._forward(*args, **inputs)
-        own = {name: inputs.pop(name) for name in self._takes if name in inputs}
+        if tower is None:
+            tower = {name: inputs.pop(name) for name in self._takes if name in inputs}
 
         def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
-            features = self._base.get_image_features(**own, return_dict=True)
+            features = self._base.get_image_features(**normalized(tower), return_dict=True)
+            if images:
+                return self._with_features(embeds, features, image_positions)
             sums = [tensor.sum().float() for tensor in _tensors(features)]
             return embeds + 0 * torch.stack(sums).sum().to(embeds.dtype)
 
-        # After the embedding, as with images: the ranks gather weights in the same order
+        # After the embedding, as in transformers: the ranks gather weights in the same order
         handle = self._base.get_input_embeddings().register_forward_hook(run_tower)
         return self._forward(*args, **inputs)
+
+    def _with_features(
+        self, embeds: torch.Tensor, features: Mapping[str, Any], positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The embeddings (rows, tokens, hidden size) with the features of images at these positions
+        of the flattened rows. Features of other depths are added behind the first layers."""
+        assert positions is not None
+        if deeper := features.get("deepstack_features"):
+            text = self._base.language_model
+            replace_deepstack(text, _added_at)
+
+            def add_deeper(module: nn.Module, args: Any, inputs: Any) -> tuple[Any, Any]:
+                handle.remove()
+                levels = [_joined(level) for level in deeper]
+                deep = {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
+                return args, inputs | deep
+
+            handle = text.register_forward_pre_hook(add_deeper, with_kwargs=True)
+        joined = _joined(features["pooler_output"]).to(embeds.dtype)
+        return embeds.flatten(0, 1).index_copy(0, positions, joined).view_as(embeds)
+
+
+def _added_at(
+    hidden: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """Takes the place of Qwen3-VL's `_deepstack_process`, which reads a mask on the device. The
+    features are added to the hidden states (rows, tokens, hidden size) at these positions of the
+    flattened rows."""
+    flat, features = hidden.flatten(0, 1), features.to(hidden.dtype)
+    return flat.index_add(0, positions, features).view_as(hidden)
+
+
+def _joined(features: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The features of all images, (tokens, hidden size)."""
+    if isinstance(features, torch.Tensor):
+        return features.reshape(-1, features.shape[-1])
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
 def packed_masks(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from launcher.data.batching import rows_of
-from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals, Tensors, to_device
+from launcher.data.loader import (
+    GlobalBatch,
+    MicroBatches,
+    StepStatistics,
+    StepTotals,
+    Tensors,
+    to_device,
+)
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.rank_layout import RankLayout
 from launcher.objectives.base import Example, Objective
@@ -31,7 +39,8 @@ class SyntheticData:
         """The same micro-batches in each step, on the device."""
         totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)
         for step in range(1, steps + 1):
-            moved = [to_device(self.tensors, ranks.device) for _ in range(micro_batches)]
+            copy = functools.partial(to_device, device=ranks.device)
+            moved = MicroBatches([self.tensors] * micro_batches, copy)
             yield GlobalBatch(step, moved, StepStatistics(totals, ranks), step, 0.0)
 
 

@@ -23,6 +23,7 @@ from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 
 BACKWARD_WIDEST, HEAD_WIDEST = 3, 5
+FORWARD_WIDEST = 2
 """Working space in units of the widest tensor: of a block's backward pass, and of the backward pass
 of the last norm (in float32). Fitted to traces of Llama models."""
 
@@ -143,6 +144,21 @@ class _Step:
             self.working = max(self.working, block.eager - block.widest - kept)
             space = BACKWARD_WIDEST * block.widest + block.output + block.dequantized
             self.space = max(self.space, space)
+        self._set_tower(selective)
+
+    def _set_tower(self, selective: bool) -> None:
+        """What the tower keeps, and what one of its blocks needs in its passes."""
+        work = self.work
+        self.of_tower = self.tower_working = self.tower_space = 0.0
+        for block, twice in zip(work.tower, work.tower_recomputed, strict=True):
+            kept = block.output + (block.selective if selective else 0.0) if twice else block.kept
+            self.kept_casts += 0 if twice or not block.backward else block.casts
+            self.of_tower += kept
+            self.tower_working = max(self.tower_working, block.kept - kept)
+            widest = BACKWARD_WIDEST if block.backward else FORWARD_WIDEST
+            self.tower_space = max(self.tower_space, widest * block.widest + 2 * block.output)
+        # The pixels, and the features among the embeddings
+        self.activations += self.of_tower
 
     def _set_weights(self) -> None:
         """Unsharded or cast weights: in the forward pass, after it, and in the backward pass."""
@@ -156,7 +172,8 @@ class _Step:
             self.forward = self.between = self.kept_weights = work.copies
         elif work.ddp:  # autocast keeps all copies until the loss is computed
             self.between = self.kept_weights = self.kept_casts
-            self.forward = work.root.casts + sum(block.casts for block in work.blocks)
+            blocks = (*work.tower, *work.blocks)
+            self.forward = work.root.casts + sum(block.casts for block in blocks)
 
     def _set_logits(self) -> None:
         """Memory of the logits and the loss, in the forward pass and in the backward pass."""
@@ -206,6 +223,8 @@ class _Step:
             flight = self.old_averages + work.reduce * self.root.trained
         if self.blocks:
             yield self._last_block(before, flight)
+        if work.tower:
+            yield self._tower_block(before)
         if not work.ddp:
             yield self._at(
                 "backward",
@@ -214,6 +233,25 @@ class _Step:
                 communication=work.reduce * self.last.trained + self.averages if reduces else 0,
             )
         yield self._at("optimizer", gradients=self.shard, temporary=self.slots)
+
+    def _tower_block(self, before: int) -> Moment:
+        """The pass of a block of the tower that needs most: the backward pass, after those of text,
+        or the forward pass of a frozen tower."""
+        work, profile = self.work, self.work.profile
+        block, trained = profile.tower.blocks[-1], profile.tower.trained
+        gradients = before
+        if trained and not work.ddp:
+            gradients = (before or self.shard) + work.size * block.trained
+        unsharded = self.kept_weights
+        if not (work.ddp or work.one_rank or self.keeps):
+            unsharded += 2 * block.unsharded(work.size)
+        return self._at(
+            "backward" if trained else "forward",
+            gradients=gradients,
+            gathered=unsharded,
+            activations=self.of_tower + (self.tower_working if trained else 0),
+            temporary=self.tower_space,
+        )
 
     def _last_block(self, before: int, flight: int) -> Moment:
         """The backward pass of the last block, while gradients of `flight` bytes are reduced."""

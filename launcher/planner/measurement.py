@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from launcher.data.loader import GlobalBatch
+from launcher.data.loader import GlobalBatch, MicroBatches
 from launcher.distributed import process_group
 from launcher.distributed.environment import prepare_cuda, read_environment
 from launcher.distributed.rank_layout import RankLayout
@@ -306,7 +307,7 @@ def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, st
 
 def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
     """On the CPU synthetic micro-batches share memory of numpy; a loader gives each its own."""
-    copies = [tree_map_only(torch.Tensor, torch.clone, tensors) for tensors in batch.micro_batches]
+    copies = MicroBatches(batch.micro_batches, partial(tree_map_only, torch.Tensor, torch.clone))
     return dataclasses.replace(batch, micro_batches=copies)
 
 

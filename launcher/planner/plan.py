@@ -143,10 +143,14 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
         margin=round(MARGIN * step.peak.total) if on_gpu else 0,
         room=_room(profile, recipe, step, ranks=machine.ranks) if on_gpu else 0,
-        host=_host(recipe, machine, step, before, checkpoint_bytes),
+        host=_host(profile, recipe, machine, step, before, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=0 if saves.every_steps is None else kept,
-        notes=(*_notes(recipe, machine), *_reference_note(profile, recipe, machine)),
+        notes=(
+            *_notes(recipe, machine),
+            *_image_note(profile, recipe),
+            *_reference_note(profile, recipe, machine),
+        ),
         before=before,
     )
 
@@ -183,16 +187,25 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
 
 
 def _host(
-    recipe: Recipe, machine: Machine, step: StepMemory, before: int, checkpoint_bytes: int
+    profile: ModelProfile,
+    recipe: Recipe,
+    machine: Machine,
+    step: StepMemory,
+    before: int,
+    checkpoint_bytes: int,
 ) -> HostMemory:
     """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
-    batch = rows_of(recipe.batch, sequence_length=data.sequence_length) * data.sequence_length
+    rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
+    batch = rows * data.sequence_length * TOKEN_BYTES + rows * profile.tower.pixels
     staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     staging = checkpoint_bytes // machine.ranks if staged else 0
     # On a CPU all tensors are in host memory
     process = CUDA_PROCESS if on_gpu else CPU_PROCESS + max(step.peak.total, before)
-    loader = LOADER_PROCESS + data.prefetch_factor * batch * TOKEN_BYTES
+    loader = LOADER_PROCESS + data.prefetch_factor * batch
+    # A step's micro-batches wait in pinned memory, those of the next step beside them
+    if on_gpu:
+        process += 2 * micro_batches_of(recipe, ranks=machine.ranks) * rows * profile.tower.pixels
     return HostMemory(
         processes=per_node * process,
         offload=per_node * step.host,
@@ -263,6 +276,21 @@ def _experts_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> It
     )
 
 
+def _image_note(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
+    if recipe.images is None:
+        return
+    if not profile.tower.patches:
+        yield (
+            "images: the weights of the image tower are counted, but not its activations, nor the "
+            "pixels of a micro-batch: of this family the largest image is not known"
+        )
+        return
+    yield (
+        f"images: each row is full of the largest images ({profile.tower.patches:,} patches); rows "
+        "with less need less memory and time. images.max_pixels makes images smaller"
+    )
+
+
 def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
     if recipe.model.compile is True:
         yield (
@@ -279,10 +307,5 @@ def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
         )
     if recipe.strategy.kind == "ddp" and not recipe.uses_one_rank(machine.ranks):
         yield "ddp's buckets, as large as the gradients, are calculated, not traced"
-    if recipe.images is not None:
-        yield (
-            "images: the weights of the image tower are counted, but not its activations, nor the "
-            "pixels of a micro-batch (docs/images.md)"
-        )
     if recipe.data.builder is not None:
         yield "the batch is the first samples of data.builder; larger samples need more"

@@ -18,11 +18,11 @@ from launcher.models.build import (
     experts_of_token,
     largest_of_layers,
     layer_configs,
-    modules_without_text,
     text_config,
 )
 from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
+from launcher.models.images import unused_modules
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.precision import computes_in_float32
 from launcher.models.tensor_parallel import (
@@ -30,6 +30,7 @@ from launcher.models.tensor_parallel import (
     divides_attention,
     find_layers,
 )
+from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
@@ -161,6 +162,32 @@ class WeightGroup:
         )
 
 
+@dataclass(frozen=True)
+class TowerProfile:
+    """The tower of a model whose rows have images: blocks that run before those of text. The rest of
+    the tower and the projector are parts of the root."""
+
+    blocks: tuple[WeightGroup, ...] = ()
+    patches: int = 0
+    """Patches of the images of a row that is full of the largest images."""
+    pixels: int = 0
+    """Bytes of the pixels of these images."""
+    products: float = 0.0
+    """Operations of the matrix products of a forward pass of all blocks, for such a row."""
+    attention: float = 0.0
+    """The same of attention."""
+    saved: dict[torch.dtype, Saved] = dataclasses.field(default_factory=dict)
+    """What a block saves for such a row, by compute dtype. Empty if the model does not run on fake
+    tensors."""
+    autocast: Saved | None = None
+    """What a block saves with DDP in 16 bits."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the blocks have a backward pass."""
+        return any(block.trained for block in self.blocks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """A model, as far as memory and speed depend on it."""
@@ -175,7 +202,9 @@ class ModelProfile:
     root: WeightGroup
     """All other weights outside of the blocks. FSDP reduces them last if `embedding` is empty."""
     unused: WeightGroup
-    """Frozen weights that text does not use: sharded, and never gathered."""
+    """Frozen weights that neither text nor images of the rows use: sharded, and never gathered."""
+    tower: TowerProfile = TowerProfile()
+    """Empty if rows have no images."""
     buffers: int
     """Bytes of the buffers."""
     chunked_loss: bool
@@ -200,9 +229,10 @@ class ModelProfile:
 
     @cached_property
     def groups(self) -> list[WeightGroup]:
-        """All weights that are used: those of each block, then of the embedding and of the root."""
+        """All weights that are used: those of each block, first of the tower, then of the embedding
+        and of the root."""
         blocks = [self.classes[kind] for kind in self.block_classes]
-        return [*blocks, self.embedding, self.root]
+        return [*self.tower.blocks, *blocks, self.embedding, self.root]
 
     @cached_property
     def orthogonalized(self) -> list[tuple[int, ...]]:
@@ -357,13 +387,9 @@ def _profile_of_shapes(
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
     first = embeddings(model)[:1] if prepared.outer_units else ()
-    # A tower is traced without images, and its trained weights count as parts of the root
-    unused = [
-        module
-        for module in modules_without_text(model)
-        if not any(parameter.requires_grad for parameter in module.parameters())
-    ]
-    inside = {id(p) for unit in (*first, *units, *unused) for p in unit.parameters()}
+    unused = unused_modules(model)
+    tower = [model.get_submodule(name) for name in prepared.tower]
+    inside = {id(p) for unit in (*first, *units, *tower, *unused) for p in unit.parameters()}
     hidden = largest_of_layers(config, "hidden_size")
     heads = largest_of_layers(config, "num_attention_heads")
     # The mean of layers: those of Gemma 4 with full attention have wider heads
@@ -376,6 +402,7 @@ def _profile_of_shapes(
         embedding=group(p for unit in first for p in unit.parameters()),
         root=group(p for p in model.parameters() if id(p) not in inside),
         unused=group(p for module in unused for p in module.parameters()),
+        tower=_tower_profile(prepared, recipe, [group(block.parameters()) for block in tower]),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         chunked_loss=prepared.chunked_loss,
         hidden=hidden,
@@ -385,6 +412,25 @@ def _profile_of_shapes(
         experts=experts_of_token(config) or 1,
         saved={},
     )
+
+
+def _one_row(prepared: PreparedModel, recipe: Recipe) -> SyntheticData:
+    batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
+    return prepared.synthetic_data(recipe.data, batch)
+
+
+def _tower_profile(
+    prepared: PreparedModel, recipe: Recipe, blocks: list[WeightGroup]
+) -> TowerProfile:
+    """The profile of a tower with these blocks, without what they save."""
+    images = None if prepared.planned_images is None else prepared.planned_images.tower
+    if images is None:
+        return TowerProfile(tuple(blocks))
+    tensors = _one_row(prepared, recipe).tensors
+    tokens = len(tensors["image_positions"])
+    products, attention = images.forward_operations(tensors["tower"], tokens)
+    patches, pixels = images.patches(tensors["tower"]), tensors["tower"]["pixel_values"].nbytes
+    return TowerProfile(tuple(blocks), patches, pixels, products, attention)
 
 
 def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
@@ -414,19 +460,23 @@ def with_saved(
     if not keep_blocks(prepared.model, prepared.blocks, sorted(lasts.values())):
         return profile
     kind_of = dict(zip(prepared.blocks, sorted(lasts, key=lasts.__getitem__), strict=True))
-    batch = dataclasses.replace(recipe.batch, micro_batch_size=1, micro_batch_tokens=None)
-    data = prepared.synthetic_data(recipe.data, batch)
+    data = _one_row(prepared, recipe)
+    of_tower: dict[tuple[torch.dtype, bool], Saved] = {}
+    # Its blocks are alike; that of the first one includes what the others share
+    images = list(prepared.tower)[-1:] if prepared.planned_images is not None else []
 
     def of_classes(dtype: torch.dtype, *, autocast: bool = False) -> dict[int, Saved]:
         of_blocks = saved_of_blocks(
             prepared.model,
-            kind_of,
+            [*images, *kind_of],
             data,
             device=profile.device,
             dtype=dtype,
             autocast=autocast,
             compiled=compiled,
         )
+        for name in images:
+            of_tower[dtype, autocast] = of_blocks.pop(name)
         return {kind_of[name]: block for name, block in of_blocks.items()}
 
     try:
@@ -436,4 +486,9 @@ def with_saved(
         autocast = of_classes(half, autocast=True) if casts else {}
     except Exception:  # models fail in various ways on tensors without values
         return profile
-    return dataclasses.replace(profile, saved=saved, autocast=autocast)
+    tower = dataclasses.replace(
+        profile.tower,
+        saved={dtype: block for (dtype, casts), block in of_tower.items() if not casts},
+        autocast=of_tower.get((half, True)),
+    )
+    return dataclasses.replace(profile, saved=saved, autocast=autocast, tower=tower)

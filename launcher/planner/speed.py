@@ -158,6 +158,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         backward = (1 + layer.trained) * products + ATTENTION_BACKWARD * attention
         backward += weights + BACKWARD_MOVED * moved
         backward = max(backward, LAUNCH_BACKWARD * BACKWARD_LAUNCHES * launches)
+        backward = backward if layer.backward else 0.0
         selective = weights + products / 2 + moved
         if layer.spared is not None:
             selective = forward * (1 - layer.spared)
@@ -171,6 +172,10 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
     recomputed = zip(blocks, work.recomputed, strict=True)
     again = sum(block[which] for block, twice in recomputed if twice)
+    tower = [seconds(block) for block in work.tower]  # not compiled
+    recomputed = zip(tower, work.tower_recomputed, strict=True)
+    again += sum(block[which] for block, twice in recomputed if twice)
+    blocks += tower
     return (
         sum(block[0] for block in blocks) + root[0] + loss,
         sum(block[1] for block in blocks) + root[1] + loss,
@@ -220,7 +225,7 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
         buckets = max(1, round(gradients / DDP_BUCKET))
         all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets)
         return 0.0, work.reductions * all_reduce
-    groups = len(profile.block_classes) + 1
+    groups = len(profile.tower.blocks) + len(profile.block_classes) + 1
     weights = sum(group.unsharded(work.size) for group in work.gathered)
     trained = work.gathered_trained
     gather = reduce = 0.0
@@ -256,7 +261,8 @@ def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
     attention = 4.0 * tokens * heads * head_size, work.strategy.context_parallel_size, 4
     experts = 2.0 * tokens * profile.experts * profile.hidden, work.expert_ranks, 3
     sums = 2 * 2.0 * tokens * profile.hidden, work.tensor_ranks, 2  # an all-reduce moves it twice
-    for group, twice in zip(work.gathered[:-2], work.recomputed, strict=True):
+    blocks = work.gathered[len(profile.tower.blocks) : -2]
+    for group, twice in zip(blocks, work.recomputed, strict=True):
         exchanged = (attention, experts, sums) if group.has_experts else (attention, sums)
         for moved, ranks, calls in exchanged:
             sharing = machine.gpus_per_node if ranks > machine.gpus_per_node else 1

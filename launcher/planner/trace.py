@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.data.loader import GlobalBatch
+from launcher.data.loader import GlobalBatch, MicroBatches
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import first_line
 from launcher.libraries.private import (
@@ -180,7 +180,7 @@ def _run(
                 state_file=partial(TracedFile, tracker),
             )
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
-            observer.watch({**prepared.blocks, **_head(wrapped.module)})
+            observer.watch({**prepared.blocks, **prepared.tower, **_head(wrapped.module)})
             if isinstance(wrapped, Fsdp):
                 for module in wrapped.module.modules():
                     module.register_forward_pre_hook(observer.label_unsharded)
@@ -235,7 +235,8 @@ def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
     """Batches of two steps. Only the second one counts."""
     statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
     for step, count in ((1, 1), (2, micro_batches)):
-        fake = [tree_map_only(torch.Tensor, torch.empty_like, data.tensors) for _ in range(count)]
+        copy = partial(tree_map_only, torch.Tensor, torch.empty_like)
+        fake = MicroBatches([data.tensors] * count, copy)
         yield GlobalBatch(step, fake, statistics, step, 0.0)
 
 

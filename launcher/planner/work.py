@@ -92,6 +92,8 @@ class Pass:
     """Floating-point operations of attention. Causal attention needs half of the full matrix."""
     trained: float
     """Share of the weights that are trained."""
+    backward: bool = True
+    """Whether there is a backward pass; not in a frozen tower."""
     quantized: int = 0
     """Elements of weights in NF4."""
     dequantized: int = 0
@@ -168,6 +170,10 @@ class Work:
         self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
+        self.tower = [self._tower_block(weights) for weights in profile.tower.blocks]
+        self.tower_recomputed = [n > 0 and i % n == 0 for i in range(len(self.tower))]
+        if not profile.tower.trained:
+            self.tower_recomputed = [False] * len(self.tower)
         self.root = self._root()
 
     def _block(self, kind: int, weights: WeightGroup) -> Pass:
@@ -217,6 +223,38 @@ class Work:
             trained=_share_trained(weights),
             quantized=sum(weights.quantized),
             dequantized=size * largest + (0 if self.on_gpu else 6 * min(largest, AT_ONCE)),
+        )
+
+    def _tower_block(self, weights: WeightGroup) -> Pass:
+        """The forward pass of a block of the tower, for the largest images in full rows."""
+        tower, size = self.profile.tower, self.size
+        patches, count = self.rows * tower.patches, len(tower.blocks)
+        wide = max((max(weight.shape) for weight in weights.parameters), default=0)
+        hidden = min((min(shape[-2:]) for shape in weights.matrices), default=0)
+        saved = tower.saved.get(self.dtype)
+        if self.autocast and tower.autocast is not None:
+            saved = tower.autocast
+        if saved is not None:
+            kept, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
+            moved, launches = float(self.rows * saved.moved), saved.launches
+        else:
+            ends = sum(sum(shape[-2:]) for shape in weights.matrices)
+            moved = OVER_MATRICES * size * patches * ends
+            kept = moved if tower.trained else 0.0
+            selective, moved, launches = SELECTED * kept, MOVED * moved, LAUNCHES
+        return Pass(
+            kept=kept,
+            eager=kept,
+            selective=selective,
+            output=size * hidden * patches,
+            widest=size * wide * patches,
+            casts=size * weights.count if self.autocast else 0,
+            moved=moved,
+            launches=launches,
+            products=self.rows * tower.products / count,
+            attention=self.rows * tower.attention / count,
+            trained=_share_trained(weights),
+            backward=tower.trained,
         )
 
     def _root(self) -> Pass:

@@ -22,6 +22,7 @@ from launcher.libraries.private import (
     tree_leaves,
 )
 from launcher.models import attention, nf4
+from launcher.models.tower_inputs import BOUNDS
 from launcher.models.tracing import Trace, current, tracing
 from launcher.objectives.synthetic import SyntheticData
 
@@ -179,6 +180,8 @@ def computing_as_on(
     lengths = list[int]()
     if "cu_seq_lens_q" in data.tensors:
         lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
+    tower = data.tensors.get("tower", {})
+    parts = [tower[name].diff().tolist() for name in BOUNDS if name in tower]
     # Inside of a trace of a step, its device counts: the budget of activation checkpointing traces
     # blocks on a rank whose own device is the CPU
     trace = current() or Trace(
@@ -186,6 +189,7 @@ def computing_as_on(
         triton=kernel,
         updates_on_gpu=updates_on_gpu,
         document_lengths=tuple(lengths),
+        image_lengths=tuple(map(tuple, parts)),
     )
     with (
         Replacements() as replaced,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.data.image_inputs import ModelImages, images_of
+from launcher.data.image_inputs import ModelImages, PlannedImages, images_of
+from launcher.data.images import RowImages
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
@@ -106,6 +107,8 @@ class PreparedModel:
     """The checkpoint that the weights come from; None: they are random."""
     images: ModelImages | None
     """How the model takes images; None: rows are text."""
+    planned_images: PlannedImages | None
+    """How rows without data have images; None: they are text, also where they are not known."""
 
     def wrap(
         self,
@@ -203,8 +206,8 @@ class PreparedModel:
         part: RowPart = WHOLE_ROW,
         documents: int = 2,
     ) -> SyntheticData:
-        """Makes micro-batches without the data, as full as the recipe's micro-batches can be, and
-        without images. A packed row has this number of documents of equal length."""
+        """Makes micro-batches without the data, as full as the recipe's micro-batches can be, also
+        of images. A packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -215,6 +218,7 @@ class PreparedModel:
                 masking=self.masking,
                 recurrent=self.recurrent,
                 part=part,
+                images=self.planned_images,
             ),
             packed=self.packed,
             documents=documents,
@@ -270,7 +274,20 @@ def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
     tower, images = applied(model).images, images_of(recipe.images, recipe.model)
     if tower is None or images is None:
         return None
-    return replace(images, grid=tower.grid, token_types=tower.token_types)
+    return replace(images, **_of_tower(tower))
+
+
+def planned_images(model: nn.Module, recipe: Recipe) -> PlannedImages | None:
+    """How a plan has images of the changed model; None: rows are text, or of this family the
+    largest image is not known."""
+    tower = applied(model).images
+    if tower is None or recipe.images is None or tower.inputs is None:
+        return None
+    return PlannedImages(RowImages("", recipe.images.max_pixels), **_of_tower(tower))
+
+
+def _of_tower(tower: Any) -> dict[str, Any]:
+    return {"grid": tower.grid, "token_types": tower.token_types, "tower": tower.inputs}
 
 
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
@@ -357,6 +374,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         depth=len(blocks),
         source=start.source,
         images=model_images(model, recipe),
+        planned_images=planned_images(model, recipe),
     )
 
 

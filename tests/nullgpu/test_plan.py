@@ -15,6 +15,7 @@ from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from tests.distributed.launching import run
+from tests.image_models import MROPE, make_model
 
 OVER, UNDER = 0.05, 0.02
 """Fractions of the measured peak by which the plan may be above or below it."""
@@ -163,10 +164,63 @@ GRID = {
     (8, 80): [("8B", 1, [BF16, FULL]), ("70B", 1, [BF16, LORA, FULL])],
 }
 
+TEXT = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "head_dim": 128}
+TEXT |= {"num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 32000}
+TEXT |= {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+SECTIONS = {"rope_parameters": MROPE | {"mrope_section": [24, 20, 20]}}
+WIDE = {"depth": 4, "num_heads": 16, "out_hidden_size": 2048}
+PICTURED = {
+    "Qwen2.5-VL": {
+        "text_config": TEXT | SECTIONS,
+        "vision_config": WIDE
+        | {"hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14, "window_size": 112}
+        | {"fullatt_block_indexes": [1, 3]},
+    },
+    "Qwen3-VL": {
+        "text_config": TEXT | SECTIONS,
+        "vision_config": WIDE
+        | {"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
+        | {"deepstack_visual_indexes": [0, 1, 2]},
+    },
+    "Gemma 3": {
+        "mm_tokens_per_image": 256,
+        "text_config": TEXT | {"sliding_window": 1024},
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152}
+        | {"intermediate_size": 4304, "num_hidden_layers": 4, "num_attention_heads": 16}
+        | {"image_size": 896, "patch_size": 14, "vision_use_head": False},
+    },
+}
+"""Four blocks of each, as wide as in Qwen2.5-VL-7B, Qwen3-VL-8B and Gemma 3 (towers) and models of 1B
+(text)."""
+FROZEN, PROJECTOR, TOWER = (f"images.train={train}" for train in ("none", "projector", "all"))
+IMAGES = [
+    *((name, 1, [BF16, SHORT, TOWER]) for name in PICTURED),
+    ("Qwen3-VL", 2, [BF16, SHORT, FROZEN]),
+    ("Gemma 3", 1, [BF16, SHORT, TOWER, FULL]),
+]
+MORE_IMAGES = [
+    (name, 1, [strategy, SHORT, train, *checkpointing])
+    for name in PICTURED
+    for strategy in (BF16, DDP)
+    for train in (FROZEN, PROJECTOR, TOWER)
+    for checkpointing in ((), (FULL,))
+]
+
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder with a recipe for each model."""
+    for name, changes in PICTURED.items():
+        family = name.lower().replace(" ", "").replace(".", "_").replace("-", "_")
+        stem = name.replace(" ", "_")
+        make_model(tmp_path / stem, family, changes=changes)
+        (tmp_path / f"{stem}.yaml").write_text(
+            "run: {name: measured, max_steps: 3}\n"
+            f"model: {{path: {tmp_path / stem}}}\n"
+            "images: {train: none}\n"
+            "data: {train: [none.jsonl], kind: chat, sequence_length: 4096}\n"
+            "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
+        )
     for name, config in SHAPES.items():
         (tmp_path / f"{name.replace(' ', '_')}.yaml").write_text(
             "run: {name: measured, max_steps: 3}\n"
@@ -214,6 +268,12 @@ def test_plan_matches_the_caching_allocator(null_gpus, folder, monkeypatch):
     assert ddp.step_peaks[1] == ddp.step_peaks[2]
 
 
+def test_plan_of_towers_matches_the_caching_allocator(null_gpus, folder, monkeypatch):
+    for name, value in null_gpus(count=2, capability=90).variables.items():
+        monkeypatch.setenv(name, value)
+    check(list(compared(folder, IMAGES, ranks=2, timeout=300)))
+
+
 CLOCK = """
 import torch
 from launcher.planner.measurement import Clock
@@ -240,14 +300,8 @@ def test_the_host_waits_between_timed_steps_only(null_gpus):
     assert "timed" in output
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("ranks", "capability"), GRID)
-def test_plan_matches_the_allocator_in_all_combinations(
-    null_gpus, folder, monkeypatch, ranks, capability
-):
-    for name, value in null_gpus(count=ranks, capability=capability).variables.items():
-        monkeypatch.setenv(name, value)
-    results = list(compared(folder, GRID[ranks, capability], ranks=ranks, timeout=1800))
+def write_table(results, *, ranks, capability):
+    """Appends the rows of a table to the file of LAUNCHER_MEMORY_TABLE, if it is set."""
     if file := os.environ.get("LAUNCHER_MEMORY_TABLE"):
         with Path(file).open("a") as table:
             for (name, accumulated, overrides), planned, measured in results:
@@ -261,4 +315,24 @@ def test_plan_matches_the_allocator_in_all_combinations(
                     f"| {name} | {ranks} | {capability} | {accumulated} | {settings} | {measured.peak / 2**30:.2f} | {planned / 2**30:.2f} "
                     f"| {planned / measured.peak - 1:+.2%} | {measured.reserved / measured.peak - 1:+.0%} |\n"
                 )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "capability"), GRID)
+def test_plan_matches_the_allocator_in_all_combinations(
+    null_gpus, folder, monkeypatch, ranks, capability
+):
+    for name, value in null_gpus(count=ranks, capability=capability).variables.items():
+        monkeypatch.setenv(name, value)
+    results = list(compared(folder, GRID[ranks, capability], ranks=ranks, timeout=1800))
+    write_table(results, ranks=ranks, capability=capability)
+    check(results)
+
+
+@pytest.mark.long
+def test_plan_of_towers_matches_the_allocator_in_all_combinations(null_gpus, folder, monkeypatch):
+    for name, value in null_gpus(count=2, capability=90).variables.items():
+        monkeypatch.setenv(name, value)
+    results = list(compared(folder, MORE_IMAGES, ranks=2, timeout=1800))
+    write_table(results, ranks=2, capability=90)
     check(results)

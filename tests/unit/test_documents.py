@@ -132,6 +132,8 @@ def test_small_versions_in_recipe_headers_match_the_recipe(path, command):
         # Two ranks; context parallel attention runs on CPUs only in float32
         values = {name: getattr(complete.strategy, name) for name in (*keys, "mixed_precision")}
         same["strategy"] = dataclasses.replace(small.strategy, **values)
+    if complete.images is not None:  # the small version is one of the text model
+        same["images"] = complete.images
     assert dataclasses.replace(small, **same) == complete
     header = path.read_text().partition("\nrun:")[0]
     assert "not measured on" in header
@@ -160,6 +162,8 @@ CONFIGS = {
     "lora_qwen3_30b_a3b": QWEN3_30B_A3B,
     "gpt_oss_20b_lora": known_models()["openai/gpt-oss-20b"]["config"],
     "qwen3_5_9b": known_models()["Qwen/Qwen3.5-9B"]["config"],
+    "qwen3_vl_8b": known_models()["Qwen/Qwen3-VL-8B-Instruct"]["config"],
+    "gemma3_12b": known_models()["google/gemma-3-12b-it"]["config"],
 }
 CONFIGS |= dict.fromkeys(("llama_3_1_70b_tensor", "qlora_llama_3_1_70b"), CONFIGS["llama_3_1_70b"])
 """Model configs, from the model cards."""

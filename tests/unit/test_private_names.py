@@ -255,6 +255,7 @@ def test_python_calls_the_function_for_objects_that_a_queue_cannot_pass_on(monke
 
 
 def test_transformers_has_the_names():
+    import transformers
     from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
     config = MixtralConfig(
@@ -297,6 +298,7 @@ def test_transformers_has_the_names():
     # Blocks are compiled as one graph. torch 2.11 cannot trace imports from lazy modules
     compiled = torch.compile(private.grouped_product, backend="eager", fullgraph=True)
     assert compiled(tokens, weight, ends).tolist() == [[8.0] * 8] * 4
+    assert hasattr(transformers.Qwen3VLTextModel, "_deepstack_process")
     experts = model.model.layers[0].mlp.experts
     assert private.apply_gate(experts, torch.ones(3, 16)).shape == (3, 8)
 

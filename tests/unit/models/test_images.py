@@ -1,20 +1,35 @@
 """The image tower in training: what is trained, what runs without images, masks of packed rows."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.data.image_processor import load_processor
+from launcher.data.collation import make_sample
+from launcher.data.image_inputs import ImageInputs, PlannedImages
+from launcher.data.image_processor import ImageProcessor, load_processor
+from launcher.data.images import RowImages
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
+from launcher.models import attention as attention_module
 from launcher.models.applied import applied
-from launcher.models.attention import VARLEN, drop_causal_mask, isolate_documents
+from launcher.models.attention import (
+    TOWER,
+    VARLEN,
+    drop_causal_mask,
+    isolate_documents,
+    use_tower_attention,
+)
 from launcher.models.build import build_model, parts_without_text
 from launcher.models.changes import adapt
 from launcher.models.images import packed_masks, tower_blocks, unused_modules, use_images
+from launcher.models.tower_inputs import normalized
 from launcher.recipe.schema import Lora, Model
-from tests import multimodal
-from tests.image_models import make_model, skip_without_torchvision
+from tests import multimodal, varlen_on_cpu
+from tests.image_models import make_image, make_model, skip_without_torchvision
 
 CPU = torch.device("cpu")
 FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
@@ -23,7 +38,7 @@ FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: make_model(root / family, family) for family in FOUR}
+    return {family: make_model(root / family, family) for family in (*FOUR, "qwen3_vl")}
 
 
 def prepared(folder, train="all"):
@@ -138,6 +153,98 @@ def test_attention_of_the_tower_is_not_causal(models, family):
             drop_causal_mask(model)
         assert attention_implementation(model) == VARLEN
         assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_features_are_those_of_transformers(models, family, kernel, monkeypatch):
+    """With indices that the host has made, and with the code for GPUs."""
+    if kernel:
+        varlen_on_cpu.register()
+        monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    model = with_weights(models[family])
+    tower = applied(model).images
+    grid = torch.tensor([[1, 12, 22], [1, 8, 8], [1, 2, 2]])
+    pixels = torch.randn(int(grid.prod(-1).sum()), tower.inputs.grid.values)
+    expected = model.base_model.get_image_features(pixels, grid, return_dict=True)
+    use_tower_attention(model, device=CPU, compute_dtype=torch.float32)
+    assert model.config.vision_config._attn_implementation == TOWER
+    arrays = {"pixel_values": pixels.numpy(), "image_grid_thw": grid.numpy()}
+    ids = torch.full((1, 400), 65)
+    ids[0, 3:69] = ids[0, 80:96] = ids[0, 100] = tower.inputs.image_token
+    made = tower.inputs.make(arrays, ids)
+    assert made["image_positions"].tolist() == [*range(3, 69), *range(80, 96), 100]
+    found = model.base_model.get_image_features(**made["tower"], return_dict=True)
+    for key in ("pooler_output", "deepstack_features"):
+        both = zip(torch.utils._pytree.tree_leaves(found.get(key)),
+                   torch.utils._pytree.tree_leaves(expected.get(key)), strict=True)  # fmt: skip
+        for one, other in both:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
+    model = with_weights(models[family])
+    inputs = applied(model).images.inputs
+    ids = torch.full((1, 600), 65)
+    tokens, _, arrays = inputs.without_content(500)
+    ids[0, 1 : 1 + tokens] = inputs.image_token
+    tower = normalized(inputs.make(arrays, ids, np.zeros((3, 256), dtype=np.float32))["tower"])
+    if family.startswith("qwen"):
+        tower["image_grid_thw"] = torch.from_numpy(tower["image_grid_thw"])
+    # The kernel of attention for CPUs is not counted
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.base_model.get_image_features(**tower, return_dict=True)
+    # Here Gemma 3 has a head, which its own config switches off, and LLaVA an unused layer
+    exact = family.startswith("qwen")
+    expected = pytest.approx(counter.get_total_flops(), rel=1e-6 if exact else 0.1)
+    assert sum(inputs.forward_operations(tower, tokens)) == expected
+    assert inputs.operations.passes == 3
+    frozen = applied(prepared(models[family], "projector")).images.inputs
+    assert frozen.operations.passes == 1
+
+
+def test_rows_of_a_plan_are_full_of_the_largest_images(models):
+    def patches(family, length, max_pixels=None):
+        tower = applied(prepared(models[family])).images
+        rows = RowImages("", max_pixels)
+        images = PlannedImages(rows, tower.grid, tower.token_types, tower.inputs)
+        inputs = ImageInputs(length, images=images)
+        ids = np.full(length, tower.inputs.image_token)  # random tokens are those of text, too
+        row = inputs.with_largest_images(make_sample([(ids, ids)]))
+        made = inputs.collate([row])["tensors"]
+        assert len(made["image_positions"]) == sum(row["input_ids"] == tower.inputs.image_token)
+        return made["images"], tower.inputs.patches(made["tower"]), len(made["image_positions"])
+
+    # 31 x 33 tokens in a row of 1,026, of 4 patches each
+    assert patches("qwen2_5_vl", 1026) == (1, 4096, 1024)
+    # 100 tokens of 28 x 28 pixels, and between images two tokens; then a smaller one
+    images, count, tokens = patches("qwen2_5_vl", 1026, 100 * 28 * 28)
+    assert (images, count) == (11, 4 * tokens)
+    assert 1000 <= tokens <= 1004
+    assert patches("gemma3", 64) == (10, 160, 40)
+    assert patches("gemma3", 4) == (0, 16, 0)  # a blank one
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def test_pixels_that_the_device_normalizes_are_those_of_the_processor(models, family, tmp_path):
+    processor = load_processor(str(models[family]), None)
+    with Image.open(make_image(tmp_path / "image.png", size=(120, 60))) as image:
+        expected = processor.process(image).arrays
+        found = processor.process(image, in_bytes=True).arrays
+    assert found["pixel_values"].dtype == np.uint8
+    inputs = applied(prepared(models[family])).images.inputs
+    tower = inputs.make(found, torch.zeros(1, 4, dtype=torch.long), processor.pixel_table)["tower"]
+    assert np.array_equal(normalized(tower)["pixel_values"].numpy(), expected["pixel_values"])
+
+
+def test_a_processor_that_does_more_with_pixels_normalizes_them_itself(models):
+    processor = ImageProcessor(str(models["gemma3"]), None)
+    normalize = processor.image_processor.normalize
+    processor.image_processor.normalize = lambda image, *rest, **options: (
+        normalize(image, *rest, **options) + image.mean()
+    )
+    assert processor.pixel_table is None
 
 
 def test_packed_masks_are_those_of_single_documents():

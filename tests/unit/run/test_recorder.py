@@ -74,8 +74,10 @@ def test_rates_are_means_since_the_last_record(clock):
 
 
 def test_mfu_counts_attention_to_tokens_of_the_same_document(reporter):
-    """16 tokens in documents of 12 and 4: a token attends to (144 + 16) / 16 = 10 of them."""
-    statistics = StepStatistics(StepTotals(15, 16, squared_lengths=160), SINGLE_RANK)
+    """16 tokens in documents of 12 and 4: a token attends to (144 + 16) / 16 = 10 of them. The
+    operations of images are those of the step, here 7 for each token."""
+    totals = StepTotals(15, 16, squared_lengths=160, image_operations=7 * 16)
+    statistics = StepStatistics(totals, SINGLE_RANK)
     batch = GlobalBatch(1, [], statistics, 8, 0.5)
     last = Step(1, torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0), 1e-3, batch)
     reporter._flops = Flops(TokenFlops(3.0, ((2.0, math.inf), (5.0, 4.0))), peak=600.0)
@@ -84,7 +86,7 @@ def test_mfu_counts_attention_to_tokens_of_the_same_document(reporter):
     recorder.add(last)
     line = reporter._collect(recorder.launch(last))
     assert line["document_length"] == 10
-    operations = 3.0 + 2.0 * 10 + 5.0 * 4
+    operations = 3.0 + 2.0 * 10 + 5.0 * 4 + 7.0
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * operations / 600.0)
 
 
