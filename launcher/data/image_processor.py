@@ -189,7 +189,7 @@ class ImageProcessor:
                     raise
                 raise RowError(f"{source.name}: {error}") from None
             texts.append(made.text)
-            count = sum(map(made.text.count, self._token_texts))
+            count = self.count_tokens(made.text)
             images.append((count, made.grid, source, source.checksum(content)))
         starts = np.array([start for start, _ in spans])
         grown = np.cumsum([0, *(len(text) - len(self.placeholder) for text in texts)])
@@ -203,6 +203,10 @@ class ImageProcessor:
             replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in rendered.turns
         ]
         return replace(rendered, text=text, turns=turns, images=tuple(images))
+
+    def count_tokens(self, text: str) -> int:
+        """The tokens of images in the text that takes the place of a placeholder."""
+        return sum(map(text.count, self._token_texts))
 
     def table(self, ids: Ids, images: tuple[Any, ...]) -> Images:
         """The images of a conversation, `Rendered.images`, in the document with these ids."""
