@@ -51,7 +51,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("lora.path", "model.path", True),
     ("images", "model.path", True),
     ("images", "model.builder data.builder data.streaming distillation", False),
-    ("images", "evaluation.generate data.tokenizer", False),
+    ("images", "data.tokenizer", False),
     ("images", "model.task", "causal_lm"),
     ("images", "data.kind", _kinds(lambda kind: kind.templated)),
     ("images", "data.prompt_format", "auto chat"),

@@ -17,6 +17,12 @@ def check(results, cases):
             assert 0 in counts, (case, counts)  # a micro-batch has none
         assert max(counts) > 0, (case, counts)
         assert found["losses"] == pytest.approx(expected["losses"], abs=3e-6), case
+        answers = {reference: expected["answers"][reference] for reference in found["answers"]}
+        assert found["answers"] == answers, case
+        assert len(answers) > 6, case
+        prompt, [image] = found["shown"][0]
+        assert len(prompt) < 150, case
+        assert image.endswith("/0.png")
         assert found["norms"] == pytest.approx(expected["norms"], rel=2e-5), case
 
 
