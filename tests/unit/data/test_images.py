@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from dataclasses import replace
 
 import datasets
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.image_utils import load_image
 
 from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
@@ -17,7 +19,8 @@ from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
-from launcher.data.images import RowImages
+from launcher.data.images import RowImages, source_of
+from launcher.data.messages import RowError
 from launcher.data.sources import Row, SourcePart, find_parts, read_all
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
@@ -432,3 +435,66 @@ def test_a_processor_that_needs_torchvision_is_named(folder, monkeypatch):
     monkeypatch.setattr(image_processor_module.importlib, "import_module", refused)
     with pytest.raises(RecipeError, match=r"images: Qwen2_5_VLProcessor of .* needs torchvision"):
         load_processor.__wrapped__(name, None)
+
+
+def test_pixels_of_odd_files_are_those_of_transformers(tmp_path):
+    """Orientations, colour spaces, palettes, transparency, animations, and names of files."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), dtype=np.uint8)
+    picture = Image.fromarray(noise[..., :3])
+    files = {"with a space, ü 猫.png": picture, "a#b?c%20'.png": picture, "plain.webp": picture}
+    files |= {f"{mode}.png": picture.convert(mode) for mode in ("P", "1", "L", "LA")}
+    files |= {f"{mode}.jpg": picture.convert(mode) for mode in ("CMYK", "L", "YCbCr")}
+    files |= {f"alpha.{kind}": Image.fromarray(noise) for kind in ("png", "webp", "tiff")}
+    for name, image in files.items():
+        image.save(tmp_path / name)
+    for kind in ("jpg", "png", "webp"):
+        for orientation in range(1, 9):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            picture.save(tmp_path / f"{orientation}.{kind}", exif=exif)
+    for kind in ("gif", "png", "webp"):
+        frames = [picture.rotate(180)]
+        picture.save(tmp_path / f"moving.{kind}", save_all=True, append_images=frames)
+    picture.convert("P").save(tmp_path / "clear.png", transparency=3)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert len(names) == len(files) + 24 + 3 + 1
+    for name in names:
+        source = source_of(name, str(tmp_path))
+        wanted = load_image(str(tmp_path / name))
+        assert np.array_equal(source.decode(source.read()), wanted), name
+        # datasets may hold the opened image
+        with Image.open(tmp_path / name) as image:
+            source = source_of(image, "")
+        assert np.array_equal(source.decode(source.read()), wanted), name
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "F", "La"])
+def test_opened_images_that_cannot_be_used(mode):
+    """Pillow's errors ended the run."""
+    with pytest.raises(RowError, match=r"an image in the row: (has pixels of more|cannot be)"):
+        source_of(Image.new(mode, (4, 4)), "")
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name not in ("mistral3", "smolvlm")]
+)
+@pytest.mark.parametrize("size", [(1, 1), (1, 50), (10_000, 10), (1000, 700)])
+def test_pixels_are_those_of_the_processor(folder, family, size):
+    skip_without_torchvision(family)
+    path = str(model_in(folder, family))
+    processor, reference = load_processor(path, None), reference_processor(path)
+    noise = np.random.default_rng(1).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    try:
+        wanted = reference(images=[image], text=[processor.placeholder], return_tensors="np")
+    except ValueError as error:
+        with pytest.raises(RowError, match=re.escape(str(error)[:20])):
+            processor.process(image)
+        return
+    found = processor.process(image)
+    tokenizer = reference.tokenizer
+    assert tokenizer(found.text)["input_ids"] == wanted["input_ids"][0].tolist()
+    arrays = processor.join([found.arrays])
+    assert arrays
+    for name, array in arrays.items():
+        assert np.array_equal(array, wanted[name]), name
