@@ -442,7 +442,7 @@ def test_pixels_of_odd_files_are_those_of_transformers(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), dtype=np.uint8)
     picture = Image.fromarray(noise[..., :3])
     files = {"with a space, ü 猫.png": picture, "a#b?c%20'.png": picture, "plain.webp": picture}
-    files |= {f"{mode}.png": picture.convert(mode) for mode in ("P", "1", "L", "LA")}
+    files |= {f"mode {mode}.png": picture.convert(mode) for mode in ("P", "1", "L", "LA")}
     files |= {f"{mode}.jpg": picture.convert(mode) for mode in ("CMYK", "L", "YCbCr")}
     files |= {f"alpha.{kind}": Image.fromarray(noise) for kind in ("png", "webp", "tiff")}
     for name, image in files.items():
