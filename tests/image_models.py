@@ -217,8 +217,9 @@ def chat_template(image):
     )
 
 
-def make_model(folder, family):
-    """Writes a model of a family with random weights, its tokenizer and its processor's files."""
+def make_model(folder, family, **changes):
+    """Writes a model of a family with random weights, its tokenizer and its processor's files.
+    changes: of sections of its config."""
     about = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = hugging_face_byte_tokenizer()
@@ -245,6 +246,7 @@ def make_model(folder, family):
         json.dumps(about.get("processor_config", {}) | common)
     )
     settings = {**about["config"]}
+    settings |= {section: settings[section] | keys for section, keys in changes.items()}
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
