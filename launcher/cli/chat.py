@@ -68,9 +68,8 @@ def chat(
     images and text. /reset begins another conversation. Ctrl-C stops an answer, Ctrl-D ends.
 
     \b
-    Examples:
+    Example:
       launcher chat runs/quickstart temperature=0
-      printf '/image cat.jpg\nWhat is this?\n' | launcher chat runs/pictures
     """
     configure_logging(stream="stderr")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1:

@@ -141,7 +141,7 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
         return opened
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
     parts = find_parts(patterns, kind=data.kind, max_document=most)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]

@@ -50,7 +50,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     *(rule for objective in OBJECTIVES for rule in objective.rules),
     ("lora.path", "model.path", True),
     ("images", "model.path", True),
-    ("images", "model.builder data.builder data.streaming distillation", False),
+    ("images", "model.builder data.builder distillation", False),
     ("images", "data.tokenizer", False),
     ("images", "model.task", "causal_lm"),
     ("images", "data.kind", _kinds(lambda kind: kind.templated)),

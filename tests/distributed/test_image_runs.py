@@ -186,3 +186,15 @@ def test_a_file_that_changes_during_training_ends_the_run(folder, tmp_path, work
     train(folder, run.name, *words, "run.max_steps=9", expected=2)
     stopped = json.loads((run / "status.json").read_text())
     assert "changing.png: has changed since its row was tokenized" in json.dumps(stopped)
+
+
+@pytest.mark.long
+def test_a_stream_trains_and_resumes(folder):
+    """Exactly, after a kill; one rank has the losses of two."""
+    words = ["data.streaming=true", "checkpoint.export=null"]
+    run = train(folder, "stream", *words)
+    killed = train(folder, "stream_killed", *words, expected=-9, KILL="1,6")
+    train(folder, "stream_killed", *words)
+    assert losses(killed) == losses(run)
+    alone = train(folder, "stream_alone", *words, ranks=1)
+    assert losses(alone) == pytest.approx(losses(run), abs=1e-5)

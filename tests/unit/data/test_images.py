@@ -1,9 +1,11 @@
 """Rows with images: forms, tokens, micro-batches, and what is refused."""
 
 import base64
+import itertools
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -15,13 +17,16 @@ from transformers.image_utils import load_image
 
 from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
+from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
 from launcher.data.images import RowImages, source_of
 from launcher.data.messages import RowError
+from launcher.data.run_data import raise_error
 from launcher.data.sources import Row, SourcePart, find_parts, read_all
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -182,7 +187,7 @@ def test_images_of_datasets_are_read_with_their_bytes(folder):
     rows = [
         {
             "messages": [{"role": "user", "content": "<image>Who?"}, ANSWER],
-            "images": [Image.open(folder / "wide.png")],
+            "images": [{"bytes": (folder / "wide.png").read_bytes(), "path": None}],
         }
     ]
     data = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
@@ -193,6 +198,10 @@ def test_images_of_datasets_are_read_with_their_bytes(folder):
         [row] = read_all(find_parts((str(folder / name),), kind="chat"))
         [found] = encoded(folder, [row.values])
         assert found.ids.tolist() == wanted, name
+        # The file itself: an image that datasets decodes would be stored as a larger PNG
+        [image], stored = found.images
+        assert not image["is_file"]
+        assert stored == (folder / "wide.png").read_bytes(), name
 
 
 def test_pairs_show_their_images_to_both_answers(folder):
@@ -498,3 +507,133 @@ def test_pixels_are_those_of_the_processor(folder, family, size):
     assert arrays
     for name, array in arrays.items():
         assert np.array_equal(array, wanted[name]), name
+
+
+STREAMED = [("qwen2_5_vl", 160), ("qwen2_5_vl", 40), ("gemma3", 60), ("idefics3", 200)]
+
+
+@pytest.mark.parametrize(("family", "length"), STREAMED)
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_has_the_images_of_its_documents(folder, family, length, packing):
+    """Each document with its tokens, targets, pixels and positions as without streaming, also where
+    documents are cut before an image; and from a saved position on."""
+    skip_without_torchvision(family)
+    name = str(model_in(folder, family))
+    rows = [
+        asked(
+            text(f"{number}"),
+            *({"type": "image", "path": f"{name}.png"} for name in ("wide", "tall")[: number % 3]),
+            images=None,
+        )
+        for number in range(9)
+    ]
+    for row in rows[::2]:  # an answer before the images, too
+        row["messages"] = [{"role": "user", "content": "a"}, ANSWER, *row["messages"]]
+    options = {"kind": "chat", "sequence_length": length, "packing": packing, "workers": 0}
+    options |= {"overlong": "cut", "shuffle": False, "cache": str(folder / "cache")}
+    data = Data(train=written(folder, rows), **options)
+    grid = family == "qwen2_5_vl"
+    images = ModelImages(RowImages(name), grid=grid, token_types=None if grid else "token_type_ids")
+    model = ModelInputs(tokenizer=name, images=images)
+    store = open_store(data.train, data, tokenizer=name, model=model, build=True)
+    stored = NextToken().open(store, replace(data, packing=False), model)
+    # Positions of the grid without those of text, which packed rows have
+    wanted = {
+        tuple(row["input_ids"].tolist()): row for row in (stored[i] for i in range(len(stored)))
+    }
+    assert len(wanted) > 4
+
+    def stream(first, steps, saved=None):
+        sampler = RankBatchSampler(
+            order=StreamOrder(),
+            global_batch_size=2,
+            micro_batch_size=1,
+            rank=0,
+            ranks=1,
+            first_step=first,
+            steps=steps,
+        )
+        made = StreamingDataset(
+            find_parts(data.train, kind="chat"),
+            make_encoder("chat", data, tokenizer=name, images=model.row_images),
+            objective=NextToken(),
+            sampler=sampler,
+            data=data,
+            seed=3,
+            model=model,
+            skipped_rows=None,
+        )
+        return made.starting(sampler, saved)
+
+    collated = [raise_error(part) for part in stream(0, 6)]
+    seen, shown = set(), 0
+    for part in collated:
+        tensors = part["tensors"]
+        [ids], [targets] = tensors["input_ids"].numpy(), tensors["targets"].numpy()
+        positions = tensors.get("position_ids")
+        if positions is not None and positions.ndim == 3:
+            starts = np.flatnonzero((positions[:, 0] == 0).all(0))
+        else:
+            starts = np.array([0]) if positions is None else np.flatnonzero(positions[0] == 0)
+        arrays = []
+        for start, end in itertools.pairwise([*starts, len(ids)]):
+            found = tuple(ids[start:end].tolist())
+            found = next(
+                (f for f in wanted if found[: len(f)] == f and not any(found[len(f) :])), None
+            )
+            if found is None:
+                assert not any(ids[start:end])  # padding
+                continue
+            row = wanted[found]
+            seen.add(found)
+            length_of = len(found)
+            assert np.array_equal(targets[start : start + length_of], row["targets"])
+            arrays += row["images"]
+            if grid:
+                own = positions[-3:, 0, start : start + length_of].numpy()
+                assert np.array_equal(own, row["grid_positions"])
+        assert tensors["images"] == len(arrays)
+        shown += len(arrays)
+        joined = load_processor(name, None).join(arrays or [load_processor(name, None).blank])
+        for key, array in joined.items():
+            assert np.array_equal(tensors[key].numpy(), array), key
+    assert seen == wanted.keys()
+    assert shown
+    # From the position after three steps
+    before = stream(0, 3)
+    positions = {}
+    for part in before:
+        positions |= part["positions"]
+    alone = SimpleNamespace(size=1)
+    saved = before.state(positions, samples=6, ranks=alone)
+    for part, other in zip(collated[6:], stream(3, 6, saved), strict=True):
+        assert part["tensors"].keys() == other["tensors"].keys()
+        for key, value in part["tensors"].items():
+            assert np.array_equal(value, other["tensors"][key]), key
+
+
+def test_a_stream_names_an_image_that_is_missing(folder):
+    name = str(model_in(folder, "qwen2_5_vl"))
+    data = Data(
+        kind="chat",
+        streaming=True,
+        train=written(folder, [asked({"type": "image", "path": "no.png"})]),
+    )
+    encoder = make_encoder("chat", data, tokenizer=name, images=RowImages(name))
+    sampler = RankBatchSampler(
+        order=StreamOrder(),
+        global_batch_size=1,
+        micro_batch_size=1,
+        rank=0,
+        ranks=1,
+        first_step=0,
+        steps=1,
+    )
+    stream = StreamingDataset(
+        find_parts(data.train, kind="chat"), encoder, objective=NextToken(), sampler=sampler,
+        data=data, seed=3, model=ModelInputs(tokenizer=name, images=ModelImages(RowImages(name))),
+        skipped_rows=None,
+    )  # fmt: skip
+    [part] = stream
+    assert "rows.jsonl:1: " in part["error"]
+    assert "no.png: no such file" in part["error"]
