@@ -213,7 +213,7 @@ class _Shard:
             return size
         images = np.zeros(0, IMAGE) if encoded.images is None else encoded.images[0]
         cut = images["first"][images["end"] > data.sequence_length]
-        return min([data.sequence_length, *cut[:1].tolist()])
+        return int(min([data.sequence_length, *cut[:1]]))
 
     def _learnable(self, encoded: Encoded) -> bool:
         """Whether a document has a target, after it is cut."""
@@ -283,7 +283,8 @@ def _sample(pieces: list[Piece], images: list[Images | None]) -> Sample:
     """The sample of pieces, with the images of each as `stored_images` if there are any."""
     starts = np.cumsum([0, *(len(piece[0]) for piece in pieces)])[:-1]
     joined = join_images(images, starts.tolist())
-    return make_sample(pieces) | ({} if joined is None else {_STORED: joined})  # type: ignore[dict-item]
+    sample: dict[str, Any] = make_sample(pieces)
+    return sample if joined is None else sample | {_STORED: joined}
 
 
 def _any_target(pieces: list[Piece]) -> bool:

@@ -227,5 +227,5 @@ def _next_token(
     options = {"logits_to_keep": last} if some else {}
     with wrapped.forward_context(), whole_rows():
         logits = wrapped.model(input_ids=ids, **inputs, use_cache=False, **options).logits
-    following = logits[rows, rows if some else last].index_fill(-1, never, -torch.inf)
+    following: torch.Tensor = logits[rows, rows if some else last].index_fill(-1, never, -torch.inf)
     return following.argmax(-1)
