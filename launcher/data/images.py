@@ -217,7 +217,8 @@ def place_images(
             raise RowError(f"{what}; give them in one of the two places")
         sources += [source_of(value, folder) for value in given]
         rest = made[first]["content"]
-        parts = [*({"type": "image"} for _ in given), {"type": "text", "text": rest}]
+        parts: list[dict[str, Any]] = [{"type": "image"} for _ in given]
+        parts += [{"type": "text", "text": rest}] if rest else []
         made[first] = {**made[first], "content": parts}
     elif waiting:
         assert given is not None

@@ -233,6 +233,20 @@ def test_instructions_with_images(folder):
     assert "data.prompt_format=chat" in found.problem
 
 
+def test_captions(folder):
+    """The example of docs/images.md: the image alone is what the user shows."""
+    found = encoded(
+        folder,
+        [{"image": "wide.png", "caption": "A thing."}, {"image": None, "caption": "A thing."}],
+        kind="instruct",
+        columns={"response": "caption"},
+    )
+    [wanted] = encoded(folder, [asked({"type": "image", "path": "wide.png"})])
+    assert found[0].ids.tolist() == wanted.ids.tolist()
+    assert found[0].labels.tolist() == wanted.labels.tolist()
+    assert found[1].problem == "column 'image' is empty, and the row has no other prompt"
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
