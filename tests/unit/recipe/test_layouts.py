@@ -183,7 +183,7 @@ LOST: list[tuple[dict[str, Any], str]] = [
     ({"messages": CHAT, "images": ["cat.jpg"]}, "holds images"),
     (
         {"text": "a", "image": {"bytes": b"x"}},
-        "images.train=none data.columns.response=text learns",
+        "holds images beside a text, which images.train=none data.",
     ),
     ({"messages": CHAT, "weight": 0.5}, "holds a weight, which data.weights_column=weight uses"),
     ({"prompt": "a", "completion": "b", "weight": 2}, "holds a weight, and kind instruct has none"),
