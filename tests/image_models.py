@@ -200,6 +200,9 @@ FAMILIES = {
 }
 """By model type."""
 
+NEEDS = {"mistral3": ("torchvision",), "smolvlm": ("num2words",)}
+"""Packages that the processors of families need, and the launcher does not."""
+
 
 def chat_template(image):
     """A template that writes `image` for each image in a message."""
@@ -269,10 +272,13 @@ def make_image(file: Path, *, size=(84, 56), seed=0):
     return file
 
 
-def skip_without_torchvision(family):
-    """Skips a test whose processor of images needs torchvision in the installed transformers."""
+def skip_without_packages(family):
+    """Skips a test whose processor of images needs a package that is not installed."""
+    needed = NEEDS.get(family, ())
     if transformers.__version__ == "5.17.0" and family in ("gemma4", "idefics3", "smolvlm"):
-        pytest.importorskip("torchvision", reason="transformers 5.17 needs it for this family")
+        needed = ("torchvision", *needed)
+    for package in needed:
+        pytest.importorskip(package, reason=f"the processor of {family} needs it")
 
 
 def reference_processor(folder):

@@ -39,6 +39,9 @@ _OF_TEXT = (
 _IN_LISTS = ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
 
+_NEED_TWO = ("PixtralProcessor",)
+"""Processors of models that squeeze the features of a single token away (Mistral 3 in 5.23)."""
+
 IMAGE = np.dtype(
     [
         ("first", "<i8"),
@@ -84,7 +87,7 @@ class ImageProcessor:
         self._processor: Any = _load(name)
         self._tokenizer: Any = self._processor.tokenizer
         kind = type(self._processor).__name__
-        self._in_lists = kind in _IN_LISTS
+        self._in_lists, self._needs_two = kind in _IN_LISTS, kind in _NEED_TWO
         self._merge: int | None = getattr(self._processor.image_processor, "merge_size", None)
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str):
@@ -125,6 +128,10 @@ class ImageProcessor:
             what = f"the image of {width} x {height} pixels is refused"
             raise RowError(f"{what}: {first_line(error)}") from None
         (replaced,) = made["text_replacement_offsets"][0]
+        if self._needs_two and replaced["replacement"].count(self.placeholder) < 2:
+            width, height = image.size
+            what = f"the image of {width} x {height} pixels has a single token, with which"
+            raise RowError(f"{what} the model fails; scale it up")
         arrays = {name: np.asarray(made[name]) for name in made if name not in _OF_TEXT}
         if self._in_lists:
             arrays = {name: array[0] for name, array in arrays.items()}

@@ -54,16 +54,18 @@ CASES = {
     "gemma4 fsdp": [FSDP],
     "idefics3 fsdp": [FSDP],
     "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],
+    "mistral3 fsdp": [FSDP],
+    "smolvlm fsdp": [FSDP],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
-LONGEST = {"gemma4": 480, "idefics3": 240}
+LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240}
 """Tokens of a row, where images have more than 160 tokens."""
 PROJECTORS = ("merger", "projector", "connector", "embed_vision")
 
 
 def write_rows(folder):
     """Nine rows, of which the last ones have no images, so that a rank has a micro-batch of text."""
-    sizes = [(84, 56), (120, 60), (40, 150), (28, 28)]
+    sizes = [(84, 56), (120, 60), (40, 150), (56, 28)]
     names = [
         make_image(folder / f"{n}.png", size=size, seed=n).name for n, size in enumerate(sizes)
     ]

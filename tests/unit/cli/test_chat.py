@@ -21,7 +21,7 @@ from tests.image_models import (
     make_image,
     make_model,
     reference_processor,
-    skip_without_torchvision,
+    skip_without_packages,
 )
 from tests.unit.models.test_export import (
     create_checkpoint,
@@ -271,13 +271,10 @@ def reference_answer(model, processor, messages, images, count=5):
     return ids[:prompt], ids[prompt:]
 
 
-SHOWN = [family for family in FAMILIES if family not in ("mistral3", "smolvlm")]
-
-
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, family):
     """Two images in one message, another in the next one, and a conversation without any."""
-    skip_without_torchvision(family)
+    skip_without_packages(family)
     folder = model_of(pictures, family)
     wide, tall = (pictures / f"{name}.png" for name in ("a wide one", "tall"))
     lines = f"/image {wide}\n/image '{tall}'\nWhat?\n/image {tall}\nAnd\n/reset\nhi\n"

@@ -14,7 +14,7 @@ from launcher.models.changes import adapt
 from launcher.models.images import packed_masks, tower_blocks, unused_modules, use_images
 from launcher.recipe.schema import Lora, Model
 from tests import multimodal
-from tests.image_models import make_model, skip_without_torchvision
+from tests.image_models import make_model, skip_without_packages
 
 CPU = torch.device("cpu")
 FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 
 
 def prepared(folder, train="all"):
-    skip_without_torchvision(folder.name)
+    skip_without_packages(folder.name)
     blank = load_processor(str(folder), None).blank_batch
     model = build_model(Model(path=str(folder)), sequence_length=64)
     use_images(model, train, {name: torch.from_numpy(array) for name, array in blank.items()})
