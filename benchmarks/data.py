@@ -104,7 +104,7 @@ from launcher.recipe.load import load_recipe
 from launcher.training.model import prepare_model
 from tests.image_models import make_image, make_model
 folder, family, width, height, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
-make_model(folder / family, family, changes=json.loads(sys.stdin.read()))
+make_model(folder / family, family, replaced=json.loads(sys.stdin.read()), shape_only=True)
 sizes = json.loads((folder / family / "preprocessor_config.json").read_text())
 sizes["size"] = {"height": 896, "width": 896} if family == "gemma3" else {"shortest_edge": 65536, "longest_edge": 2**24}
 (folder / family / "preprocessor_config.json").write_text(json.dumps(sizes))

@@ -200,6 +200,9 @@ FAMILIES = {
 }
 """By model type."""
 
+NEEDS = {"mistral3": ("torchvision",), "smolvlm": ("num2words",)}
+"""Packages that the processors of families need, and the launcher does not."""
+
 
 def chat_template(image):
     """A template that writes `image` for each image in a message."""
@@ -217,9 +220,12 @@ def chat_template(image):
     )
 
 
-def make_model(folder, family, *, changes=None):
-    """Writes a model of a family with random weights, its tokenizer and its processor's files. With
-    `changes` of its config it has no weights, as for a plan."""
+def make_model(folder, family, *, replaced=None, sections=None, shape_only=False):
+    """Writes a model of a family with random weights, its tokenizer and its processor's files.
+
+    replaced: keys of its config. sections: changes in sections of it, by section. shape_only: without
+    weights, as for a plan.
+    """
     about = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = hugging_face_byte_tokenizer()
@@ -245,9 +251,10 @@ def make_model(folder, family, *, changes=None):
     (folder / "processor_config.json").write_text(
         json.dumps(about.get("processor_config", {}) | common)
     )
-    settings = {**about["config"], **(changes or {})}
+    settings = about["config"] | (replaced or {})
+    settings |= {key: settings[key] | changes for key, changes in (sections or {}).items()}
     settings = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    if changes is not None:
+    if shape_only:
         settings.save_pretrained(folder)
         return folder
     torch.manual_seed(0)
@@ -271,10 +278,13 @@ def make_image(file: Path, *, size=(84, 56), seed=0):
     return file
 
 
-def skip_without_torchvision(family):
-    """Skips a test whose processor of images needs torchvision in the installed transformers."""
+def skip_without_packages(family):
+    """Skips a test whose processor of images needs a package that is not installed."""
+    needed = NEEDS.get(family, ())
     if transformers.__version__ == "5.17.0" and family in ("gemma4", "idefics3", "smolvlm"):
-        pytest.importorskip("torchvision", reason="transformers 5.17 needs it for this family")
+        needed = ("torchvision", *needed)
+    for package in needed:
+        pytest.importorskip(package, reason=f"the processor of {family} needs it")
 
 
 def reference_processor(folder):

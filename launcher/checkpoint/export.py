@@ -22,7 +22,14 @@ from launcher.files import replace_folder
 from launcher.models.build import checkpoint_folder, find_blocks, is_pretrained
 from launcher.models.changes import adapt, build_with_tokens
 from launcher.models.config_files import set_dtype
-from launcher.models.hugging_face_files import LABELS, WRITTEN, named_weights, write_weights
+from launcher.models.hugging_face_files import (
+    LABELS,
+    PROCESSOR,
+    WRITTEN,
+    named_weights,
+    write_weights,
+)
+from launcher.models.images import use_images
 from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, merged_reader
@@ -166,6 +173,8 @@ def open_checkpoint_weights(
         read_frozen, dtype = source.reader(), source.stored.dtype()
         if (base or recipe.checkpoint.export_base) == "quantized":
             read_frozen = _rounded(read_frozen, model, recipe, source)
+    if recipe.images is not None:  # as in training: adapters may have its projector beside them
+        use_images(model, "none", {})
     if recipe.lora is not None:
         adapt(
             model,
@@ -232,7 +241,9 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
         replaced = {INDEX, ADAPTER_CONFIG, LABELS} if merged else {INDEX}
         for file in source.iterdir():  # tokenizer, chat template, the model's own code
             copied = file.is_file() and file.suffix != ".safetensors" and file.name not in replaced
-            if copied and not (scratch / file.name).exists():
+            # An adapter's processor has the limit of pixels that it was trained with
+            own = any(file.match(pattern) for pattern in PROCESSOR)
+            if copied and (own or not (scratch / file.name).exists()):
                 shutil.copy2(file, scratch / file.name)
         if (source / NAMED_TEMPLATES).is_dir():
             shutil.copytree(source / NAMED_TEMPLATES, scratch / NAMED_TEMPLATES)
@@ -280,15 +291,9 @@ def open_exported_weights(source: Path) -> StoredModel:
         model, checkpoint = _open_model(str(source), str(config.get("architectures")))
         return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype(), checkpoint)
     settings = _read_object(source / ADAPTER_CONFIG)
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"
-        raise RecipeError(f"export: {where} does not name the adapter's model")
-    if (revision := settings.get("revision")) and not Path(base).exists():
-        base = f"{base}@{revision}"
     labels = source / LABELS
     model, checkpoint = _open_model(
-        base,
+        base_of_adapter(source),
         "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "",
         labels=list(_read_object(labels).values()) if labels.is_file() else None,
         new_ids=ids_of_adapter(settings),
@@ -303,6 +308,18 @@ def open_exported_weights(source: Path) -> StoredModel:
     }
     read = merged_reader(model, settings, stored.tensors, **readers)
     return StoredModel(model, read, checkpoint.stored.dtype(), checkpoint)
+
+
+def base_of_adapter(source: Path) -> str:
+    """The folder or hub id of the model of the adapter in a folder. Raises RecipeError."""
+    settings = _read_object(source / ADAPTER_CONFIG)
+    base = str(settings.get("base_model_name_or_path") or "")
+    if not base:
+        where = f"{source / ADAPTER_CONFIG} (base_model_name_or_path)"
+        raise RecipeError(f"export: {where} does not name the adapter's model")
+    if (revision := settings.get("revision")) and not Path(base).exists():
+        return f"{base}@{revision}"
+    return base
 
 
 def _open_model(

@@ -68,14 +68,14 @@ def verify_export(
     ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
     images = images_of(recipe.images, recipe.model)
     adapter = (out / ADAPTER_CONFIG).is_file()
-    seen = None  # an adapter's processor is that of its base model
-    if images is not None and not adapter:
-        seen = images.processor.process(_image()).arrays
+    seen = None if images is None else images.processor.process(_image()).arrays
     wanted, facts = _logits(model, ids, seen), _facts(model, tokenizer)
     config: Any = model.config
     path = config.name_or_path
-    if path and not adapter:
+    if path:
         facts |= _processor(Path(path), None if images is None else images.rows.max_pixels)
+        if adapter:  # whose folder has no config, from which AutoProcessor may take its class
+            facts.pop("AutoProcessor", None)
     options: dict[str, Any] = {}
     if is_classifier(model) and adapter:
         options["num_labels"] = class_count(model)
@@ -92,7 +92,7 @@ def verify_export(
             options,
             tokenizer is not None,
             trusted,
-            seen is not None,
+            seen,
         )
     except TrainingError as error:
         why = str(error).rpartition("\n")[2]
@@ -184,13 +184,15 @@ def _load_exported(
     options: dict[str, Any],
     has_tokenizer: bool,
     trust_remote_code: bool,
-    sees: bool,
+    seen: Arrays | None,
 ) -> tuple[torch.Tensor, Json]:
-    """The logits and the facts of an exported folder, which a class of transformers loads."""
+    """The logits and the facts of an exported folder, which a class of transformers loads. seen: what
+    a model of the run takes of the image."""
     import transformers
 
     options["dtype"] = torch.float32
-    if (out / ADAPTER_CONFIG).is_file():
+    adapter = (out / ADAPTER_CONFIG).is_file()
+    if adapter:
         import peft
 
         config = peft.PeftConfig.from_pretrained(out)
@@ -212,8 +214,9 @@ def _load_exported(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             out, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    image = load_processor(str(out), None).process(_image()).arrays if sees else None
-    return _logits(model, ids, image), _facts(model, tokenizer) | _processor(out)
+    if seen is not None and not adapter:  # an adapter's folder has no config, which it needs
+        seen = load_processor(str(out), None).process(_image()).arrays
+    return _logits(model, ids, seen), _facts(model, tokenizer) | _processor(out)
 
 
 def _processor(folder: Path, max_pixels: int | None = None) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,8 +64,8 @@ def chat(
 
     It answers with the chat template and the system prompt of the run, or under the headings of
     Alpaca's text if it was trained on them; a model that was trained without either completes each
-    line. The first line says which. /reset begins another conversation. Ctrl-C stops an
-    answer, Ctrl-D ends.
+    line. The first line says which. /image PATH shows an image with the next line, to a model of
+    images and text. /reset begins another conversation. Ctrl-C stops an answer, Ctrl-D ends.
 
     \b
     Example:
@@ -94,7 +95,8 @@ def chat(
     if model.template is None and system is not None:
         raise RecipeError("command line: system: needs a chat template")
     system = model.system if system is None else system
-    print(f"{folder}: {model.format_text(system)}", file=sys.stderr)
+    shows = "; /image PATH shows an image with the next line" if model.sees_images else ""
+    print(f"{folder}: {model.format_text(system)}{shows}", file=sys.stderr)
     _talk(model, Sampling(max_new_tokens, temperature, top_p), system)
     return EXIT_DONE
 
@@ -127,7 +129,7 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text, which no tokenizer takes
         sys.stdin.reconfigure(errors="replace")
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    messages, shown = list(start), list[dict[str, Any]]()
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -139,7 +141,17 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
             print()
             continue
         if line == "/reset":
-            messages = list(start)
+            messages, shown = list(start), []
+        elif line.split(maxsplit=1)[:1] == ["/image"]:
+            try:
+                part, about = model.image(_path(line.removeprefix("/image").strip()))
+            except RowError as error:
+                if not sys.stdin.isatty():  # the next line would ask about another image
+                    raise RecipeError(f"{line}: not shown: {error}") from None
+                print(f"not shown: {error}", file=sys.stderr)
+                continue
+            shown.append(part)
+            print(f"{about}, shown with the next line", file=sys.stderr)
         elif line:
             parts: list[str] = []
 
@@ -148,7 +160,8 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
                 text = part.translate(_CONTROL) if sys.stdout.isatty() else part
                 print(text, end="", flush=True)
 
-            turns = [*messages, {"role": "user", "content": line}]
+            content = [*shown, {"type": "text", "text": line}] if shown else line
+            turns = [*messages, {"role": "user", "content": content}]
             try:
                 model.answer(turns, sampling, write)
             except Terminated:
@@ -159,4 +172,11 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
                 print(f"not answered: {error}", file=sys.stderr)
                 continue
             print()
+            shown = []
             messages = [*turns, {"role": "assistant", "content": "".join(parts)}]
+
+
+def _path(text: str) -> str:
+    """The path that follows a command; terminals put a dropped file in quotes."""
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return os.path.expanduser(text[1:-1] if quoted else text)

@@ -6,22 +6,28 @@ command: its arguments and the terminal.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from launcher.checkpoint.export import (
     StoredModel,
+    base_of_adapter,
     open_checkpoint_weights,
     open_exported_weights,
     recipe_of,
 )
-from launcher.data.chat_template import ChatTemplate
+from launcher.data.chat_template import ChatTemplate, Rendered
 from launcher.data.encoder import make_encoder
+from launcher.data.image_inputs import images_of
+from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
+from launcher.data.images import RowImages, place_images, source_of
 from launcher.data.messages import Message, RowError
 from launcher.data.rendering import load_template
 from launcher.data.run_data import teach_ends, trained_template
@@ -31,10 +37,15 @@ from launcher.data.tokenizer import (
     load_tokenizer,
     tokenizer_name,
 )
+from launcher.data.tokenizer_files import pixel_limit
 from launcher.errors import RecipeError
+from launcher.models.build import text_config
 from launcher.models.hugging_face_files import end_ids
+from launcher.models.images import TOKEN_TYPES
+from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe import schema
 from launcher.recipe.decode import shown
+from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.load import recorded_recipe
 
@@ -57,10 +68,25 @@ class ChatModel:
     """A stored model with its tokenizer and chat template, which continues conversations."""
 
     def __init__(
-        self, stored: StoredModel, tokenizer: str, template: ChatTemplate | None, system: str | None
+        self,
+        stored: StoredModel,
+        tokenizer: str,
+        template: ChatTemplate | None,
+        system: str | None,
+        images: RowImages,
     ) -> None:
-        """Without a template it completes texts. system: the run's system prompt."""
+        """Without a template it completes texts. system: the run's system prompt. images: with which
+        processor it sees images, if it is a model of images and text."""
         self.template, self.system = template, system
+        self._processor: ImageProcessor | None = None
+        self._no_images = "the model takes no images"
+        if hasattr(stored.model.base_model, "get_image_features"):
+            try:
+                self._processor = load_processor(images.processor, images.max_pixels)
+            except RecipeError as error:  # such as a package that is missing; it still reads text
+                self._no_images = str(error)
+        if template is None:
+            self._no_images = "an image needs a chat template, which shows it"
         self._decoder: Any = hugging_face_tokenizer(tokenizer)
         self._tokenizer: Tokenizer = load_tokenizer(tokenizer)
         self._stored, self._model = stored, stored.model
@@ -82,14 +108,48 @@ class ChatModel:
             return "each line is a turn of the chat template"
         return f"each line is a turn of the chat template: {shown(repr(prompt), 400)}"
 
-    def _ids(self, messages: list[Message]) -> list[int]:
-        """The tokens to continue. Raises RowError if the template refuses the conversation."""
+    @property
+    def sees_images(self) -> bool:
+        """Whether messages may show images."""
+        return self.template is not None and self._processor is not None
+
+    def image(self, path: str) -> tuple[Message, str]:
+        """The part of a message that shows the image of a file, and a text about it. Raises RowError
+        if it cannot be shown."""
+        if not self.sees_images:
+            raise RowError(self._no_images)
+        assert self._processor is not None
+        if not path:
+            raise RowError("the path of a file must follow")
+        source = source_of(path, ".")
+        content = source.read()
+        picture = source.decode(content)
+        tokens = self._processor.count_tokens(self._processor.process(picture).text)
+        width, height = picture.size
+        part = {"type": "image", "bytes": content}
+        return part, f"{source.name}, {width} x {height} pixels: {tokens:,} tokens"
+
+    def _prompt(self, messages: list[Message]) -> tuple[list[int], Arrays]:
+        """The tokens to continue, and what the model takes of their images. Raises RowError if the
+        template refuses the conversation."""
         if self.template is None:
             text = messages[-1]["content"]
-            return [*self._tokenizer.begin, *self._tokenizer.ids([text])[0].tolist()]
-        text = self.template.apply(messages, None, add_generation_prompt=True)
+            return [*self._tokenizer.begin, *self._tokenizer.ids([text])[0].tolist()], {}
+        placed, sources = place_images(messages, None, ".", has_column=False)
+        text = self.template.apply(placed, None, add_generation_prompt=True)
+        arrays: Arrays = {}
+        processor = self._processor
+        if processor is not None:
+            text = processor.expand(Rendered(text, [], closed=False), sources).text
+        if processor is not None and sources:
+            pictures = [source.decode(source.read()) for source in sources]
+            arrays = processor.join([processor.process(picture).arrays for picture in pictures])
         ids: list[int] = self._decoder(text, add_special_tokens=False)["input_ids"]
-        return ids
+        if arrays and processor is not None:
+            takes = inspect.signature(self._model.forward).parameters
+            types = np.isin(ids, processor.token_ids).astype(np.int64)[None]
+            arrays |= {name: types for name in TOKEN_TYPES if name in takes}
+        return ids, arrays
 
     def answer(
         self, messages: list[Message], sampling: Sampling, write: Callable[[str], None]
@@ -98,8 +158,8 @@ class ChatModel:
         conversation, RecipeError if it is too long for the model."""
         from transformers import GenerationConfig, TextStreamer
 
-        ids = self._ids(messages)
-        positions = getattr(self._model.config, "max_position_embeddings", None)
+        ids, arrays = self._prompt(messages)
+        positions = getattr(text_config(self._model), "max_position_embeddings", None)
         room = positions - len(ids) if isinstance(positions, int) else sampling.max_new_tokens
         if room < 1 or not ids:
             what = f"the conversation has {len(ids)} tokens, and the model {positions} positions"
@@ -120,9 +180,12 @@ class ChatModel:
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 write(text)
 
-        prompt = torch.tensor([ids], device=self._model.device)
+        device, dtype = self._model.device, self._model.dtype
+        prompt = torch.tensor([ids], device=device)
+        inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         self._model.generate(
             prompt,
+            **{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()},
             attention_mask=torch.ones_like(prompt),
             generation_config=config,
             streamer=Streamer(self._decoder, skip_prompt=True, skip_special_tokens=True),
@@ -150,7 +213,9 @@ def open_chat_model(
         if plain is None:
             plain = not _with_template(recipe.data, name)
         template = None if plain else _template_of(recipe.data, name, written or None)
-        return ChatModel(stored, name, template, recipe.data.system)
+        images = images_of(recipe.images, recipe.model)
+        rows = RowImages(recipe.model.path or "") if images is None else images.rows
+        return ChatModel(stored, name, template, recipe.data.system, rows)
     stored, name = open_exported_weights(folder), str(folder)
     _check(stored, folder, name)
     if (folder / "generation_config.json").is_file():  # also of an adapter
@@ -163,9 +228,20 @@ def open_chat_model(
         plain = not tokenizer.chat_template or (data is not None and not _has_turns(data))
     if plain or data is None or not _has_turns(data):
         template = None if plain else ChatTemplate(tokenizer, name, None)
-        return ChatModel(stored, name, template, None)
+        return ChatModel(stored, name, template, None, _images_of_export(folder))
     own = replace(data, chat_template=None, tokenizer=name)  # the export has the trained template
-    return ChatModel(stored, name, _template_of(own, name, None), data.system)
+    template = _template_of(own, name, None)
+    return ChatModel(stored, name, template, data.system, _images_of_export(folder))
+
+
+def _images_of_export(folder: Path) -> RowImages:
+    """The processor of an exported folder; for an adapter that of its base model, with the limit of
+    pixels that is beside the adapter."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return RowImages(str(folder))
+    base = base_of_adapter(folder)
+    limits = [pixel_limit(where) for where in (folder, model_folder(base, key="command line"))]
+    return RowImages(base, limits[0] if limits[0] != limits[1] else None)
 
 
 def _data_of_run(export: Path) -> schema.Data | None:

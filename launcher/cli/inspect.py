@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides, option
+from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides, make_parent_of_file, option
 from launcher.cli.prepare import DataFiles, data_sets
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
@@ -19,6 +20,9 @@ def inspect(
     ] = "train",
     samples: Annotated[int, option("Samples to print.", "N")] = 3,
     tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
+    html: Annotated[
+        Path | None, option("Also write the page as HTML, with the images of rows.", "FILE")
+    ] = None,
     gpus: CheckedGpus = None,
     nodes: CheckedNodes = 1,
 ) -> int:
@@ -35,13 +39,15 @@ def inspect(
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
     sets = _sets_of(recipe.data, set)
+    if html is not None:
+        make_parent_of_file(html, "html")
 
     # After all other errors of the recipe, because they import torch
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
 
     check_config_keys(loaded)
-    print_page(recipe, set, sets, samples=samples, tokens=tokens)
+    print_page(recipe, set, sets, samples=samples, tokens=tokens, html=html)
     return EXIT_DONE
 
 

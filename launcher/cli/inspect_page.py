@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import html as html_text
+import io
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.rule import Rule
+from rich.style import Style
 from rich.text import Text
 
 from launcher.cli.prepare import DataFiles, model_inputs
@@ -32,10 +38,35 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 
+if TYPE_CHECKING:
+    import PIL.Image
+
 _WIDTH = 120
 _STREAMED = 1000
 """Rows of a stream that are inspected."""
 _BAR = 44
+_THUMBNAIL = 240
+"""Most pixels of a side of an image in the HTML page."""
+_HTML = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{{stylesheet}}
+body {{{{ margin: 16px; color: {{foreground}}; background: {{background}}; }}}}
+pre {{{{ max-width: 120ch; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 13px/1.45 ui-monospace, monospace; }}}}
+img {{{{ display: block; max-width: 100%; margin: 6px 0 2px; }}}}
+</style>
+</head>
+<body><pre>{{code}}</pre></body>
+</html>
+"""
+"""The page as rich fills it; `title` is filled first."""
 _SYMBOLS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
     **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)},
@@ -47,9 +78,16 @@ _SYMBOLS: dict[int, str] = {
 
 
 def print_page(
-    recipe: Recipe, name: str, sets: dict[str, DataFiles], *, samples: int, tokens: int
+    recipe: Recipe,
+    name: str,
+    sets: dict[str, DataFiles],
+    *,
+    samples: int,
+    tokens: int,
+    html: Path | None = None,
 ) -> None:
-    """Prints samples, totals and histograms of sets, which are given by their names."""
+    """Prints samples, totals and histograms of sets, which are given by their names. html: a file
+    to which they are also written, with the images. Raises RecipeError."""
     data, seed = recipe.data, recipe.run.seed
     opened = {part: _open(recipe, files) for part, files in sets.items()}
     validates = any(files.validation or files.held_out for files in sets.values())
@@ -58,7 +96,7 @@ def print_page(
     mixed = name == "train" and isinstance(data.train, dict)
     if name == "train" and isinstance(data.train, dict):
         weights = mixture_weights(data.train.values())
-    page = _Page()
+    page = _Page(as_html=html is not None)
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
     page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
     name_of_tokenizer = tokenizer_name(data, recipe.model)
@@ -79,6 +117,8 @@ def print_page(
         page.histogram(f"{part}: " if several else "", dataset)
         page.lines(dataset.notes)
         page.skipped(dataset.skipped)
+    if html is not None:
+        page.write(html, f"{recipe.run.name} · {name}")
 
 
 def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
@@ -101,7 +141,7 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
         return opened
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer)
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
     parts = find_parts(patterns, kind=data.kind, max_document=most)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
@@ -229,18 +269,40 @@ def _marked(all_spans: Iterator[Span]) -> Text:
 class _Page:
     """Prints with colors on a terminal, at most 120 characters wide."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_html: bool) -> None:
+        """as_html: `write` will be called."""
         width = None if sys.stdout.isatty() else _WIDTH
-        self._console = Console(highlight=False, width=width, emoji=False, markup=False)
+        plain_text: dict[str, Any] = {"highlight": False, "emoji": False, "markup": False}
+        self._console = Console(width=width, **plain_text)
         self._console.width = min(self._console.width, _WIDTH)
+        self._html: Console | None = None
+        if as_html:
+            self._html = Console(width=_WIDTH, record=True, file=io.StringIO(), **plain_text)
 
     def _print(self, text: Text | str = "", style: str = "") -> None:
-        self._console.print(text, style=style, soft_wrap=True)
+        for console in filter(None, (self._console, self._html)):
+            console.print(text, style=style, soft_wrap=True)
 
     def _rule(self, *parts: str | tuple[str, str], characters: str = "━") -> None:
         title = Text.assemble(*parts)
         rule = Rule(title, align="left", characters=characters, style="bright_black")
         self._console.print(rule)
+        if self._html is not None:  # whose width is not known
+            self._html.print(title, soft_wrap=True)
+
+    def write(self, file: Path, title: str) -> None:
+        """Writes what was printed as an HTML page. Raises RecipeError."""
+        assert self._html is not None
+        escaped = html_text.escape(title).replace("{", "{{").replace("}", "}}")
+        text = self._html.export_html(code_format=_HTML.format(title=escaped))
+        # rich knows links, but no images
+        link = r'<a class="\w+" href="(data:image[^"]*)">(.*?)</a>'
+        text = re.sub(link, r'<img src="\1" alt="">\2', text)
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            problem = f"command line: {file}: cannot be written: {error.strerror}"
+            raise RecipeError(problem) from None
 
     def title(self, title: str, what: str) -> None:
         """Prints what is inspected."""
@@ -260,6 +322,8 @@ class _Page:
     ) -> None:
         """Prints up to `most` tokens of a sample as text, document by document."""
         row, store = dataset[index], dataset.store
+        if "error" in row:  # an image has changed since its row was tokenized
+            raise RecipeError(f"data: {row['error']}")
         pieces, ids = list(dataset.pieces(index)), row["input_ids"]
         name, *facts = [*heading, *_describe(row, labels)]
         if len(pieces) > 1 or "answers" in row:
@@ -289,8 +353,11 @@ class _Page:
                 self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
                 first = last
             shown += end - start
-            for line in _images(dataset, start, end):
-                self._print(line, "cyan")
+            for line, picture in _images(dataset, start, end):
+                self._console.print(line, style="cyan", soft_wrap=True)
+                if self._html is not None:
+                    style = Style(color="cyan", link=_data_uri(picture))
+                    self._html.print(line, style=style, soft_wrap=True)
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
                 where = "are cut off" if cut else "of it come after these"
@@ -311,7 +378,8 @@ class _Page:
         ]
         self._print()
         self._rule(("in all", "bold"))
-        self._console.print(make_table(["", *names], rows))
+        for console in filter(None, (self._console, self._html)):
+            console.print(make_table(["", *names], rows))
 
     def histogram(self, part: str, dataset: SequenceDataset) -> None:
         """Prints how many documents have how many tokens."""
@@ -382,15 +450,26 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     }
 
 
-def _images(dataset: SequenceDataset, start: int, end: int) -> Iterator[str]:
-    """A line about each image in a range of the store."""
+def _images(
+    dataset: SequenceDataset, start: int, end: int
+) -> Iterator[tuple[str, PIL.Image.Image]]:
+    """A line about each image in a range of the store, and the image."""
     store = dataset.store
     for image in images_between(store.images, start, end):
         source = store.image_source(image)
-        width, height = source.decode(source.read()).size
+        picture = source.decode(source.read())
+        width, height = picture.size
         tokens = int(image["end"] - image["first"])
         grid = f", {image['rows']} x {image['columns']}" if image["rows"] else ""
-        yield f"image: {source.name}, {width} x {height} pixels: {tokens:,} tokens{grid}"
+        yield f"image: {source.name}, {width} x {height} pixels: {tokens:,} tokens{grid}", picture
+
+
+def _data_uri(picture: PIL.Image.Image) -> str:
+    """A small copy of an image, for a page."""
+    picture, stream = picture.copy(), io.BytesIO()
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    picture.save(stream, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def _some(count: int) -> str:

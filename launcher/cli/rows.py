@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,8 +85,6 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
     if loss and (why := objective_of(recipe).no_row_losses) is not None:
         raise RecipeError(f"command line: --loss: not available for {why}")
-    if loss and recipe.images is not None:
-        raise RecipeError("command line: --loss: not available for rows with images")
     if recipe.data.streaming:
         what = "the rows of a step are known only after all rows before it are tokenized"
         raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
@@ -211,7 +210,10 @@ def _losses(
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
     from launcher.data.loader import to_device
+    from launcher.data.run_data import raise_error
+    from launcher.models.images import use_images
     from launcher.objectives.make import make_objective
+    from launcher.training.model import model_images
 
     refuse_code(recipe, run / "recipe.yaml", trust_run=trust_run)
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
@@ -223,6 +225,8 @@ def _losses(
                 weights: Any = open_checkpoint_weights(checkpoint, trust_run=trust_run)
             elif (run / "hf").is_dir():
                 weights = open_exported_weights(run / "hf")
+                if recipe.images is not None:
+                    use_images(weights.model, "none", {})
             else:
                 raise RecipeError(f"command line: --loss: {run} has neither a checkpoint nor hf/")
             model, losses = weights.load(device), []
@@ -239,7 +243,14 @@ def _losses(
         # Data of a builder has an objective of its own
         own = row.of is None
         dataset = row.dataset if own else dataclasses.replace(row.dataset, objective=objective)
-        collated = dataset.collate([row.sample])
+        sample = row.sample
+        if (images := model_images(model, recipe)) is not None:
+            inputs = dataclasses.replace(dataset.inputs, images=images)
+            dataset = dataclasses.replace(dataset, inputs=inputs)
+            start = int(dataset.store.offsets[row.document]) + row.first
+            piece = row.document, start, start + len(sample["input_ids"])
+            sample = inputs.complete(sample, dataset.store, [piece])
+        collated = raise_error(dataset.collate([sample]))
         with torch.no_grad():
             summed = float(dataset.objective.loss(model, to_device(collated["tensors"], device)))
         weight = collated.get("loss_weight", collated["loss_tokens"])
@@ -263,7 +274,10 @@ def _print_rows(rows: list[TrainedRow], losses: list[float] | None, recipe: Reci
             tokens = f"{row.of:,}"
             if len(ids) < row.of:
                 tokens = f"{row.first:,}-{row.first + len(ids) - 1:,} of {tokens}"
-            text = " ".join(decoder.text(ids[:_PREVIEW]).split())[:_PREVIEW]
+            # The tokens of an image stand there once
+            runs = ([token] if token in decoder.special else run for token, run in groupby(ids))
+            first = list(islice(chain.from_iterable(runs), _PREVIEW))
+            text = " ".join(decoder.text(first).split())[:_PREVIEW]
         cells = [str(row.sequence), tokens, row.where, text]
         if losses is not None:
             cells.insert(1, "" if math.isnan(loss) else f"{loss:.4f}")

@@ -63,6 +63,7 @@ from launcher.recipe.layouts import (
     Match,
     RowKind,
     describe_column,
+    has_content,
     lost_meaning,
     match_row,
     named_columns,
@@ -518,6 +519,10 @@ def _read_answer(
         if (more := found.get("input")) is not None:
             parts[more] = row.get(more)
         prompt = instruction(parts, rounds if headings else [], headings=headings)
+    elif "images" in found.layout.needs:
+        prompt = ""
+        if not has_content(row.get(pictures := found.columns["images"])):
+            raise RowError(f"column {pictures!r} is empty, and the row has no other prompt")
     elif not isinstance(prompt, list):
         prompt = read_value(row, key, str, _ANSWER, role="prompt")
     if isinstance(prompt, str) and isinstance(response, str) and as_turns:

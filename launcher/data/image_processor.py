@@ -40,6 +40,8 @@ _IN_LISTS = ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
 
 _IN_BYTES = {"do_rescale": False, "do_normalize": False}
+_NEED_TWO = ("PixtralProcessor",)
+"""Processors of models that squeeze the features of a single token away (Mistral 3 in 5.23)."""
 
 IMAGE = np.dtype(
     [
@@ -86,7 +88,7 @@ class ImageProcessor:
         self._processor: Any = _load(name)
         self._tokenizer: Any = self._processor.tokenizer
         kind = type(self._processor).__name__
-        self._in_lists = kind in _IN_LISTS
+        self._in_lists, self._needs_two = kind in _IN_LISTS, kind in _NEED_TWO
         self._merge: int | None = getattr(self._processor.image_processor, "merge_size", None)
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str):
@@ -129,6 +131,10 @@ class ImageProcessor:
             what = f"the image of {width} x {height} pixels is refused"
             raise RowError(f"{what}: {first_line(error)}") from None
         (replaced,) = made["text_replacement_offsets"][0]
+        if self._needs_two and replaced["replacement"].count(self.placeholder) < 2:
+            width, height = image.size
+            what = f"the image of {width} x {height} pixels has a single token, with which"
+            raise RowError(f"{what} the model fails; scale it up")
         arrays = {name: np.asarray(made[name]) for name in made if name not in _OF_TEXT}
         if self._in_lists:
             arrays = {name: array[0] for name, array in arrays.items()}
@@ -222,7 +228,7 @@ class ImageProcessor:
                     raise
                 raise RowError(f"{source.name}: {error}") from None
             texts.append(made.text)
-            count = sum(map(made.text.count, self._token_texts))
+            count = self.count_tokens(made.text)
             images.append((count, made.grid, source, source.checksum(content)))
         starts = np.array([start for start, _ in spans])
         grown = np.cumsum([0, *(len(text) - len(self.placeholder) for text in texts)])
@@ -236,6 +242,10 @@ class ImageProcessor:
             replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in rendered.turns
         ]
         return replace(rendered, text=text, turns=turns, images=tuple(images))
+
+    def count_tokens(self, text: str) -> int:
+        """The tokens of images in the text that takes the place of a placeholder."""
+        return sum(map(text.count, self._token_texts))
 
     def table(self, ids: Ids, images: tuple[Any, ...]) -> Images:
         """The images of a conversation, `Rendered.images`, in the document with these ids."""

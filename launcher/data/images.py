@@ -85,7 +85,7 @@ class ImageSource:
     def decode(self, content: bytes) -> Image:
         """The image in RGB, upright, of what `read` has returned. Raises RowError if it cannot be
         decoded, or is too large."""
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(io.BytesIO(content)) as opened:
@@ -93,10 +93,7 @@ class ImageSource:
                 if width * height > MOST_PIXELS:
                     what = f"has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
                     raise RowError(f"{self.name}: {what}; scale it down")
-                if opened.mode.startswith(_WIDE):
-                    what = f"has pixels of more than 8 bits (Pillow's mode {opened.mode})"
-                    raise RowError(f"{self.name}: {what}; save it with values from 0 to 255")
-                return ImageOps.exif_transpose(opened).convert("RGB")
+                return _upright(opened, self.name)
         except RowError:
             raise
         except UnidentifiedImageError:
@@ -104,6 +101,17 @@ class ImageSource:
             raise RowError(f"{self.name}: {what}") from None
         except Exception as error:  # decoders raise many classes on damaged files
             raise RowError(f"{self.name}: cannot be decoded: {first_line(error)}") from None
+
+
+def _upright(image: Any, name: str) -> Image:
+    """An image of Pillow in RGB, turned as its EXIF data say. Raises RowError if that would cut its
+    values."""
+    from PIL import ImageOps
+
+    if image.mode.startswith(_WIDE):
+        what = f"has pixels of more than 8 bits (Pillow's mode {image.mode})"
+        raise RowError(f"{name}: {what}; save it with values from 0 to 255")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def source_of(value: object, folder: str) -> ImageSource:
@@ -123,10 +131,13 @@ def source_of(value: object, folder: str) -> ImageSource:
     if isinstance(value, str) and value:
         return _source_of_text(value, folder)
     if hasattr(value, "convert") and hasattr(value, "save"):
-        stream = io.BytesIO()
-        mode = str(value.mode)  # type: ignore[attr-defined]
-        value = value if mode.startswith(_WIDE) else value.convert("RGB")
-        value.save(stream, format="TIFF" if mode == "F" else "PNG")
+        stream, name = io.BytesIO(), "an image in the row"
+        try:
+            _upright(value, name).save(stream, format="PNG")
+        except RowError:
+            raise
+        except Exception as error:  # a file that Pillow has opened, and not decoded
+            raise RowError(f"{name}: cannot be decoded: {first_line(error)}") from None
         return ImageSource(stream.getvalue())
     got = "nothing" if value in ("", b"", None) else type(value).__name__
     raise RowError(f"an image must be a path, the bytes of a file, or base64; got {got}")
@@ -206,7 +217,8 @@ def place_images(
             raise RowError(f"{what}; give them in one of the two places")
         sources += [source_of(value, folder) for value in given]
         rest = made[first]["content"]
-        parts = [*({"type": "image"} for _ in given), {"type": "text", "text": rest}]
+        parts: list[dict[str, Any]] = [{"type": "image"} for _ in given]
+        parts += [{"type": "text", "text": rest}] if rest else []
         made[first] = {**made[first], "content": parts}
     elif waiting:
         assert given is not None

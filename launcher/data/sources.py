@@ -523,18 +523,31 @@ def _column(column: Any) -> Sequence[Any]:
 
 def _hub(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
+    if _holds_images(rows.features):  # as their files: datasets would decode them
+        yield from _hub_arrays(part, arrays=False)
+        return
     end = len(rows) if part.end is None else part.end
     for number, values in enumerate(rows.select(range(part.start, end)), start=part.start + 1):
         yield _hub_row(part, number, values)
 
 
-def _hub_arrays(part: SourcePart) -> Iterator[Row]:
+def _holds_images(feature: Any) -> bool:
+    """Whether a feature of `datasets` is an image, or has one inside."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return any(map(_holds_images, feature.values()))
+    inner = getattr(feature, "feature", None)  # of a list
+    return isinstance(feature, datasets.Image) or (inner is not None and _holds_images(inner))
+
+
+def _hub_arrays(part: SourcePart, *, arrays: bool = True) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
     end, number = len(rows) if part.end is None else part.end, part.start
     rows = rows.select(range(part.start, end)).with_format("arrow")
     for table in rows.iter(batch_size=_MOST_ROWS):
         for batch in table.combine_chunks().to_batches():
-            yield from _arrow_rows(part, batch, number, arrays=True)
+            yield from _arrow_rows(part, batch, number, arrays=arrays)
             number += batch.num_rows
 
 
@@ -553,6 +566,8 @@ def _text_size(values: Values) -> int:
 def _hub_stream(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation, streaming=True)
     shard = rows.shard(num_shards=part.end, index=part.start)
+    if shard.features is not None and _holds_images(shard.features):
+        shard = shard.decode(False)
     for number, values in enumerate(shard, start=1):
         yield _hub_row(part, number, values)
 

@@ -43,10 +43,11 @@ from launcher.data.collation import (
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.file_ranges import split
+from launcher.data.image_processor import IMAGE, Images, join_images, processor_identity
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.sources import Row, SourcePart, content_sample, read_rows
-from launcher.data.token_store import ModelInputs, check_range
+from launcher.data.token_store import ModelInputs, TokenStore, check_range
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -72,6 +73,8 @@ _ENCODED_ROWS = 16
 
 ShardPosition = tuple[int, int, int, int]
 """Where a shard's next sequence starts: pass, part in the pass, row in the part, token in it."""
+_STORED = "stored_images"
+"""Key of a sample with the images that `StreamingDataset` reads when it takes the sample."""
 _START: ShardPosition = (0, 0, 0, 0)
 
 
@@ -202,11 +205,19 @@ class _Shard:
             self._list(replace(encoded, problem=problem))
         return data.drops_overlong
 
+    def _kept(self, encoded: Encoded) -> int:
+        """Tokens of a document that remain: of a kind that is cut, those of a sequence, and of its
+        images whole ones only."""
+        data, size = self._stream.data, int(encoded.ids.size)
+        if size <= data.sequence_length or not KINDS[data.kind].is_cut:
+            return size
+        images = np.zeros(0, IMAGE) if encoded.images is None else encoded.images[0]
+        cut = images["first"][images["end"] > data.sequence_length]
+        return int(min([data.sequence_length, *cut[:1]]))
+
     def _learnable(self, encoded: Encoded) -> bool:
         """Whether a document has a target, after it is cut."""
-        data = self._stream.data
-        last = data.sequence_length + 1 if KINDS[data.kind].is_cut else None
-        return bool((encoded.targets[1:last] != IGNORED).any())
+        return bool((encoded.targets[1 : self._kept(encoded) + 1] != IGNORED).any())
 
     def _skip(self, encoded: Encoded, *, listed: bool) -> None:
         """Raises RecipeError unless data.on_error is skip."""
@@ -233,29 +244,47 @@ class _Shard:
         data = self._stream.data
         kind, length, packing = data.kind, data.sequence_length, data.packing
         pieces: list[Piece] = []
+        images: list[Images | None] = []
         room, done = length, self.position[3]
         for encoded, position in self._documents():
-            ids = encoded.ids
+            ids = encoded.ids[: self._kept(encoded)]
             of_tokens = [ids, np.append(encoded.targets[1:], IGNORED)]
             if encoded.weights is not None:
                 of_tokens.append(np.append(encoded.weights[1:], np.float32(1)))
             whole = not (kind == "text" and packing)
             if whole and pieces and min(len(ids), length) > room:
                 if _any_target(pieces):
-                    yield make_sample(pieces), (*position, 0)
-                pieces, room = [], length
+                    yield _sample(pieces, images), (*position, 0)
+                pieces, images, room = [], [], length
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
                 pieces.append(tuple(values[done:end] for values in of_tokens))
+                images.append(_images_before(encoded, end))
                 room -= end - done
                 done = len(ids) if KINDS[kind].is_cut else end
                 if room == 0 or not packing:
                     turn, part, row = position
                     following = (row, done) if done < len(ids) else (row + 1, 0)
                     if _any_target(pieces):
-                        yield make_sample(pieces), (turn, part, *following)
-                    pieces, room = [], length
+                        yield _sample(pieces, images), (turn, part, *following)
+                    pieces, images, room = [], [], length
             done = 0
+
+
+def _images_before(encoded: Encoded, end: int) -> Images | None:
+    """The images of a document, which is one piece, before this token."""
+    if encoded.images is None:
+        return None
+    table, data = encoded.images
+    return table[table["end"] <= end], data
+
+
+def _sample(pieces: list[Piece], images: list[Images | None]) -> Sample:
+    """The sample of pieces, with the images of each as `stored_images` if there are any."""
+    starts = np.cumsum([0, *(len(piece[0]) for piece in pieces)])[:-1]
+    joined = join_images(images, starts.tolist())
+    sample: dict[str, Any] = make_sample(pieces)
+    return sample if joined is None else sample | {_STORED: joined}
 
 
 def _any_target(pieces: list[Piece]) -> bool:
@@ -303,6 +332,7 @@ class StreamingDataset(IterableDataset[Collated]):
         settings.append(data.drops_overlong)
         order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
         order += [encoder.settings] if encoder.settings else []
+        order += [] if encoder.images is None else processor_identity(encoder.images)
         if data.on_error == "skip" and data.max_document != schema.Data.max_document:
             order.append(data.max_document)  # larger documents are skipped
         self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
@@ -371,7 +401,8 @@ class StreamingDataset(IterableDataset[Collated]):
             micro_batches = sampler.micro_batches(step) // of
             for index in range(micro_batches):
                 wanted = samples[index * size : (index + 1) * size]
-                rows = [mine[sample % shards].take(sample // shards) for sample in wanted]
+                taken = (mine[sample % shards].take(sample // shards) for sample in wanted)
+                rows = [self._with_images(sample) for sample in taken]
                 if index == micro_batches - 1:
                     for key, shard in mine.items():
                         shard.skip_to(_given(end, key, shards))
@@ -379,6 +410,26 @@ class StreamingDataset(IterableDataset[Collated]):
                 collated = self.objective.collate(rows, self._inputs)
                 positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}
+
+    def _with_images(self, sample: Sample) -> Sample:
+        """The sample with what the model takes of its images. Raises RecipeError if one cannot be
+        read."""
+        found: Any = sample.pop(_STORED, None)
+        if self.model.images is None:
+            return sample
+        table, data = (None, b"") if found is None else found
+        count = len(sample["input_ids"])
+        store = TokenStore(
+            ids=sample["input_ids"],
+            labels=None,
+            offsets=np.array([0, count]),
+            images=table,
+            image_data=np.frombuffer(data, dtype=np.uint8),
+        )
+        made = self._inputs.complete(sample, store, [(0, 0, count)])
+        if "error" in made:
+            raise RecipeError(f"data: {made['error']}")
+        return made
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""

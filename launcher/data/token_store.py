@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import itertools
 import json
@@ -300,9 +301,10 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
 def _written(folder: Path) -> int:
     """Bytes of a store that any process is building."""
     size = 0
-    for file in folder.parent.glob(f".{folder.name}-*/*"):
+    # Not `Path.glob`, which fails if a folder is renamed at that moment
+    for file in glob.glob(f"{glob.escape(str(folder.parent / f'.{folder.name}'))}-*/*"):
         with contextlib.suppress(OSError):  # it was renamed or removed
-            size += file.stat().st_size
+            size += os.stat(file).st_size
     return size
 
 

@@ -138,6 +138,19 @@ def limit_pixels(content: Json, max_pixels: int) -> None:
             section["max_pixels"] = min(max_pixels, section["max_pixels"])
 
 
+def pixel_limit(folder: Path) -> int | None:
+    """The largest number of pixels of an image in a processor's files (`limit_pixels`); None: there
+    is none."""
+    for name in PROCESSOR_FILES:
+        content = _read(folder / name)
+        for section in (content, content.get("image_processor")):
+            size = section.get("size") if isinstance(section, dict) else None
+            most = size.get("longest_edge") if isinstance(size, dict) else None
+            if isinstance(most, int):
+                return most
+    return None
+
+
 def _set_template(folder: Path, template: str) -> None:
     """Replaces the chat templates in copied files; removes them if the new one is empty."""
     for file in folder.glob(f"{NAMED_TEMPLATES}/*"):

@@ -261,10 +261,9 @@ def selftest_recipe(setting: Json) -> Recipe:
     loaded = load_recipe(setting["recipe"], ranks=None)
     check_config_keys(loaded)
     recipe = loaded.recipe
-    if recipe.images is not None:
-        raise RecipeError(
-            "images: selftest trains on text alone; set images=null, and data of text"
-        )
+    if recipe.images is not None and setting["shrink"]:
+        what = "a small model would not fit its processor of images; leave it out"
+        raise RecipeError(f"command line: shrink: {what}, or set images=null and data of text")
     data, model, schedule = recipe.data, recipe.model, recipe.schedule
     built = model.path is None and model.config is None  # by the user's own function
     return replace(

@@ -148,6 +148,8 @@ def write_weights(
         write_generation_config(model, folder, source=folder_of_source)
         if adapter.task_type == "SEQ_CLS":
             (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
+        if folder_of_source is not None:
+            copy_files(folder_of_source, PROCESSOR, folder)
         return
     in_float32 = names_in_float32(model, dtype)
     odd = {} if source is None else source.odd_dtypes

@@ -29,7 +29,8 @@ _PROJECTORS = ("projector", "merger", "connector", "embed_vision")
 """Parts of the names of the modules between a tower and the text model."""
 _OTHERS = ("audio",)
 """Parts of the names of modules that neither text nor images use."""
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments of models that say which tokens are those of images."""
 _FEATURES = ("pooler_output", "deepstack_features")
 """The outputs of a tower that models put in the place of the embeddings of images."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -239,7 +240,7 @@ class ImageTower:
         """Whether tokens of an image have positions of time, height and width."""
         self.both_ways = _both_ways(model)
         """The kinds of layers in which the tokens of an image see those after them."""
-        types = next((name for name in _TOKEN_TYPES if name in parameters), None)
+        types = next((name for name in TOKEN_TYPES if name in parameters), None)
         # Those with positions of a grid read the types only for these, which the launcher makes
         needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
         self.token_types = types if needed else None

@@ -265,6 +265,12 @@ LAYOUTS = (
     ),
     Layout(
         "instruct",
+        ("images", "response"),
+        ("reasoning", "system"),
+        "a user's turn with the images alone, and an assistant's",
+    ),
+    Layout(
+        "instruct",
         ("instruction", "calls", "tools"),
         ("system",),
         "a user's turn, and an assistant's with tool calls",
@@ -536,7 +542,11 @@ def lost_meaning(
     for column, value in unused_columns(row, found, ignored):
         name = column.lower()
         what = None
-        if name in _PICTURES:
+        if kind == "text" and name in NAMES["images"]:
+            keys = typed("data.columns.response", found.columns["text"])
+            keys = keys if images else f"images.train=none {keys}"
+            what = f"holds images beside a text, which {keys} learns as the answer to them"
+        elif name in _PICTURES:
             what = "holds images, video or audio, which training on text does not see"
             if images:
                 what = "holds video or audio, or images beside another such column, which the run "
@@ -614,6 +624,7 @@ _HINTS = (
     (("response", "answer", "completion", "output", "solution"), "response", "an answer"),
     (("context", "passage", "input"), "input", "the input of a prompt"),
     (("label", "class"), "label", "a class"),
+    (("caption",), "response", "a caption"),
     (("text", "content"), "text", "a text"),
 )
 """Parts of names of columns, and what such a column may be: a role, and in words."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from launcher.data.dataset import MapData
+from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.loader import StepStatistics, StepTotals, to_device
 from launcher.data.run_data import raise_error
 from launcher.distributed.rank_layout import RankLayout
@@ -120,8 +120,8 @@ class Evaluator:
                     scores, number = dataset.objective.scores(counts)
                     scored = {"scores": scores, "scored": number}
                 elif self._generator is not None:
-                    store = dataset.store  # type: ignore[union-attr]
-                    scored = self._generator.answer(wrapped, store, ranks, proceed)
+                    assert isinstance(dataset, SequenceDataset)
+                    scored = self._generator.answer(wrapped, dataset, ranks, proceed)
                 if scored is None:
                     return {}
                 answers.append(scored)

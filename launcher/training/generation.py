@@ -1,25 +1,32 @@
 """Greedy answers of the model in training, the same under every strategy and number of ranks.
 
-The model is called on the whole sequence for each new token: caches of keys and values differ from
-architecture to architecture, and answers are short.
+The model is called on the whole sequence for each new token, and so is its image tower: caches of keys
+and values differ from architecture to architecture, and answers are short.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from launcher.data.dataset import SequenceDataset
+from launcher.data.image_inputs import ImageInputs, images_between
+from launcher.data.loader import to_device
+from launcher.data.run_data import raise_error
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.micro_batch import IGNORED
+from launcher.objectives.loss import model_inputs
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -39,6 +46,8 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     reference: list[int]
+    start: int
+    """Where the document begins in the token store."""
 
 
 def find_prompts(store: TokenStore, *, prompts: int, longest: int) -> list[Prompt]:
@@ -54,7 +63,7 @@ def find_prompts(store: TokenStore, *, prompts: int, longest: int) -> list[Promp
             first = int(trained[np.append(True, np.diff(trained) > 1)][-1])
             ids = store.ids[start : start + trained[-1] + 1].tolist()
             if 0 < first <= longest:
-                chosen.append(Prompt(ids[:first], ids[first:]))
+                chosen.append(Prompt(ids[:first], ids[first:], int(start)))
     return chosen
 
 
@@ -88,15 +97,15 @@ class Generator:
     def answer(
         self,
         wrapped: WrappedModel,
-        store: TokenStore,
+        dataset: SequenceDataset,
         ranks: RankLayout,
         proceed: Callable[[], bool],
     ) -> Scored | None:
-        """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a token store. Calls
+        """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a data set. Calls
         `proceed` before each token, and returns None if it is false on any rank. Every rank must
-        call it."""
+        call it. Raises RecipeError if an image cannot be read."""
         most, rows = self._settings.max_new_tokens, self._rows
-        prompts = self.prompts(store)
+        prompts = self.prompts(dataset.store)
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
@@ -105,14 +114,14 @@ class Generator:
         for first in range(0, len(prompts), rows * parts):  # micro-batches, in turn
             mine = first + rows * number
             chunk = prompts[mine : mine + rows]
-            tokens = self._complete(wrapped, chunk, ranks, proceed, width=width)
+            tokens = self._complete(wrapped, dataset, chunk, ranks, proceed, width=width)
             if tokens is None:
                 return None
             if ranks.tensor_parallel_rank == 0:
                 answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
         dist.all_reduce(answers, group=ranks.group)
         samples = [
-            self._score(prompt, [token - 1 for token in row if token])
+            self._score(dataset, prompt, [token - 1 for token in row if token])
             for prompt, row in zip(prompts, answers.tolist(), strict=False)
             if ranks.rank == 0  # a user's function may draw random numbers
         ]
@@ -126,6 +135,7 @@ class Generator:
     def _complete(
         self,
         wrapped: WrappedModel,
+        dataset: SequenceDataset,
         chunk: Sequence[Prompt],
         ranks: RankLayout,
         proceed: Callable[[], bool],
@@ -134,14 +144,18 @@ class Generator:
     ) -> torch.Tensor | None:
         """The new tokens of each row, (rows, max_new_tokens), -1 after the end. Each rank makes as
         many forward passes as the rank with the longest answer."""
-        ids = torch.zeros(self._rows, width, dtype=torch.int64)
+        ids, inputs = torch.zeros(self._rows, width, dtype=torch.int64), dict[str, Any]()
         lengths = torch.ones(self._rows, dtype=torch.int64)
         ends = {self._tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}
-        for row, (prompt, reference) in enumerate(chunk):
+        for row, (prompt, reference, _) in enumerate(chunk):
             ids[row, : len(prompt)] = torch.tensor(prompt)
             lengths[row] = len(prompt)
             if reference[-1] in self._tokenizer.all_special_ids:  # such as an end of turn
                 ends.add(reference[-1])
+        never = torch.tensor([], dtype=torch.int64, device=ranks.device)
+        if isinstance(dataset.inputs, ImageInputs):
+            inputs = to_device(_image_inputs(dataset, chunk, ids), ranks.device)
+            never = never.new_tensor(dataset.inputs.images.processor.token_ids)
         stop_ids = torch.tensor(sorted(ends), device=ranks.device)
         ids, lengths = ids.to(ranks.device), lengths.to(ranks.device)
         rows = torch.arange(self._rows, device=ranks.device)
@@ -153,29 +167,65 @@ class Generator:
             any_going, stop = flags.tolist()
             if stop or not any_going:
                 return None if stop else new
-            token = _next_token(wrapped, ids, rows, lengths - 1)
+            token = _next_token(wrapped, ids, rows, lengths - 1, inputs, never)
             going = going & ~torch.isin(token, stop_ids)
             new[:, step] = torch.where(going, token, -1)
             ids[rows, lengths] = torch.where(going, token, 0)
             lengths = lengths + going
         return new
 
-    def _score(self, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
+    def _score(self, dataset: SequenceDataset, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
+        """A line of samples.jsonl. An image stands in the prompt as one of its tokens."""
+        ids, store, images = prompt.ids, dataset.store, dict[str, Any]()
+        if isinstance(dataset.inputs, ImageInputs):
+            shown = dataset.inputs.images.processor.token_ids
+            runs = itertools.groupby(ids)
+            ids = [token for token, run in runs for _ in ([0] if token in shown else run)]
+            found = images_between(store.images, prompt.start, prompt.start + len(prompt.ids))
+            images = {"images": [store.image_source(image).name for image in found]}
         decode = self._tokenizer.decode
         reference = decode(prompt.reference, skip_special_tokens=True).strip()
         answered = decode(answer, skip_special_tokens=True).strip()
         scored = {name: float(score(answered, reference)) for name, score in self._scores.items()}
-        texts = {"prompt": decode(prompt.ids), "reference": reference, "answer": answered}
-        return texts | scored
+        texts = {"prompt": decode(ids), "reference": reference, "answer": answered}
+        return texts | images | scored
+
+
+def _image_inputs(
+    dataset: SequenceDataset, chunk: Sequence[Prompt], ids: torch.Tensor
+) -> dict[str, Any]:
+    """What the model takes beside the ids (rows, tokens), of which the first rows begin with these
+    prompts: of their images, or of a blank one (`ImageInputs.collate`). Raises RecipeError."""
+    samples, width = [], ids.shape[1]
+    for row, tokens in enumerate(ids.numpy()):
+        sample = {
+            "input_ids": tokens,
+            "targets": np.full(width, IGNORED),
+            "position_ids": np.arange(width),
+        }
+        pieces = []
+        if row < len(chunk):
+            start = chunk[row].start
+            pieces = [(0, start, start + len(chunk[row].ids))]
+        samples.append(dataset.inputs.complete(sample, dataset.store, pieces))
+    inputs = replace(dataset.inputs, length=width, packed=False, width_multiple=1)
+    made = raise_error(replace(dataset, inputs=inputs).collate(samples))
+    return {name: v for name, v in model_inputs(made["tensors"]).items() if name != "input_ids"}
 
 
 def _next_token(
-    wrapped: WrappedModel, ids: torch.Tensor, rows: torch.Tensor, last: torch.Tensor
+    wrapped: WrappedModel,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    last: torch.Tensor,
+    inputs: Mapping[str, Any],
+    never: torch.Tensor,
 ) -> torch.Tensor:
-    """The most likely token after position `last` of each row. What comes after it does not matter:
-    attention is causal."""
+    """The most likely token after position `last` of each row, but for those in `never`: the tokens
+    of images, which only a prompt has. What comes after it does not matter: attention is causal."""
     some = "logits_to_keep" in inspect.signature(type(wrapped.module).forward).parameters
     options = {"logits_to_keep": last} if some else {}
     with wrapped.forward_context(), whole_rows():
-        logits = wrapped.model(input_ids=ids, use_cache=False, **options).logits
-    return logits[rows, rows if some else last].argmax(-1)  # type: ignore[no-any-return]
+        logits = wrapped.model(input_ids=ids, **inputs, use_cache=False, **options).logits
+    following: torch.Tensor = logits[rows, rows if some else last].index_fill(-1, never, -torch.inf)
+    return following.argmax(-1)

@@ -30,12 +30,15 @@ STEPS, RATE = 3, 2e-3
 RECIPE = f"""
 run: {{name: images, max_steps: {STEPS}, seed: 7}}
 model: {{path: FOLDER/FAMILY}}
-data: {{train: FOLDER/train.jsonl, sequence_length: LENGTH, shuffle: false, workers: 0, cache: FOLDER/cache, overlong: cut}}
+data:
+  {{train: FOLDER/train.jsonl, validation: FOLDER/train.jsonl, sequence_length: LENGTH, shuffle: false, workers: 0,
+   cache: FOLDER/cache, overlong: cut}}
 images: {{train: all}}
 batch: {{global_batch_size: 4, micro_batch_size: 1}}
 strategy: {{mixed_precision: null}}
 optimizer: {{learning_rate: {RATE}, weight_decay: 0.0}}
 schedule: {{kind: constant, warmup_steps: 0}}
+evaluation: {{every_steps: 100, generate: {{prompts: 9, max_new_tokens: 5}}}}
 """
 FSDP, PADDED = "strategy.kind=fsdp", ["data.packing=false", "batch.global_batch_size=8"]
 CASES = {
@@ -51,16 +54,18 @@ CASES = {
     "gemma4 fsdp": [FSDP],
     "idefics3 fsdp": [FSDP],
     "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],
+    "mistral3 fsdp": [FSDP],
+    "smolvlm fsdp": [FSDP],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
-LONGEST = {"gemma4": 480, "idefics3": 240}
+LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240}
 """Tokens of a row, where images have more than 160 tokens."""
 PROJECTORS = ("merger", "projector", "connector", "embed_vision")
 
 
 def write_rows(folder):
     """Nine rows, of which the last ones have no images, so that a rank has a micro-batch of text."""
-    sizes = [(84, 56), (120, 60), (40, 150), (28, 28)]
+    sizes = [(84, 56), (120, 60), (40, 150), (56, 28)]
     names = [
         make_image(folder / f"{n}.png", size=size, seed=n).name for n, size in enumerate(sizes)
     ]
@@ -92,7 +97,7 @@ def write_rows(folder):
     return rows
 
 
-def inputs_of(row, folder, processor):
+def inputs_of(row, folder, processor, *, prompt=False):
     """What transformers makes of a row, and the targets: what the assistant says, and the end."""
     messages, images = [], list(row.get("images", ()))
     for message in row["messages"]:
@@ -103,7 +108,9 @@ def inputs_of(row, folder, processor):
             text = message["content"].replace("<image>", "")
             content = [*content, {"type": "text", "text": text}]
         messages.append({"role": message["role"], "content": content})
-    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    text = processor.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=prompt
+    )
     opened = [Image.open(folder / name).convert("RGB") for name in images]
     made = processor(images=opened or None, text=[text], return_tensors="pt")
     ids = made["input_ids"][0]
@@ -149,7 +156,27 @@ def plain_loop(folder, family, rows, trained, steps, *, device="cpu"):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms}
+    model.eval()
+    answers = {
+        row["messages"][1]["content"].strip(): answer(model, row, folder, processor) for row in rows
+    }
+    return {"losses": losses, "norms": norms, "answers": answers}
+
+
+def answer(model, row, folder, processor):
+    """What transformers' generate answers to the first message of a row. It may not answer with the
+    tokens of images."""
+    made, _ = inputs_of(row | {"messages": row["messages"][:1]}, folder, processor, prompt=True)
+    tokens = model.generate(
+        **made,
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=256,
+        pad_token_id=256,
+        suppress_tokens=[token for token in processor.image_token_ids if token is not None],
+    )
+    new = tokens[0, made["input_ids"].shape[1] :]
+    return processor.tokenizer.decode(new, skip_special_tokens=True).strip()
 
 
 def main(folder, cases):
@@ -181,7 +208,11 @@ def main(folder, cases):
             ranks=ranks, stop_requested=lambda: False, save_requested=lambda: False
         )
         images = [part["images"] for part in next(iter(batches)).micro_batches]
-        results[case] = train(training) | {
+        trained_values = train(training)
+        evaluated = training.evaluator.evaluate(training.wrapped)["validation"]
+        results[case] = trained_values | {
+            "answers": {sample["reference"]: sample["answer"] for sample in evaluated.samples},
+            "shown": [[sample["prompt"], sample["images"]] for sample in evaluated.samples],
             "images": _gathered(images),
             "documents": training.data.training.sequences.documents,
             "cut": training.data.training.sequences.cut_documents,

@@ -5,6 +5,7 @@ Environment variables:
 SAMPLES=FOLDER       Each rank appends the step and a digest of its input ids to
                      FOLDER/rank_N.jsonl.
 SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
+KILL=RANK,CALL       This forward pass of this rank kills it (SIGKILL).
 SLOW_STEP=SECONDS    Adds a delay to each step.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
 FILL=FOLDER:FROM,TO,FROM,...
@@ -25,6 +26,7 @@ import errno
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -131,6 +133,20 @@ def inject_nan_loss(at):
     patch(NextToken)
 
 
+def kill_in_forward(rank, at):
+    from launcher.objectives.next_token import NextToken
+
+    original, calls = NextToken.loss, [0]
+
+    def loss(self, model, micro_batch):
+        calls[0] += model.training
+        if calls[0] == at and os.environ["RANK"] == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, model, micro_batch)
+
+    NextToken.loss = loss
+
+
 def wait_in_pass(file, at):
     from launcher.objectives import kept_files, reference, teacher
 
@@ -228,6 +244,9 @@ def start():
         if "SLOW_RANK" in os.environ:
             rank, first, last, seconds = os.environ["SLOW_RANK"].split(",")
             slow_forward(int(rank), int(first), int(last), float(seconds))
+        if "KILL" in os.environ:
+            rank, _, at = os.environ["KILL"].partition(",")
+            kill_in_forward(rank, int(at))
         if "NAN" in os.environ:
             inject_nan_loss(int(os.environ["NAN"]))
         if "FILL" in os.environ:

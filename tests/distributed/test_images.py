@@ -4,6 +4,7 @@ import pytest
 
 from tests.distributed.images_worker import CASES, LONGEST, QUICK
 from tests.distributed.launching import results_of
+from tests.image_models import NEEDS, skip_without_packages
 
 
 def check(results, cases):
@@ -17,6 +18,12 @@ def check(results, cases):
             assert 0 in counts, (case, counts)  # a micro-batch has none
         assert max(counts) > 0, (case, counts)
         assert found["losses"] == pytest.approx(expected["losses"], abs=3e-6), case
+        answers = {reference: expected["answers"][reference] for reference in found["answers"]}
+        assert found["answers"] == answers, case
+        assert len(answers) > 6, case
+        prompt, [image] = found["shown"][0]
+        assert len(prompt) < 300, case
+        assert image.endswith("/0.png")
         assert found["norms"] == pytest.approx(expected["norms"], rel=2e-5), case
 
 
@@ -27,6 +34,15 @@ def test_rows_with_images_train_as_in_transformers(tmp_path):
 
 @pytest.mark.long
 def test_families_with_images_train_as_in_transformers(tmp_path):
-    cases = [case for case in CASES if case not in QUICK]
+    cases = [case for case in CASES if case not in QUICK and case.split()[0] not in NEEDS]
     results = results_of("images_worker.py", tmp_path, *cases, ranks=2, timeout=900)
     check(results, cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", NEEDS)
+def test_families_whose_processors_need_more_packages(tmp_path, family):
+    skip_without_packages(family)
+    case = f"{family} fsdp"
+    results = results_of("images_worker.py", tmp_path, case, ranks=2, timeout=400)
+    check(results, [case])

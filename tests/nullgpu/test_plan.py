@@ -213,7 +213,7 @@ def folder(tmp_path):
     for name, changes in PICTURED.items():
         family = name.lower().replace(" ", "").replace(".", "_").replace("-", "_")
         stem = name.replace(" ", "_")
-        make_model(tmp_path / stem, family, changes=changes)
+        make_model(tmp_path / stem, family, replaced=changes, shape_only=True)
         (tmp_path / f"{stem}.yaml").write_text(
             "run: {name: measured, max_steps: 3}\n"
             f"model: {{path: {tmp_path / stem}}}\n"

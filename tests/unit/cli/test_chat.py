@@ -1,11 +1,14 @@
 """`launcher chat` with models of random weights: prompts, ends, turns, checkpoints and refusals."""
 
 import io
+import shutil
 import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
+from PIL import Image
+from transformers import AutoModelForCausalLM, GenerationMixin
 
 from launcher.cli.chat_model import ChatModel
 from launcher.cli.main import main
@@ -13,6 +16,13 @@ from launcher.data.run_data import tokenizer_to_keep
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Data, Model
+from tests.image_models import (
+    FAMILIES,
+    make_image,
+    make_model,
+    reference_processor,
+    skip_without_packages,
+)
 from tests.unit.models.test_export import (
     create_checkpoint,
     export_model,
@@ -217,3 +227,142 @@ def test_a_temperature_next_to_0_takes_the_most_likely_tokens(pretrained, talk):
 def test_temperatures_that_are_none(pretrained, talk, value):
     printed = talk(pretrained, f"temperature={value}", lines="hi\n", status=2)
     assert printed.err == "command line: temperature must be a number of at least 0\n"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Models of images and text by their families, made when first asked for, and two images."""
+    root = tmp_path_factory.mktemp("pictures")
+    for name, size in (("a wide one", (120, 60)), ("tall", (40, 150))):
+        make_image(root / f"{name}.png", size=size, seed=size[0])
+    return root
+
+
+def model_of(pictures, family):
+    folder = pictures / family
+    return folder if folder.exists() else make_model(folder, family)
+
+
+@pytest.fixture
+def generated(monkeypatch):
+    """The tokens of each answer with its prompt."""
+    generate, tokens = GenerationMixin.generate, []
+
+    def recorded(self, *args, **options):
+        tokens.append(generate(self, *args, **options)[0].tolist())
+        return torch.tensor(tokens[-1:])
+
+    monkeypatch.setattr(GenerationMixin, "generate", recorded)
+    return tokens
+
+
+def reference_answer(model, processor, messages, images, count=5):
+    """The tokens of the prompt, and of the answer, by transformers' own processor and generate."""
+    tokenizer = processor.tokenizer
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    opened = [Image.open(file).convert("RGB") for file in images]
+    made = processor(
+        images=opened or None, text=[text], return_tensors="pt", add_special_tokens=False
+    )
+    ends = [tokenizer.eos_token_id]
+    options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": ends}
+    ids = model.generate(**made, **options, pad_token_id=ends[0])[0].tolist()
+    prompt = made["input_ids"].shape[1]
+    return ids[:prompt], ids[prompt:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, family):
+    """Two images in one message, another in the next one, and a conversation without any."""
+    skip_without_packages(family)
+    folder = model_of(pictures, family)
+    wide, tall = (pictures / f"{name}.png" for name in ("a wide one", "tall"))
+    lines = f"/image {wide}\n/image '{tall}'\nWhat?\n/image {tall}\nAnd\n/reset\nhi\n"
+    printed = talk(folder, lines=lines)
+    mine = list(generated)
+    processor = reference_processor(folder)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    image = {"type": "image"}
+    messages = [{"role": "user", "content": [image, image, {"type": "text", "text": "What?"}]}]
+    ids, wanted = reference_answer(model, processor, messages, [wide, tall])
+    assert mine[0] == [*ids, *wanted]
+    answer = processor.tokenizer.decode(wanted, skip_special_tokens=True)
+    assert printed.out.startswith(f"{answer}\n")
+    messages += [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": [image, {"type": "text", "text": "And"}]},
+    ]
+    ids, wanted = reference_answer(model, processor, messages, [wide, tall, tall])
+    assert mine[1] == [*ids, *wanted]
+    ids, wanted = reference_answer(model, processor, [{"role": "user", "content": "hi"}], [])
+    assert mine[2] == [*ids, *wanted]
+    assert f"{wide}, 120 x 60 pixels: " in printed.err
+    assert "/image PATH shows an image with the next line" in printed.err
+
+
+def test_a_run_with_images_and_its_exports_answer_alike(tmp_path, pictures, talk, generated):
+    """The limit of pixels of the run (images.max_pixels) holds for the checkpoint, the adapter and
+    the merged model. An adapter's folder had no processor, and a model merged from it lost the limit."""
+    folder = model_of(pictures, "qwen2_5_vl")
+    words = (f"model.path={folder}", "data.tokenizer=null", "images.max_pixels=4000")
+    words = (*words, "data.kind=chat", "data.train=[chats.jsonl]", "batch.micro_batch_size=1")
+    recipe = recipe_of(*words, "lora={rank: 4, alpha: 6.0, modules_to_save: [merger]}")
+    run = tmp_path / "run"
+    model = load_with_adapters(folder, lora=recipe.lora, images=True)
+    create_checkpoint(run, model, 10, recipe)
+    (run / "recipe.yaml").write_text(to_yaml(recipe))
+    for words in ([run, run / "hf"], [run, tmp_path / "merged", "merged=true"]):
+        assert main(["export", *map(str, words)]) == 0
+    copied = shutil.copytree(run / "hf", tmp_path / "other/hf")
+    assert main(["export", str(copied.parent), str(tmp_path / "again"), "merged=true"]) == 0
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    wide, processor = pictures / "a wide one.png", reference_processor(tmp_path / "merged")
+    assert processor.image_processor.size["longest_edge"] == 4000
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    asked = [{"role": "user", "content": content}]
+    prompt, answer = reference_answer(merged, processor, asked, [wide])
+    larger, _ = reference_answer(merged, reference_processor(folder), asked, [wide])
+    assert len(larger) > len(prompt)
+    for place in (run, run / "hf", tmp_path / "merged", copied, tmp_path / "again"):
+        talk(place, lines=f"/image {wide}\nWhat?\n")
+        assert generated[-1] == prompt + answer, place
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("none.png", "none.png: no such file"),
+        ("text.png", "text.png: is not an image in a format that Pillow reads"),
+        ("", "the path of a file must follow"),
+        ("https://a.b/c.png", "images are not downloaded"),
+    ],
+)
+def test_images_that_cannot_be_shown(pictures, talk, monkeypatch, path, problem):
+    """In a pipe the chat ends, for the next line asks about the image; in a terminal it goes on."""
+    (pictures / "text.png").write_text("no image")
+    monkeypatch.chdir(pictures)
+    folder = model_of(pictures, "llava")
+    printed = talk(folder, lines=f"/image {path}\nWhat?\n", status=2)
+    assert not printed.out
+    assert f"/image {path}".strip() + ": not shown: " in printed.err
+    assert problem in printed.err
+
+
+def test_models_that_see_no_images(pretrained, pictures, talk):
+    wide = pictures / "a wide one.png"
+    for words, problem in (
+        ([pretrained], "the model takes no images"),
+        (
+            [model_of(pictures, "llava"), "--plain"],
+            "an image needs a chat template, which shows it",
+        ),
+    ):
+        printed = talk(*words, lines=f"/image {wide}\nWhat?\n", status=2)
+        assert printed.err.endswith(f"/image {wide}: not shown: {problem}\n")
+        assert "/image PATH" not in printed.err
+
+
+def test_a_text_that_holds_the_token_of_images_is_refused(pictures, talk):
+    """It ended with a traceback of transformers."""
+    printed = talk(model_of(pictures, "qwen2_5_vl"), lines="a <|image_pad|>\nhi\n")
+    assert "not answered: the text of the conversation holds <|image_pad|>" in printed.err

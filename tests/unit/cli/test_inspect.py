@@ -1,11 +1,14 @@
 """`launcher inspect`: samples as the model receives them, totals over the rows. `launcher rows`."""
 
+import base64
+import io
 import itertools
 import re
 import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from launcher.checkpoint.files import commit, scratch_folder
 from launcher.cli.inspect_page import bins, load_decoder, spans
@@ -18,6 +21,7 @@ from launcher.errors import RecipeError
 from launcher.files import write_file
 from launcher.models.micro_batch import IGNORED
 from tests.datasets import dataset_of
+from tests.image_models import make_image, make_model
 from tests.unit.data.rows import write
 from tests.unit.small_recipe import SMALL
 
@@ -393,3 +397,32 @@ def test_positions_follow_changes_of_the_batch_size(tmp_path):
         {"event": "built", "global_batch_size": 5},
     ]
     assert positions(tmp_path, 7, *history, *scratch) == (range(30, 35), 0)
+
+
+def test_the_page_as_html_shows_the_images_of_rows(folder, capsys):
+    """Small copies of the images are in the page itself, and texts are escaped."""
+    make_model(folder / "model", "qwen2_5_vl")
+    make_image(folder / "wide.png", size=(500, 250))
+    user = {"role": "user", "content": "<image>Is <b>1 < 2</b>?"}
+    rows = [{"messages": [user, {"role": "assistant", "content": "Yes"}], "images": ["wide.png"]}]
+    write(folder / "rows.jsonl", rows)
+    recipe = (
+        "run: {name: '<i>{x}', max_steps: 1}\nmodel: {path: model}\nimages: {train: none}\n"
+        "data: {train: rows.jsonl, sequence_length: 256, workers: 0}\n"
+        "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
+        "optimizer: {learning_rate: 0.1}\n"
+    )
+    (folder / "x.yaml").write_text(recipe)
+    lines = inspect(capsys, "recipe=x.yaml", "samples=1", "html=pages/page.html")
+    [line] = [line for line in lines if line.startswith("image: ")]
+    assert re.search(r"/wide.png, 500 x 250 pixels: \d+ tokens, \d+ x \d+$", line)
+    page = (folder / "pages/page.html").read_text()
+    assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in page
+    assert "<title>&lt;i&gt;{x} · train</title>" in page
+    assert "<b>" not in page
+    [picture] = re.findall(r'<img src="data:image/png;base64,([^"]*)" alt="">image: ', page)
+    assert Image.open(io.BytesIO(base64.b64decode(picture))).size == (240, 120)
+    assert "500 x 250 pixels" in page
+    (folder / "wide.png").unlink()
+    with pytest.raises(RecipeError, match=r"data: .*wide.png: no such file"):
+        run(["inspect", "recipe=x.yaml"])

@@ -1,8 +1,11 @@
 """Rows with images: forms, tokens, micro-batches, and what is refused."""
 
 import base64
+import itertools
 import json
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -10,15 +13,20 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from transformers.image_utils import load_image
 
 from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
+from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
-from launcher.data.images import RowImages
+from launcher.data.images import RowImages, source_of
+from launcher.data.messages import RowError
+from launcher.data.run_data import raise_error
 from launcher.data.sources import Row, SourcePart, find_parts, read_all
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -30,7 +38,7 @@ from tests.image_models import (
     make_image,
     make_model,
     reference_processor,
-    skip_without_torchvision,
+    skip_without_packages,
 )
 from tests.run_files import write_lines
 
@@ -84,11 +92,9 @@ def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
     return (objective or NextToken()).open(store, data, model)
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if name not in ("mistral3", "smolvlm")]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_processor(folder, family):
-    skip_without_torchvision(family)
+    skip_without_packages(family)
     rows = [
         asked(
             {"type": "image", "path": "wide.png"},
@@ -179,7 +185,7 @@ def test_images_of_datasets_are_read_with_their_bytes(folder):
     rows = [
         {
             "messages": [{"role": "user", "content": "<image>Who?"}, ANSWER],
-            "images": [Image.open(folder / "wide.png")],
+            "images": [{"bytes": (folder / "wide.png").read_bytes(), "path": None}],
         }
     ]
     data = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
@@ -190,6 +196,10 @@ def test_images_of_datasets_are_read_with_their_bytes(folder):
         [row] = read_all(find_parts((str(folder / name),), kind="chat"))
         [found] = encoded(folder, [row.values])
         assert found.ids.tolist() == wanted, name
+        # The file itself: an image that datasets decodes would be stored as a larger PNG
+        [image], stored = found.images
+        assert not image["is_file"]
+        assert stored == (folder / "wide.png").read_bytes(), name
 
 
 def test_pairs_show_their_images_to_both_answers(folder):
@@ -219,6 +229,20 @@ def test_instructions_with_images(folder):
     assert found.ids.tolist() == wanted.ids.tolist()
     [found] = encoded(folder, [row], kind="instruct", prompt_format="text")
     assert "data.prompt_format=chat" in found.problem
+
+
+def test_captions(folder):
+    """The example of docs/images.md: the image alone is what the user shows."""
+    found = encoded(
+        folder,
+        [{"image": "wide.png", "caption": "A thing."}, {"image": None, "caption": "A thing."}],
+        kind="instruct",
+        columns={"response": "caption"},
+    )
+    [wanted] = encoded(folder, [asked({"type": "image", "path": "wide.png"})])
+    assert found[0].ids.tolist() == wanted.ids.tolist()
+    assert found[0].labels.tolist() == wanted.labels.tolist()
+    assert found[1].problem == "column 'image' is empty, and the row has no other prompt"
 
 
 @pytest.mark.parametrize(
@@ -432,3 +456,205 @@ def test_a_processor_that_needs_torchvision_is_named(folder, monkeypatch):
     monkeypatch.setattr(image_processor_module.importlib, "import_module", refused)
     with pytest.raises(RecipeError, match=r"images: Qwen2_5_VLProcessor of .* needs torchvision"):
         load_processor.__wrapped__(name, None)
+
+
+def test_pixels_of_odd_files_are_those_of_transformers(tmp_path):
+    """Orientations, colour spaces, palettes, transparency, animations, and names of files."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 4), dtype=np.uint8)
+    picture = Image.fromarray(noise[..., :3])
+    files = {"with a space, ü 猫.png": picture, "a#b?c%20'.png": picture, "plain.webp": picture}
+    files |= {f"mode {mode}.png": picture.convert(mode) for mode in ("P", "1", "L", "LA")}
+    files |= {f"{mode}.jpg": picture.convert(mode) for mode in ("CMYK", "L", "YCbCr")}
+    files |= {f"alpha.{kind}": Image.fromarray(noise) for kind in ("png", "webp", "tiff")}
+    for name, image in files.items():
+        image.save(tmp_path / name)
+    for kind in ("jpg", "png", "webp"):
+        for orientation in range(1, 9):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            picture.save(tmp_path / f"{orientation}.{kind}", exif=exif)
+    for kind in ("gif", "png", "webp"):
+        frames = [picture.rotate(180)]
+        picture.save(tmp_path / f"moving.{kind}", save_all=True, append_images=frames)
+    picture.convert("P").save(tmp_path / "clear.png", transparency=3)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert len(names) == len(files) + 24 + 3 + 1
+    for name in names:
+        source = source_of(name, str(tmp_path))
+        wanted = load_image(str(tmp_path / name))
+        assert np.array_equal(source.decode(source.read()), wanted), name
+        # datasets may hold the opened image
+        with Image.open(tmp_path / name) as image:
+            source = source_of(image, "")
+        assert np.array_equal(source.decode(source.read()), wanted), name
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "F", "La"])
+def test_opened_images_that_cannot_be_used(mode):
+    """Pillow's errors ended the run."""
+    with pytest.raises(RowError, match=r"an image in the row: (has pixels of more|cannot be)"):
+        source_of(Image.new(mode, (4, 4)), "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [(2, 1), (1, 50), (10_000, 10), (1000, 700)])
+def test_pixels_are_those_of_the_processor(folder, family, size):
+    skip_without_packages(family)
+    if family == "mistral3" and size == (2, 1):
+        size = (30, 1)  # which has two tokens
+    path = str(model_in(folder, family))
+    processor, reference = load_processor(path, None), reference_processor(path)
+    noise = np.random.default_rng(1).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    try:
+        wanted = reference(images=[image], text=[processor.placeholder], return_tensors="np")
+    except ValueError as error:
+        with pytest.raises(RowError, match=re.escape(str(error)[:20])):
+            processor.process(image)
+        return
+    found = processor.process(image)
+    tokenizer = reference.tokenizer
+    assert tokenizer(found.text)["input_ids"] == wanted["input_ids"][0].tolist()
+    arrays = processor.join([found.arrays])
+    assert arrays
+    for name, array in arrays.items():
+        assert np.array_equal(array, wanted[name]), name
+
+
+STREAMED = [("qwen2_5_vl", 160), ("qwen2_5_vl", 40), ("gemma3", 60), ("idefics3", 200)]
+
+
+@pytest.mark.parametrize(("family", "length"), STREAMED)
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stream_has_the_images_of_its_documents(folder, family, length, packing):
+    """Each document with its tokens, targets, pixels and positions as without streaming, also where
+    documents are cut before an image; and from a saved position on."""
+    skip_without_packages(family)
+    name = str(model_in(folder, family))
+    rows = [
+        asked(
+            text(f"{number}"),
+            *({"type": "image", "path": f"{name}.png"} for name in ("wide", "tall")[: number % 3]),
+            images=None,
+        )
+        for number in range(9)
+    ]
+    for row in rows[::2]:  # an answer before the images, too
+        row["messages"] = [{"role": "user", "content": "a"}, ANSWER, *row["messages"]]
+    options = {"kind": "chat", "sequence_length": length, "packing": packing, "workers": 0}
+    options |= {"overlong": "cut", "shuffle": False, "cache": str(folder / "cache")}
+    data = Data(train=written(folder, rows), **options)
+    grid = family == "qwen2_5_vl"
+    images = ModelImages(RowImages(name), grid=grid, token_types=None if grid else "token_type_ids")
+    model = ModelInputs(tokenizer=name, images=images)
+    store = open_store(data.train, data, tokenizer=name, model=model, build=True)
+    stored = NextToken().open(store, replace(data, packing=False), model)
+    # Positions of the grid without those of text, which packed rows have
+    wanted = {
+        tuple(row["input_ids"].tolist()): row for row in (stored[i] for i in range(len(stored)))
+    }
+    assert len(wanted) > 4
+
+    def stream(first, steps, saved=None):
+        sampler = RankBatchSampler(
+            order=StreamOrder(),
+            global_batch_size=2,
+            micro_batch_size=1,
+            rank=0,
+            ranks=1,
+            first_step=first,
+            steps=steps,
+        )
+        made = StreamingDataset(
+            find_parts(data.train, kind="chat"),
+            make_encoder("chat", data, tokenizer=name, images=model.row_images),
+            objective=NextToken(),
+            sampler=sampler,
+            data=data,
+            seed=3,
+            model=model,
+            skipped_rows=None,
+        )
+        return made.starting(sampler, saved)
+
+    collated = [raise_error(part) for part in stream(0, 6)]
+    seen, shown = set(), 0
+    for part in collated:
+        tensors = part["tensors"]
+        [ids], [targets] = tensors["input_ids"].numpy(), tensors["targets"].numpy()
+        positions = tensors.get("position_ids")
+        if positions is not None and positions.ndim == 3:
+            starts = np.flatnonzero((positions[:, 0] == 0).all(0))
+        else:
+            starts = np.array([0]) if positions is None else np.flatnonzero(positions[0] == 0)
+        arrays = []
+        for start, end in itertools.pairwise([*starts, len(ids)]):
+            found = tuple(ids[start:end].tolist())
+            found = next(
+                (f for f in wanted if found[: len(f)] == f and not any(found[len(f) :])), None
+            )
+            if found is None:
+                assert not any(ids[start:end])  # padding
+                continue
+            row = wanted[found]
+            seen.add(found)
+            length_of = len(found)
+            assert np.array_equal(targets[start : start + length_of], row["targets"])
+            arrays += row["images"]
+            if grid:
+                own = positions[-3:, 0, start : start + length_of].numpy()
+                assert np.array_equal(own, row["grid_positions"])
+        assert tensors["images"] == len(arrays)
+        shown += len(arrays)
+        joined = load_processor(name, None).join(arrays or [load_processor(name, None).blank])
+        for key, array in joined.items():
+            assert np.array_equal(tensors[key].numpy(), array), key
+    assert seen == wanted.keys()
+    assert shown
+    # From the position after three steps
+    before = stream(0, 3)
+    positions = {}
+    for part in before:
+        positions |= part["positions"]
+    alone = SimpleNamespace(size=1)
+    saved = before.state(positions, samples=6, ranks=alone)
+    for part, other in zip(collated[6:], stream(3, 6, saved), strict=True):
+        assert part["tensors"].keys() == other["tensors"].keys()
+        for key, value in part["tensors"].items():
+            assert np.array_equal(value, other["tensors"][key]), key
+
+
+def test_a_stream_names_an_image_that_is_missing(folder):
+    name = str(model_in(folder, "qwen2_5_vl"))
+    data = Data(
+        kind="chat",
+        streaming=True,
+        train=written(folder, [asked({"type": "image", "path": "no.png"})]),
+    )
+    encoder = make_encoder("chat", data, tokenizer=name, images=RowImages(name))
+    sampler = RankBatchSampler(
+        order=StreamOrder(),
+        global_batch_size=1,
+        micro_batch_size=1,
+        rank=0,
+        ranks=1,
+        first_step=0,
+        steps=1,
+    )
+    stream = StreamingDataset(
+        find_parts(data.train, kind="chat"), encoder, objective=NextToken(), sampler=sampler,
+        data=data, seed=3, model=ModelInputs(tokenizer=name, images=ModelImages(RowImages(name))),
+        skipped_rows=None,
+    )  # fmt: skip
+    [part] = stream
+    assert "rows.jsonl:1: " in part["error"]
+    assert "no.png: no such file" in part["error"]
+
+
+def test_an_image_of_a_single_token_is_refused_for_mistral(folder):
+    """Mistral 3 of transformers squeezes its features away."""
+    skip_without_packages("mistral3")
+    processor = load_processor(str(model_in(folder, "mistral3")), None)
+    assert processor.blank["pixel_values"].shape[-1] > 28
+    with pytest.raises(RowError, match="the image of 20 x 20 pixels has a single token"):
+        processor.process(Image.new("RGB", (20, 20)))

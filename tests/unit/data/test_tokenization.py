@@ -1,5 +1,6 @@
 """Tokenization in several processes, bad rows, locks, and settings that change a store."""
 
+import errno
 import gzip
 import json
 import os
@@ -569,3 +570,19 @@ def test_hub_data_set_is_cached_after_the_first_read(open_files, hub_sets, small
     for build in (True, False):
         assert texts_of(open_files("me/set", build=build)) == texts
     assert requests == [("me/set", None, "train")]
+
+
+def test_a_store_that_is_renamed_while_others_wait_for_it(tmp_path, monkeypatch):
+    """The rank that waited failed: the folder was gone between two looks at it."""
+    (tmp_path / ".abc-0000").mkdir()
+    (tmp_path / ".abc-0000/ids.bin").write_bytes(bytes(12))
+    assert token_store._written(tmp_path / "abc") == 12
+    scandir = os.scandir
+
+    def gone(path):
+        if str(path).endswith(".abc-0000"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert token_store._written(tmp_path / "abc") == 0

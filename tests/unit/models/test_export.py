@@ -32,6 +32,7 @@ from launcher.models.hugging_face_files import (
     end_ids,
     export_hugging_face,
 )
+from launcher.models.images import use_images
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
@@ -46,11 +47,20 @@ GPT2 = {"model_type": "gpt2", "n_positions": 64}
 
 
 def load_with_adapters(
-    folder, *, lora=None, seed=3, dtype=torch.float32, task="causal_lm", trained=True
+    folder,
+    *,
+    lora=None,
+    seed=3,
+    dtype=torch.float32,
+    task="causal_lm",
+    trained=True,
+    images=False,
 ):
-    """A model with adapters. If `trained`, they change the logits."""
+    """A model with adapters. If `trained`, they change the logits. images: rows have images."""
     labels = ["a", "b", "c"] if task != "causal_lm" else None
     model = build_model(Model(path=str(folder), task=task), sequence_length=16, labels=labels)
+    if images:
+        use_images(model, "none", {})
     found = open_checkpoint(folder, model)
     add_adapters(model, lora or Lora(rank=4, alpha=6.0), base_dtype=dtype, base=str(folder))
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)

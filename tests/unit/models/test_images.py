@@ -29,7 +29,7 @@ from launcher.models.images import packed_masks, tower_blocks, unused_modules, u
 from launcher.models.tower_inputs import normalized
 from launcher.recipe.schema import Lora, Model
 from tests import multimodal, varlen_on_cpu
-from tests.image_models import make_image, make_model, skip_without_torchvision
+from tests.image_models import make_image, make_model, skip_without_packages
 
 CPU = torch.device("cpu")
 FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
@@ -42,7 +42,7 @@ def models(tmp_path_factory):
 
 
 def prepared(folder, train="all"):
-    skip_without_torchvision(folder.name)
+    skip_without_packages(folder.name)
     blank = load_processor(str(folder), None).blank_batch
     model = build_model(Model(path=str(folder)), sequence_length=64)
     use_images(model, train, {name: torch.from_numpy(array) for name, array in blank.items()})

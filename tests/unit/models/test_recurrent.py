@@ -23,7 +23,6 @@ from launcher.models.build import find_blocks
 from launcher.models.initialization import materialize
 from launcher.models.recurrent import (
     documents_at,
-    missing_kernels,
     recurrent_layers,
     separate_documents,
     use_operators_without_values,

@@ -181,7 +181,10 @@ LOST: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "completion": "b", "label": "0"}, "marks good and bad answers"),
     ({"messages": CHAT, "kto_tag": False}, "marks good and bad answers"),
     ({"messages": CHAT, "images": ["cat.jpg"]}, "holds images"),
-    ({"text": "a", "image": {"bytes": b"x"}}, "holds images"),
+    (
+        {"text": "a", "image": {"bytes": b"x"}},
+        "holds images beside a text, which images.train=none data.",
+    ),
     ({"messages": CHAT, "weight": 0.5}, "holds a weight, which data.weights_column=weight uses"),
     ({"prompt": "a", "completion": "b", "weight": 2}, "holds a weight, and kind instruct has none"),
     ({"prompt": "a", "completion": "b", "score": 0}, "says how good an answer is"),

@@ -16,7 +16,7 @@ from launcher.training.evaluation import (
     is_better,
     over_all,
 )
-from launcher.training.generation import find_prompts
+from launcher.training.generation import Prompt, find_prompts
 from launcher.training.scores import exact_match, f1, rouge_l
 
 
@@ -57,8 +57,14 @@ def test_prompts_end_before_the_last_answer():
     ids = np.concatenate(documents).astype(np.int32)
     labels = np.where([mark == "x" for mark in "".join(trained)], ids, IGNORED)
     store = TokenStore(ids, labels, np.cumsum([0, *map(len, documents)]))
-    assert find_prompts(store, prompts=2, longest=4) == [([1, 2], [3]), ([1, 2, 3, 4], [5, 6])]
-    assert find_prompts(store, prompts=9, longest=3) == [([1, 2], [3]), ([9], [9])]
+    assert find_prompts(store, prompts=2, longest=4) == [
+        Prompt([1, 2], [3], 0),
+        Prompt([1, 2, 3, 4], [5, 6], 3),
+    ]
+    assert find_prompts(store, prompts=9, longest=3) == [
+        Prompt([1, 2], [3], 0),
+        Prompt([9], [9], 16),
+    ]
 
 
 def test_early_stopping():
