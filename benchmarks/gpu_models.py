@@ -64,7 +64,7 @@ schedule: {{warmup_steps: {recurrent_worker.STEPS}}}
 """
 """Its rate is that of the plain loop."""
 
-BASE = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -114,7 +114,7 @@ MAMBA = {
     "mamba_d_state": 32,
     "mamba_chunk_size": 64,
 }
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama": BASE,
     "qwen2": BASE,
     "qwen3": BASE,
@@ -155,7 +155,12 @@ MODELS = {
     | {"attention_chunk_size": LENGTH},
 }
 """Families by model type, with heads as kernels of GPUs know them."""
-SMALLER = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALLER: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 """What --tiny changes in families that have these sizes only."""
 TINY = ("llama", "mistral", "qwen3_moe", "qwen2_5_vl")
 IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4", "idefics3", "llava")
@@ -309,7 +314,9 @@ def text_families(
             if hasattr(module, "chunk_gated_delta_rule"):
                 code = sys.modules[type(module).__module__]
                 module.chunk_gated_delta_rule = code.torch_chunk_gated_delta_rule
-        return recurrent_worker.plain_loop(model.train().to(ranks.device), dataset)
+        model.train().to(ranks.device)
+        found: dict[str, Any] = recurrent_worker.plain_loop(model, dataset)  # type: ignore[no-untyped-call]
+        return found
 
     def measure(name: str, variant: str, overrides: list[str]) -> list[str]:
         file = folder / f"{name}.yaml"
@@ -322,9 +329,9 @@ def text_families(
         training = assemble(load_recipe(words, ranks=1).recipe, ranks=ranks)
         if name not in plain:
             plain[name] = Reference(partial(loop, name, training.data.training), ranks.device)
+        dataset: Any = training.data.training
         found = train(training)
-        masking = training.data.training.inputs.masking
-        return plain[name].cells(found, attention=str(masking), variant=variant)
+        return plain[name].cells(found, attention=str(dataset.inputs.masking), variant=variant)
 
     jobs = [(name, *variant) for name in models for variant in VARIANTS.items()]
     if not tiny:
@@ -344,19 +351,20 @@ def image_families(
 ) -> None:
     """Compares models of images and text: with transformers' processor and model on single rows."""
     folder.mkdir()
-    rows = images_worker.write_rows(folder)
+    rows = images_worker.write_rows(folder)  # type: ignore[no-untyped-call]
     plain: dict[str, Reference] = {}
 
     def measure(family: str, variant: str, overrides: list[str]) -> list[str]:
         file = folder / f"{family}.yaml"
         if not file.exists():
-            make_model(folder / family, family)
+            make_model(folder / family, family)  # type: ignore[no-untyped-call]
             text = images_worker.RECIPE.replace("FOLDER", str(folder)).replace("FAMILY", family)
             text = text.replace("LENGTH", str(images_worker.LONGEST.get(family, 160)))
             file.write_text(text.replace("seed: 7", "seed: 7, float32_matmul: highest"))
         recipe = load_recipe([f"recipe={file}", *overrides], ranks=1).recipe
         training = assemble(recipe, ranks=ranks)
-        dataset, size = training.data.training, recipe.batch.global_batch_size
+        dataset: Any = training.data.training
+        size = recipe.batch.global_batch_size
         if family not in plain:
             steps = [
                 [
