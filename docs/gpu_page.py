@@ -54,7 +54,7 @@ What was found this way: FSDP copied gradients to pageable memory (the 5.1 times
 has measured). gpt-oss kept all scores, 5.6 GiB more than the plan said; with its sinks computed from the kernel's
 log-sum-exp, a step takes 0.70 times as long and 0.76 times the memory. flash-linear-attention ended every start with an
 illegal memory access; starts no longer end so, but its kernels had not been compiled when the time was up, so that no
-figure has them. No GPU has measured several GPUs, or accelerate and Trainer beside the launcher. Qwen3-Next in float32
+figure has them. Several GPUs, and accelerate and Trainer beside the launcher, were not measured. Qwen3-Next in float32
 has equal losses and gradients in the first step; in later ones AdamW amplifies rounding.
 """
 TITLES = {

@@ -152,7 +152,7 @@ def test_losses_are_those_of_transformers(folder):
         assert (
             name not in found.loaded or name == "lm_head.weight" or torch.equal(read(name), tensor)
         )
-    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=4e-6)
 
 
 @pytest.mark.parametrize("folder", ["added", "spare", "tied", "scaled", "of layers"], indirect=True)
@@ -167,7 +167,7 @@ def test_adapters_train_only_the_new_rows_and_peft_loads_them(folder, tmp_path):
     export_hugging_face(ours, tmp_path / "before", rank=0, device=CPU)
     config = LoraConfig.from_pretrained(tmp_path / "before")
     theirs = PeftModel.from_pretrained(reference(folder), tmp_path / "before", is_trainable=True)
-    assert losses(ours) == pytest.approx(losses(theirs.train()), abs=1e-6)
+    assert losses(ours) == pytest.approx(losses(theirs.train()), abs=4e-6)
     assert sorted({id for ids in config.trainable_token_indices.values() for id in ids}) == [*NEW]
     assert all(torch.equal(p, frozen[n]) for n, p in ours.named_parameters() if n in frozen)
 
