@@ -71,7 +71,7 @@ def shared_text() -> str:
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of mallopt(3): larger allocations are mapped, and unmapped when they are
 freed."""
-RETURNED = 1 << 18
+RETURNED = 1 << 21
 """Allocations of so many bytes or more go back to the system when they are freed."""
 
 
