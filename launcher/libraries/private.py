@@ -257,9 +257,18 @@ def varlen_forward(
     forward = torch.ops.torch_attn._varlen_attn
     takes_groups = "enable_gqa" in {each.name for each in forward.default._schema.arguments}
     grouped = {"enable_gqa": True} if takes_groups else {}
-    lengths = (longest, longest, False, scale, list(window))
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = forward(
-        query, key, value, bounds, bounds, *lengths, **grouped
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        False,
+        scale,
+        list(window),
+        **grouped,
     )
     return found
 
@@ -602,8 +611,8 @@ class KernelFunction(NamedTuple):
 
 def kernel_functions(module: ModuleType) -> dict[str, KernelFunction]:
     """The functions of a model's module with kernels of other packages (flash-linear-attention,
-    mamba-ssm, causal-conv1d), by name. Without them a model on the meta device would launch kernels
-    on addresses of nothing, and no run would name a package that is missing."""
+    mamba-ssm, causal-conv1d), by name. Without it a model on the meta device would launch kernels
+    on null addresses, and no run would name a missing package."""
     found: dict[str, KernelFunction] = {}
     for name, function in vars(module).items():
         if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):

@@ -331,11 +331,11 @@ def _use_varlen(
         return False
     sinks: list[bool] = []
 
-    def noted(call: Call) -> bool:
+    def recorded(call: Call) -> bool:
         sinks.append(has_sinks(call))
         return fits(call)
 
-    replaced = _all_calls(model, inputs, noted) and (any(sinks) or not for_sinks)
+    replaced = _all_calls(model, inputs, recorded) and (any(sinks) or not for_sinks)
     if not replaced:
         set_text_attention(model, before or "sdpa")
     return replaced
@@ -455,7 +455,7 @@ def varlen_attention(
     assert attention_mask is None
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
-        if not (has_sinks(options) and _kernel_fits(query)):
+        if not (has_sinks(options) and _kernel_fits(query, key, options)):
             return _dense(inputs, options), None
         options |= _bounds_of_rows(query)
     # (batch x tokens, heads, head size): rows concatenated
@@ -468,8 +468,11 @@ def varlen_attention(
     return out.reshape(batch, tokens, *out.shape[1:]), None
 
 
-def _kernel_fits(query: torch.Tensor) -> bool:
-    """Whether the variable-length kernel takes these tensors."""
+def _kernel_fits(query: torch.Tensor, key: torch.Tensor, options: Call) -> bool:
+    """Whether the variable-length kernel takes rows of these tensors. It has no dropout, and a
+    query that follows cached keys has fewer tokens than they."""
+    if options.get("dropout") or query.shape[2] != key.shape[2]:
+        return False
     device = query.device.type
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if enabled else query.dtype

@@ -145,7 +145,7 @@ def separate_documents(model: PreTrainedModel, device: torch.device) -> bool:
 
 def use_operators_without_values(model: nn.Module) -> None:
     """Lets the recurrent layers of a model compute with PyTorch's operators on the meta device and on
-    fake tensors, where a kernel of another package would read from no address."""
+    fake tensors, where a kernel of another package would read from a null address."""
     for code in _code_of(model):
         for name, function in kernel_functions(code).items():
             if function.installed:

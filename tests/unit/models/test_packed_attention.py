@@ -152,7 +152,7 @@ def test_attention_with_sinks_matches_eager_attention(model_type, kernel, packed
         varlen_on_cpu.register()
         monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
         # The kernel of the CPU takes float32
-        monkeypatch.setattr(attention_module, "_kernel_fits", lambda query: True)
+        monkeypatch.setattr(attention_module, "_kernel_fits", lambda *inputs: True)
     model = build(model_type, None, **WITH_SINKS[model_type]).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -186,6 +186,16 @@ def test_attention_with_sinks_matches_eager_attention(model_type, kernel, packed
     for one, other in zip(gradients, expected, strict=True):
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+
+
+def test_the_kernel_with_sinks_has_no_dropout_and_no_cached_keys(monkeypatch):
+    """Dropout would be left out in silence, and rows of queries and keys would have other bounds."""
+    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    monkeypatch.setattr(attention_module, "without_flash", lambda device: False)
+    query, longer = (torch.zeros(1, 2, tokens, 8, dtype=torch.bfloat16) for tokens in (4, 6))
+    assert attention_module._kernel_fits(query, query, {"dropout": 0.0})
+    assert not attention_module._kernel_fits(query, query, {"dropout": 0.1})
+    assert not attention_module._kernel_fits(query, longer, {})
 
 
 def test_chosen_eager_attention_keeps_its_mask():
