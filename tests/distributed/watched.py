@@ -75,6 +75,7 @@ def main():
     if environment.main:
         run.take(environment)
         run.create("")
+        run.note_found()  # as `note_start`: "running" does not replace the end of this start
         run.note("started", ranks=environment.world_size)
         run.write_status("running", step=0)
     group = process_group.process_group(environment, device="cpu", init_timeout=60)
