@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -255,6 +256,22 @@ class ImageTower:
         """Whether packed documents with images are kept apart."""
         return self.token_types is None or bool(self.both_ways)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """See `features_kept`."""
+        run, features = self._base.get_image_features, list[Any]()
+
+        def run_once(*args: Any, **options: Any) -> Any:
+            if not features:
+                features.append(run(*args, **options))
+            return features[0]
+
+        self._base.get_image_features = run_once
+        try:
+            yield
+        finally:
+            del self._base.get_image_features  # the method of its class stays
+
     def _forward_with_tower(
         self,
         *args: Any,
@@ -309,6 +326,14 @@ class ImageTower:
             handle = text.register_forward_pre_hook(add_deeper, with_kwargs=True)
         joined = _joined(features["pooler_output"]).to(embeds.dtype)
         return embeds.flatten(0, 1).index_copy(0, positions, joined).view_as(embeds)
+
+
+def features_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it all forward passes of the changed model are about the same images, such as those of
+    an answer that grows: the tower runs in the first one only. Every rank must enter it before the
+    same forward pass: the ranks gather the tower's weights there, and not after it."""
+    tower: ImageTower | None = applied(model).images
+    return nullcontext() if tower is None else tower.kept()
 
 
 def _added_at(

@@ -1,7 +1,8 @@
 """Greedy answers of the model in training, the same under every strategy and number of ranks.
 
-The model is called on the whole sequence for each new token, and so is its image tower: caches of keys
-and values differ from architecture to architecture, and answers are short.
+The model is called on the whole sequence for each new token: caches of keys and values differ from
+architecture to architecture, and answers are short. What it computes of images does not depend on the
+answer, and is computed once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
+from launcher.models.images import features_kept
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.loss import model_inputs
 from launcher.recipe import schema
@@ -114,7 +116,8 @@ class Generator:
         for first in range(0, len(prompts), rows * parts):  # micro-batches, in turn
             mine = first + rows * number
             chunk = prompts[mine : mine + rows]
-            tokens = self._complete(wrapped, dataset, chunk, ranks, proceed, width=width)
+            with features_kept(wrapped.module):
+                tokens = self._complete(wrapped, dataset, chunk, ranks, proceed, width=width)
             if tokens is None:
                 return None
             if ranks.tensor_parallel_rank == 0:

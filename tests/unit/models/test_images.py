@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.data.collation import make_sample
-from launcher.data.image_inputs import ImageInputs, PlannedImages
+from launcher.data.image_inputs import ImageInputs, ModelImages, PlannedImages, grid_positions
 from launcher.data.image_processor import ImageProcessor, load_processor
 from launcher.data.images import RowImages
 from launcher.errors import RecipeError
@@ -25,7 +25,14 @@ from launcher.models.attention import (
 )
 from launcher.models.build import build_model, parts_without_text
 from launcher.models.changes import adapt
-from launcher.models.images import packed_masks, tower_blocks, unused_modules, use_images
+from launcher.models.images import (
+    features_kept,
+    packed_masks,
+    tower_blocks,
+    unused_modules,
+    use_images,
+)
+from launcher.models.micro_batch import IGNORED
 from launcher.models.tower_inputs import normalized
 from launcher.recipe.schema import Lora, Model
 from tests import multimodal, varlen_on_cpu
@@ -86,6 +93,50 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family):
     assert all(not model.get_parameter(name).grad.any() for name in trained & of_tower)
     assert trained & of_tower
     assert not model.base_model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("family", [*FOUR, "qwen3_vl"])
+@pytest.mark.parametrize("shown", [True, False])
+def test_features_of_an_answer_are_computed_once(models, family, shown):
+    """The logits are those of forward passes that run the tower each time, and afterwards it runs
+    again. Without an image in the row, the tower sees a blank one."""
+    model = with_weights(models[family]).eval()
+    tower, processor = applied(model).images, load_processor(str(models[family]), None)
+    images = ModelImages(
+        RowImages(str(models[family])), tower.grid, tower.token_types, tower=tower.inputs
+    )
+    text = processor.process(Image.new("RGB", (90, 60), "red")) if shown else None
+    ids = processor._tokenizer(text.text if shown else "ab")["input_ids"]
+    ids = np.array([*ids, *b"What is it?"])
+    sample = make_sample([(ids, np.full(len(ids), IGNORED))]) | {"images": []}
+    if shown:
+        sample["images"] = [text.arrays]
+        if images.grid:
+            place = int(np.flatnonzero(np.isin(ids, processor.token_ids))[0])
+            sample["grid_positions"] = grid_positions(sample["position_ids"], [(place, *text.grid)])
+    made = ImageInputs(256, images=images).collate([sample])["tensors"]
+    inputs = {name: value for name, value in made.items() if "target" not in name}
+    runs = []
+    handle = next(iter(tower_blocks(model).values())).register_forward_hook(
+        lambda *_: runs.append(1)
+    )
+
+    def logits(last):
+        changed = inputs["input_ids"].clone()
+        changed[0, -1] = last
+        return model(**inputs | {"input_ids": changed}, use_cache=False).logits
+
+    with torch.no_grad():
+        expected = [logits(last) for last in (65, 66)]
+        each = len(runs) // 2
+        with features_kept(model):
+            found = [logits(last) for last in (65, 66)]
+        assert len(runs) == 3 * each
+        logits(65)
+    assert len(runs) == 4 * each > 0
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+    assert not torch.equal(*found)
+    handle.remove()
 
 
 @pytest.mark.parametrize("family", FOUR)
