@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -248,6 +248,8 @@ class ImageTower:
         """The argument that says which tokens are those of images, if masks are made of it."""
         window = getattr(text_config(model), "sliding_window", None)
         self._window = window if isinstance(window, int) else None
+        self._kept: list[Any] | None = None
+        """The features within `kept`, once they are computed."""
         self._base, self._forward = base, base.forward
         base.forward = self._forward_with_tower
 
@@ -259,18 +261,26 @@ class ImageTower:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """See `features_kept`."""
-        run, features = self._base.get_image_features, list[Any]()
-
-        def run_once(*args: Any, **options: Any) -> Any:
-            if not features:
-                features.append(run(*args, **options))
-            return features[0]
-
-        self._base.get_image_features = run_once
+        run = self._base.get_image_features
+        self._kept = []
+        # transformers' own forward method calls it
+        self._base.get_image_features = lambda *args, **options: self._once(
+            lambda: run(*args, **options)
+        )
         try:
             yield
         finally:
+            self._kept = None
             del self._base.get_image_features  # the method of its class stays
+
+    def _once(self, run: Callable[[], Any]) -> Any:
+        """The features that `run` returns; within `kept` those of the first call."""
+        if self._kept:
+            return self._kept[0]
+        features = run()
+        if self._kept is not None:
+            self._kept.append(features)
+        return features
 
     def _forward_with_tower(
         self,
@@ -297,7 +307,9 @@ class ImageTower:
 
         def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
-            features = self._base.get_image_features(**normalized(tower), return_dict=True)
+            features = self._once(
+                lambda: self._base.get_image_features(**normalized(tower), return_dict=True)
+            )
             if images:
                 return self._with_features(embeds, features, image_positions)
             sums = [tensor.sum().float() for tensor in _tensors(features)]
