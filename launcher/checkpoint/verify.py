@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from launcher.checkpoint.export import StoredModel, open_checkpoint_weights, recipe_of
-from launcher.data.image_inputs import images_of
-from launcher.data.image_processor import Arrays, load_processor
+from launcher.data.image_inputs import example_image, images_of
+from launcher.data.image_processor import Arrays
+from launcher.data.images import RowImages
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
 from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
@@ -28,12 +29,12 @@ from launcher.models.build import (
 )
 from launcher.models.config_files import problems_of_older_readers
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
+from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.reliability.json_files import Json
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHAPE = (2, 32)
@@ -68,12 +69,12 @@ def verify_export(
     ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
     images = images_of(recipe.images, recipe.model)
     adapter = (out / ADAPTER_CONFIG).is_file()
-    seen = None if images is None else images.processor.process(_image()).arrays
+    seen = {} if images is None else example_image(images.rows)
     wanted, facts = _logits(model, ids, seen), _facts(model, tokenizer)
     config: Any = model.config
     path = config.name_or_path
     if path:
-        facts |= _processor(Path(path), None if images is None else images.rows.max_pixels)
+        facts |= _processor(Path(path), None if kept is None else kept.max_pixels)
         if adapter:  # whose folder has no config, from which AutoProcessor may take its class
             facts.pop("AutoProcessor", None)
     options: dict[str, Any] = {}
@@ -137,23 +138,12 @@ def _compare_tensors(stored: StoredModel, out: Path) -> tuple[list[str], torch.d
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: torch.Tensor, image: Arrays | None = None) -> torch.Tensor:
+def _logits(model: Any, ids: torch.Tensor, image: Arrays) -> torch.Tensor:
     """Computes the logits row by row, so that a classifier needs no padding; after them the features
     of an image, if there is one."""
-    logits = torch.cat([model(input_ids=row[None]).logits.float() for row in ids])
-    if image is None:
-        return logits
-    arrays = {name: torch.from_numpy(array) for name, array in image.items()}
-    features = model.base_model.get_image_features(**arrays, return_dict=True).pooler_output
-    features = [features] if isinstance(features, torch.Tensor) else list(features)
-    return torch.cat([part.float().flatten() for part in (logits, *features)])
-
-
-def _image() -> Image:
-    """An image for `_logits`, larger than the limits of most processors."""
-    from PIL import Image
-
-    return Image.radial_gradient("L").resize((1600, 1200)).convert("RGB")
+    logits = [model(input_ids=row[None]).logits for row in ids]
+    features = features_of(model, {name: torch.from_numpy(array) for name, array in image.items()})
+    return torch.cat([part.float().flatten() for part in (*logits, *features)])
 
 
 def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Json:
@@ -184,7 +174,7 @@ def _load_exported(
     options: dict[str, Any],
     has_tokenizer: bool,
     trust_remote_code: bool,
-    seen: Arrays | None,
+    seen: Arrays,
 ) -> tuple[torch.Tensor, Json]:
     """The logits and the facts of an exported folder, which a class of transformers loads. seen: what
     a model of the run takes of the image."""
@@ -214,8 +204,8 @@ def _load_exported(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             out, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    if seen is not None and not adapter:  # an adapter's folder has no config, which it needs
-        seen = load_processor(str(out), None).process(_image()).arrays
+    if seen and not adapter:  # an adapter's folder has no config, which it needs
+        seen = example_image(RowImages(str(out)))
     return _logits(model, ids, seen), _facts(model, tokenizer) | _processor(out)
 
 

@@ -6,7 +6,6 @@ command: its arguments and the terminal.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,14 +22,16 @@ from launcher.checkpoint.export import (
     open_exported_weights,
     recipe_of,
 )
-from launcher.data.chat_template import ChatTemplate, Rendered
-from launcher.data.encoder import make_encoder
-from launcher.data.image_inputs import images_of
-from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
-from launcher.data.images import RowImages, place_images, source_of
+from launcher.data.chat_template import ChatTemplate
+from launcher.data.collation import TextInputs
+from launcher.data.encoder import encode_prompt, make_encoder
+from launcher.data.image_inputs import images_of, own_inputs
+from launcher.data.images import RowImages
+from launcher.data.loader import to_device
 from launcher.data.messages import Message, RowError
 from launcher.data.rendering import load_template
 from launcher.data.run_data import teach_ends, trained_template
+from launcher.data.token_store import one_document
 from launcher.data.tokenizer import (
     Tokenizer,
     hugging_face_tokenizer,
@@ -41,8 +42,8 @@ from launcher.data.tokenizer_files import pixel_limit
 from launcher.errors import RecipeError
 from launcher.models.build import text_config
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.images import TOKEN_TYPES
 from launcher.models.safetensors_files import ADAPTER_CONFIG
+from launcher.objectives.loss import model_inputs
 from launcher.recipe import schema
 from launcher.recipe.decode import shown
 from launcher.recipe.hub import model_folder
@@ -78,15 +79,13 @@ class ChatModel:
         """Without a template it completes texts. system: the run's system prompt. images: with which
         processor it sees images, if it is a model of images and text."""
         self.template, self.system = template, system
-        self._processor: ImageProcessor | None = None
-        self._no_images = "the model takes no images"
-        if hasattr(stored.model.base_model, "get_image_features"):
-            try:
-                self._processor = load_processor(images.processor, images.max_pixels)
-            except RecipeError as error:  # such as a package that is missing; it still reads text
-                self._no_images = str(error)
+        self._inputs, self._text_only = TextInputs(length=0), ""
+        try:
+            self._inputs = own_inputs(stored.model, images)
+        except RecipeError as error:  # such as a package that is missing; it still reads text
+            self._text_only = str(error)
         if template is None:
-            self._no_images = "an image needs a chat template, which shows it"
+            self._text_only = "an image needs a chat template, which shows it"
         self._decoder: Any = hugging_face_tokenizer(tokenizer)
         self._tokenizer: Tokenizer = load_tokenizer(tokenizer)
         self._stored, self._model = stored, stored.model
@@ -111,45 +110,29 @@ class ChatModel:
     @property
     def sees_images(self) -> bool:
         """Whether messages may show images."""
-        return self.template is not None and self._processor is not None
+        return self.template is not None and self._inputs.row_images is not None
 
     def image(self, path: str) -> tuple[Message, str]:
         """The part of a message that shows the image of a file, and a text about it. Raises RowError
         if it cannot be shown."""
-        if not self.sees_images:
-            raise RowError(self._no_images)
-        assert self._processor is not None
-        if not path:
+        if self._text_only:
+            raise RowError(self._text_only)
+        if self.sees_images and not path:
             raise RowError("the path of a file must follow")
-        source = source_of(path, ".")
-        content = source.read()
-        picture = source.decode(content)
-        tokens = self._processor.count_tokens(self._processor.process(picture).text)
-        width, height = picture.size
-        part = {"type": "image", "bytes": content}
-        return part, f"{source.name}, {width} x {height} pixels: {tokens:,} tokens"
+        return self._inputs.message_part(path)
 
-    def _prompt(self, messages: list[Message]) -> tuple[list[int], Arrays]:
-        """The tokens to continue, and what the model takes of their images. Raises RowError if the
-        template refuses the conversation."""
+    def _prompt(self, messages: list[Message]) -> dict[str, torch.Tensor]:
+        """What the model takes of the conversation to continue. Raises RowError if the template
+        refuses it, RecipeError if it is empty."""
         if self.template is None:
-            text = messages[-1]["content"]
-            return [*self._tokenizer.begin, *self._tokenizer.ids([text])[0].tolist()], {}
-        placed, sources = place_images(messages, None, ".", has_column=False)
-        text = self.template.apply(placed, None, add_generation_prompt=True)
-        arrays: Arrays = {}
-        processor = self._processor
-        if processor is not None:
-            text = processor.expand(Rendered(text, [], closed=False), sources).text
-        if processor is not None and sources:
-            pictures = [source.decode(source.read()) for source in sources]
-            arrays = processor.join([processor.process(picture).arrays for picture in pictures])
-        ids: list[int] = self._decoder(text, add_special_tokens=False)["input_ids"]
-        if arrays and processor is not None:
-            takes = inspect.signature(self._model.forward).parameters
-            types = np.isin(ids, processor.token_ids).astype(np.int64)[None]
-            arrays |= {name: types for name in TOKEN_TYPES if name in takes}
-        return ids, arrays
+            text = self._tokenizer.ids([messages[-1]["content"]])[0]
+            ids, images = np.append(np.array(self._tokenizer.begin, text.dtype), text), None
+        else:
+            ids, images = encode_prompt(messages, self.template, self._inputs.row_images)
+        if not len(ids):
+            raise RecipeError("it is empty")
+        document, piece = one_document(ids, images), (0, 0, len(ids))
+        return model_inputs(self._inputs.of_prompts(ids[None], document, [[piece]])["tensors"])
 
     def answer(
         self, messages: list[Message], sampling: Sampling, write: Callable[[str], None]
@@ -158,12 +141,14 @@ class ChatModel:
         conversation, RecipeError if it is too long for the model."""
         from transformers import GenerationConfig, TextStreamer
 
-        ids, arrays = self._prompt(messages)
+        device, dtype = self._model.device, self._model.dtype
+        inputs = to_device(self._prompt(messages), device)
+        length = inputs["input_ids"].shape[1]
         positions = getattr(text_config(self._model), "max_position_embeddings", None)
-        room = positions - len(ids) if isinstance(positions, int) else sampling.max_new_tokens
-        if room < 1 or not ids:
-            what = f"the conversation has {len(ids)} tokens, and the model {positions} positions"
-            raise RecipeError(f"{what}; /reset begins another one" if ids else "it is empty")
+        room = positions - length if isinstance(positions, int) else sampling.max_new_tokens
+        if room < 1:
+            what = f"the conversation has {length} tokens, and the model {positions} positions"
+            raise RecipeError(f"{what}; /reset begins another one")
         ends = sorted({self._decoder.eos_token_id, *end_ids(self._model)} - {None})
         chosen: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > _COLDEST:
@@ -180,13 +165,9 @@ class ChatModel:
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 write(text)
 
-        device, dtype = self._model.device, self._model.dtype
-        prompt = torch.tensor([ids], device=device)
-        inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         self._model.generate(
-            prompt,
             **{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()},
-            attention_mask=torch.ones_like(prompt),
+            attention_mask=torch.ones_like(inputs["input_ids"]),
             generation_config=config,
             streamer=Streamer(self._decoder, skip_prompt=True, skip_special_tokens=True),
         )

@@ -25,7 +25,6 @@ from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder
-from launcher.data.image_inputs import images_between
 from launcher.data.loader import expected_padding
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.problems import causes, problem_lines
@@ -353,7 +352,8 @@ class _Page:
                 self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
                 first = last
             shown += end - start
-            for line, picture in _images(dataset, start, end):
+            beside = dataset.inputs.beside_text(store, start, end).values()
+            for line, picture in (one.shown() for found in beside for one in found):
                 self._console.print(line, style="cyan", soft_wrap=True)
                 if self._html is not None:
                     style = Style(color="cyan", link=_data_uri(picture))
@@ -448,20 +448,6 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
         f"{dataset.unit} longer than a sequence, dropped": _some(sequences.long_documents),
         "rows skipped": _some(len(dataset.skipped)),
     }
-
-
-def _images(
-    dataset: SequenceDataset, start: int, end: int
-) -> Iterator[tuple[str, PIL.Image.Image]]:
-    """A line about each image in a range of the store, and the image."""
-    store = dataset.store
-    for image in images_between(store.images, start, end):
-        source = store.image_source(image)
-        picture = source.decode(source.read())
-        width, height = picture.size
-        tokens = int(image["end"] - image["first"])
-        grid = f", {image['rows']} x {image['columns']}" if image["rows"] else ""
-        yield f"image: {source.name}, {width} x {height} pixels: {tokens:,} tokens{grid}", picture
 
 
 def _data_uri(picture: PIL.Image.Image) -> str:

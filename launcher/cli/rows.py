@@ -210,10 +210,10 @@ def _losses(
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
     from launcher.data.loader import to_device
+    from launcher.data.messages import RowError
     from launcher.data.run_data import raise_error
     from launcher.models.images import use_images
     from launcher.objectives.make import make_objective
-    from launcher.training.model import model_images
 
     refuse_code(recipe, run / "recipe.yaml", trust_run=trust_run)
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
@@ -240,16 +240,16 @@ def _losses(
     print(title)
     objective = make_objective(recipe).for_validation()
     for row in rows:
-        # Data of a builder has an objective of its own
-        own = row.of is None
-        dataset = row.dataset if own else dataclasses.replace(row.dataset, objective=objective)
-        sample = row.sample
-        if (images := model_images(model, recipe)) is not None:
-            inputs = dataclasses.replace(dataset.inputs, images=images)
-            dataset = dataclasses.replace(dataset, inputs=inputs)
+        dataset, sample = row.dataset, row.sample
+        if row.of is not None:  # data of a builder has an objective of its own
+            inputs = dataset.inputs.of_model(model)
+            dataset = dataclasses.replace(dataset, objective=objective, inputs=inputs)
             start = int(dataset.store.offsets[row.document]) + row.first
             piece = row.document, start, start + len(sample["input_ids"])
-            sample = inputs.complete(sample, dataset.store, [piece])
+            try:
+                sample = inputs.complete(sample, dataset.store, [piece])
+            except RowError as error:
+                raise RecipeError(f"{row.where}: {error}") from None
         collated = raise_error(dataset.collate([sample]))
         with torch.no_grad():
             summed = float(dataset.objective.loss(model, to_device(collated["tensors"], device)))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from launcher.data.messages import Message, RowError
 from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, RowPart
 from launcher.models.recurrent import documents_at
 
 Sample = dict[str, npt.NDArray[Any]]
+Integers = npt.NDArray[np.integer[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 Collated = dict[str, Any]
@@ -37,8 +39,6 @@ def make_sample(pieces: Iterable[Piece]) -> Sample:
     return sample | ({"weights": np.concatenate(weights[0])} if weights else {})
 
 
-BESIDE_TOKENS = ("images", "grid_positions", "error", "source")
-"""Keys of samples whose first dimension does not count tokens."""
 NOTHING = np.zeros(0, dtype=np.int64)
 EMPTY = make_sample([(NOTHING, NOTHING)])
 
@@ -52,7 +52,8 @@ def padded_width(longest: int, *, length: int, width_multiple: int) -> int:
 
 @dataclass(frozen=True)
 class TextInputs:
-    """How samples of text become the rows of a micro-batch."""
+    """What a model takes of rows, and how samples of them become a micro-batch. Rows of this class are
+    text; `ImageInputs` is the kind for rows with images."""
 
     length: int
     """Most tokens of a row (data.sequence_length)."""
@@ -81,16 +82,46 @@ class TextInputs:
         """The `RowImages` of the rows; None: they are text."""
         return None
 
+    @property
+    def given_tokens(self) -> list[int]:
+        """The tokens that stand for what rows have beside text. An answer has none of them."""
+        return []
+
+    def of_model(self, model: Any) -> TextInputs:
+        """The same for a changed model, which says how it takes what rows have beside text."""
+        return self
+
+    def beside_text(self, store: Any, start: int, end: int) -> dict[str, list[Any]]:
+        """What is beside text in a range of a `TokenStore`, by its kind, such as `StoredImage`s."""
+        return {}
+
+    def message_part(self, path: str) -> tuple[Message, str]:
+        """The part of a message that shows a file, and a line about it. Raises RowError."""
+        raise RowError("the model takes no images")
+
     def complete(
         self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:
         """The sample with what its documents have beside text. pieces: see
-        `SequenceDataset.pieces`."""
+        `SequenceDataset.pieces`. Raises RowError if that cannot be read."""
         return sample
 
-    def with_largest_images(self, sample: Sample) -> Sample:
-        """A sample without data, with as many and as large images as its tokens can be."""
+    def filled(self, sample: Sample) -> Sample:
+        """A sample without data, with as much beside text as its tokens can be."""
         return sample
+
+    def of_prompts(
+        self, ids: Integers, store: Any, pieces: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> Collated:
+        """A micro-batch of rows that are answered: `collate`, also where rows are packed or divided.
+        ids: (rows, tokens), which begin with the pieces of a store, and have room for answers.
+        Raises RowError as `complete`."""
+        samples = [
+            self.complete(make_sample([(row, np.full(len(row), IGNORED))]), store, own)
+            for row, own in zip(ids, pieces, strict=True)
+        ]
+        alone = replace(self, length=ids.shape[1], packed=False, part=WHOLE_ROW, width_multiple=1)
+        return alone.collate(samples)
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
         """See `collate_sequences`. several_documents: a row holds several documents even if it is

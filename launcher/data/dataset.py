@@ -13,6 +13,7 @@ import numpy as np
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import EMPTY, Collated, Piece, Sample, TextInputs, make_sample
 from launcher.data.custom import CustomDataset
+from launcher.data.messages import RowError
 from launcher.data.packing import Integers, Sequences
 from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
@@ -36,12 +37,16 @@ class SequenceDataset:
         return len(self.sequences)
 
     def __getitem__(self, index: int) -> Sample:
-        """See the objective. An index may count on through the epochs if the objective draws."""
+        """See the objective. An index may count on through the epochs if the objective draws.
+        `error`: why the sample cannot be read."""
         sample: Sample = self.objective.sample(self, index)
-        return self.inputs.complete(sample, self.store, self.pieces(index))
+        try:
+            return self.inputs.complete(sample, self.store, self.pieces(index))
+        except RowError as error:
+            return {**sample, "error": str(error)}  # type: ignore[dict-item]
 
     def collate(self, rows: list[Sample]) -> Collated:
-        """See the objective. `error`: why a sample could not be read."""
+        """See the objective. `error`: that of the first sample that has one."""
         if (problem := next((row["error"] for row in rows if "error" in row), None)) is not None:
             return {"error": f"data: {problem}"}
         collated: Collated = self.objective.collate(rows, self.inputs)

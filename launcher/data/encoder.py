@@ -112,6 +112,20 @@ class Encoded:
         """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
+    def kept(self, most: int) -> int:
+        """Tokens that remain if the document is cut to `most`: of images only whole ones."""
+        if self.images is None:
+            return min(most, self.ids.size)
+        table, _ = self.images
+        return int(min([most, self.ids.size, *table["first"][table["end"] > most][:1]]))
+
+    def images_before(self, end: int) -> Images | None:
+        """The images before this token."""
+        if self.images is None:
+            return None
+        table, data = self.images
+        return table[table["end"] <= end], data
+
     @property
     def skipped(self) -> dict[str, str]:
         """For the list of skipped rows."""
@@ -238,6 +252,21 @@ class Encoder:
         for column, value in unused_columns(row, found, self.ignored):
             if column not in unused:
                 unused[column] = describe_column(column, value, found)
+
+
+def encode_prompt(
+    messages: list[Message], template: ChatTemplate, images: RowImages | None
+) -> tuple[Ids, Images | None]:
+    """The tokens of a conversation that the assistant continues, and its images. images: None: it is
+    text. Raises RowError."""
+    placed, sources = place_images(messages, None, ".", has_column=False)
+    text = template.apply(placed, None, add_generation_prompt=True)
+    rendered = Rendered(text, [], closed=False)
+    processor = None if images is None else load_processor(images.processor, images.max_pixels)
+    if processor is not None:
+        rendered = processor.expand(rendered, sources)
+    [(ids, _)] = template.tokens([rendered])
+    return ids, None if processor is None else processor.table(ids, rendered.images)
 
 
 def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from launcher.data.collation import Collated, Sample, TextInputs
 from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
-from launcher.data.images import ImageSource, RowImages
-from launcher.data.messages import RowError
+from launcher.data.images import RowImages, source_of
+from launcher.data.messages import Message
+from launcher.models.applied import applied
+from launcher.models.images import token_types
 from launcher.models.tower_inputs import TowerInputs
 from launcher.recipe import schema
 
@@ -31,6 +34,14 @@ class ModelImages:
     """The name of the argument that says which tokens are those of images; None: it has none."""
     tower: TowerInputs | None = None
     """How the host makes the inputs of the tower; None: they are the processor's arrays."""
+    changed: bool = True
+    """Whether an `ImageTower` takes them. Else transformers' own forward method does, which makes the
+    positions itself, and takes no blank image."""
+
+    def of_model(self, model: nn.Module) -> Self:
+        """The same for a model with an `ImageTower`."""
+        tower = applied(model).images
+        return replace(self, grid=tower.grid, token_types=tower.token_types, tower=tower.inputs)
 
     @property
     def processor(self) -> ImageProcessor:
@@ -81,12 +92,52 @@ class PlannedImages(ModelImages):
         return joined | ({"image_grid_thw": np.concatenate(sizes)} if sizes else {})
 
 
-def images_of(section: schema.Images | None, model: schema.Model) -> ModelImages | None:
-    """How the rows of a recipe have images, without what only the built model knows; None: they are
-    text."""
+def images_of(
+    section: schema.Images | None, model: schema.Model, built: nn.Module | None = None
+) -> ModelImages | None:
+    """How the rows of a recipe have images; None: they are text. built: the changed model, which
+    alone knows how it takes them."""
     if section is None or model.path is None:
         return None
-    return ModelImages(RowImages(model.path, section.max_pixels, section.folder))
+    images = ModelImages(RowImages(model.path, section.max_pixels, section.folder))
+    return images if built is None else images.of_model(built)
+
+
+def planned_images(section: schema.Images | None, built: nn.Module) -> PlannedImages | None:
+    """How a plan has images of the changed model; None: rows are text, or of this family the
+    largest image is not known."""
+    tower = applied(built).images
+    if section is None or tower is None or tower.inputs is None:
+        return None
+    return PlannedImages(RowImages("", section.max_pixels)).of_model(built)
+
+
+def blank_image(section: schema.Images | None, model: schema.Model) -> dict[str, torch.Tensor]:
+    """The arguments of the model for an image, if images.train is not none; else empty, and also in
+    the plan of a model of which only the config is known."""
+    images = images_of(section, model)
+    if images is None or section is None or section.train == "none":
+        return {}
+    blank = images.processor.blank_batch
+    return {name: torch.from_numpy(array) for name, array in blank.items()}
+
+
+def own_inputs(model: Any, rows: RowImages) -> TextInputs:
+    """What transformers' own forward method of a model takes of rows. rows: with which processor it
+    sees images, if it does. Raises RecipeError if that cannot be loaded."""
+    if not hasattr(model.base_model, "get_image_features"):
+        return TextInputs(length=0)
+    images = ModelImages(rows, token_types=token_types(model), changed=False)
+    assert images.processor
+    return ImageInputs(length=0, images=images)
+
+
+def example_image(rows: RowImages) -> Arrays:
+    """What a model takes of an image that is larger than the limits of most processors."""
+    from PIL import Image
+
+    image = Image.radial_gradient("L").resize((1600, 1200)).convert("RGB")
+    return load_processor(rows.processor, rows.max_pixels).process(image).arrays
 
 
 @dataclass(frozen=True)
@@ -100,30 +151,43 @@ class ImageInputs(TextInputs):
         """How the rows have images."""
         return self.images.rows
 
+    @property
+    def given_tokens(self) -> list[int]:
+        return self.images.processor.token_ids
+
+    def of_model(self, model: nn.Module) -> ImageInputs:
+        return replace(self, images=self.images.of_model(model))
+
+    def beside_text(self, store: Any, start: int, end: int) -> dict[str, list[Any]]:
+        return {"images": list(store.images_between(start, end))}
+
+    def message_part(self, path: str) -> tuple[Message, str]:
+        source, processor = source_of(path, "."), self.images.processor
+        content = source.read()
+        picture = source.decode(content)
+        tokens = processor.count_tokens(processor.process(picture).text)
+        return {"type": "image", "bytes": content}, source.describe(picture, tokens)
+
     def complete(
         self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:
         """The sample with `images`, what the model takes of each of its images; and for models with
-        positions of a grid `grid_positions`, (3, tokens). An image that cannot be read is the
-        `error` of the sample."""
+        positions of a grid `grid_positions`, (3, tokens)."""
         processor, found, places = self.images.processor, list[Arrays](), list[Any]()
-        before = 0
+        in_bytes, before = self.images.in_bytes, 0
         for _, start, end in pieces:
-            for image in images_between(store.images, start, end):
-                try:
-                    source = store.image_source(image)
-                    found.append(_arrays(source, image, processor, self.images.in_bytes))
-                except RowError as error:
-                    return {**sample, "error": str(error)}  # type: ignore[dict-item]
-                first = before + int(image["first"]) - start
-                places.append((first, int(image["rows"]), int(image["columns"])))
+            for image in store.images_between(start, end):
+                checksum = image.checksum
+                read, _ = processor.read(image.source, in_bytes=in_bytes, checksum=checksum)
+                found.append(read.arrays)
+                places.append((before + image.first - start, *image.grid))
             before += end - start
         made: dict[str, Any] = {**sample, "images": found}
         if self.images.grid:
             made["grid_positions"] = grid_positions(sample["position_ids"], places)
         return made
 
-    def with_largest_images(self, sample: Sample) -> Sample:
+    def filled(self, sample: Sample) -> Sample:
         """Each image stands between two other tokens, at least. The tokens of text are other than
         those of images."""
         tower = self.images.tower
@@ -146,11 +210,13 @@ class ImageInputs(TextInputs):
         """A micro-batch with the arrays of all images, by the names of the model's arguments, or
         what `TowerInputs.make` makes of them; and `images`, their number. Without images these are
         the arrays of a blank one: all ranks compute the same layers, in which they exchange weights
-        and gradients."""
+        and gradients. For transformers' own forward method there are only its arguments."""
         made = super().collate(rows, several_documents=several_documents)
         tensors, processor = dict(made["tensors"]), self.images.processor
         ids = tensors["input_ids"]
         found: list[Arrays] = [image for row in rows for image in row.get("images", ())]
+        if not (found or self.images.changed):
+            return made
         if self.images.grid:
             tensors["position_ids"] = _with_grid(rows, ids, tensors.get("position_ids"))
         if self.images.token_types is not None:
@@ -159,7 +225,8 @@ class ImageInputs(TextInputs):
         in_bytes = self.images.in_bytes
         blank = processor.blank_in_bytes if in_bytes else processor.blank
         arrays = processor.join(found or [blank])
-        tensors["images"] = len(found)
+        if self.images.changed:
+            tensors["images"] = len(found)
         if self.images.tower is None:
             tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
             return {**made, "tensors": tensors}
@@ -169,24 +236,6 @@ class ImageInputs(TextInputs):
         operations = self.images.tower.forward_operations(tensors["tower"], tokens)
         passes = self.images.tower.operations.passes if found else 0
         return {**made, "tensors": tensors, "image_operations": round(passes * sum(operations))}
-
-
-def images_between(table: npt.NDArray[Any] | None, start: int, end: int) -> npt.NDArray[Any]:
-    """The images whose first token is in this range of the store."""
-    if table is None:
-        return np.zeros(0)
-    first, last = np.searchsorted(table["first"], [start, end])
-    return table[first:last]
-
-
-def _arrays(
-    source: ImageSource, image: npt.NDArray[Any], processor: ImageProcessor, in_bytes: bool
-) -> Arrays:
-    content = source.read()
-    if source.checksum(content) != int(image["checksum"]):
-        what = "has changed since its row was tokenized"
-        raise RowError(f"{source.name}: {what}; restore the file, or start with another data.cache")
-    return processor.process(source.decode(content), in_bytes=in_bytes).arrays
 
 
 def grid_positions(positions: Integers, images: list[tuple[int, int, int]]) -> Integers:

@@ -40,6 +40,8 @@ _IN_LISTS = ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
 
 _IN_BYTES = {"do_rescale": False, "do_normalize": False}
+_KEPT_BYTES = 64 << 20
+"""Arrays of the images that a process has read last: those of a long row."""
 _NEED_TWO = ("PixtralProcessor",)
 """Processors of models that squeeze the features of a single token away (Mistral 3 in 5.23)."""
 
@@ -100,6 +102,8 @@ class ImageProcessor:
         self.token_ids: list[int] = known
         """The tokens that stand for an image, and those between its rows and parts."""
         self._token_texts: list[str] = self._tokenizer.convert_ids_to_tokens(known)
+        self._kept: dict[tuple[int, bool], Processed] = {}
+        """The images that were read last, oldest first, by the checksums of their files."""
 
     def _limit(self, max_pixels: int) -> None:
         size = self._processor.image_processor.size
@@ -141,6 +145,31 @@ class ImageProcessor:
         if in_bytes:
             arrays["pixel_values"] = arrays["pixel_values"].astype(np.uint8)
         return Processed(replaced["replacement"], arrays, self._grid(arrays))
+
+    def read(
+        self, source: ImageSource, *, in_bytes: bool, checksum: int | None = None
+    ) -> tuple[Processed, int]:
+        """The image of a file, and the checksum of the file. What was read last is not decoded
+        again: a stream reads an image for its tokens and then for its pixels, and both answers of a
+        pair show the same images. checksum: what it was when the row was tokenized. Raises RowError."""
+        content = source.read()
+        found = source.checksum(content)
+        if checksum is not None and found != checksum:
+            what = "has changed since its row was tokenized"
+            raise RowError(
+                f"{source.name}: {what}; restore the file, or start with another data.cache"
+            )
+        made = self._kept.pop((found, in_bytes), None)
+        if made is None:
+            picture = source.decode(content)
+            try:
+                made = self.process(picture, in_bytes=in_bytes)
+            except RowError as error:
+                raise RowError(f"{source.name}: {error}") from None
+        self._kept[found, in_bytes] = made
+        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > _KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return made, found
 
     def _grid(self, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, int]:
         grid = arrays.get("image_grid_thw")
@@ -220,16 +249,9 @@ class ImageProcessor:
         texts, images = [], []
         in_bytes = self.pixel_table is not None  # only the text is needed here
         for source in sources:
-            content = source.read()
-            try:
-                made = self.process(source.decode(content), in_bytes=in_bytes)
-            except RowError as error:
-                if source.name in str(error):
-                    raise
-                raise RowError(f"{source.name}: {error}") from None
+            made, checksum = self.read(source, in_bytes=in_bytes)
             texts.append(made.text)
-            count = self.count_tokens(made.text)
-            images.append((count, made.grid, source, source.checksum(content)))
+            images.append((self.count_tokens(made.text), made.grid, source, checksum))
         starts = np.array([start for start, _ in spans])
         grown = np.cumsum([0, *(len(text) - len(self.placeholder) for text in texts)])
 
@@ -269,6 +291,10 @@ class ImageProcessor:
             )
             data += source.data
         return table, data
+
+
+def _bytes(made: Processed) -> int:
+    return sum(array.nbytes for array in made.arrays.values())
 
 
 def _gray() -> Image:

@@ -102,6 +102,36 @@ class ImageSource:
         except Exception as error:  # decoders raise many classes on damaged files
             raise RowError(f"{self.name}: cannot be decoded: {first_line(error)}") from None
 
+    def describe(self, picture: Image, tokens: int) -> str:
+        """A line about the decoded image, which has so many tokens."""
+        width, height = picture.size
+        return f"{self.name}, {width} x {height} pixels: {tokens:,} tokens"
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image of a token store."""
+
+    first: int
+    """Its first token in the store."""
+    end: int
+    grid: tuple[int, int]
+    """See `Processed`."""
+    source: ImageSource
+    checksum: int
+    """Of its file, when its row was tokenized."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.source.name
+
+    def shown(self) -> tuple[str, Image]:
+        """A line about the image, and the image. Raises RowError."""
+        picture = self.source.decode(self.source.read())
+        grid = "" if self.grid == (0, 0) else f", {self.grid[0]} x {self.grid[1]}"
+        return f"image: {self.source.describe(picture, self.end - self.first)}{grid}", picture
+
 
 def _upright(image: Any, name: str) -> Image:
     """An image of Pillow in RGB, turned as its EXIF data say. Raises RowError if that would cut its

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.collation import BESIDE_TOKENS
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MixtureDataset
 from launcher.data.run_data import RunData
@@ -24,7 +23,7 @@ class TrainedRow:
     """Name of the source in a mixture; otherwise empty."""
     dataset: Any
     sample: Any
-    """This row alone, as the data set's `collate` takes it."""
+    """This row alone, as the data set's `collate` takes it, but for what it has beside text."""
     document: int = 0
     first: int = 0
     """The first token of the row in this sequence."""
@@ -66,17 +65,17 @@ def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
     if isinstance(dataset, MixtureDataset):
         source, index = dataset.locate(index)
         dataset = dataset.parts[source]
-    sample = dataset[index]
     if isinstance(dataset, CustomDataset):
+        sample = dataset[index]
         where = f"sample {index % len(dataset)} of {dataset.name}"
         yield TrainedRow(sequence, source, dataset, sample, where=where)
         return
+    sample = dataset.objective.sample(dataset, index)
     dataset = dataset.one_document_in_a_row()
     for document, start, end in dataset.pieces(index):
         alone = sample
         if "position_ids" in sample:  # else a classifier's, which is one document
-            of_tokens = {key: values for key, values in sample.items() if key not in BESIDE_TOKENS}
-            alone = {key: values[begin : begin + end - start] for key, values in of_tokens.items()}
+            alone = {key: values[begin : begin + end - start] for key, values in sample.items()}
         begin += end - start
         first, after = (int(bound) for bound in dataset.store.offsets[document : document + 2])
         yield TrainedRow(sequence, source, dataset, alone, document, start - first, after - first)

@@ -43,11 +43,11 @@ from launcher.data.collation import (
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.file_ranges import split
-from launcher.data.image_processor import IMAGE, Images, join_images, processor_identity
+from launcher.data.image_processor import Images, join_images, processor_identity
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.sources import Row, SourcePart, content_sample, read_rows
-from launcher.data.token_store import ModelInputs, TokenStore, check_range
+from launcher.data.token_store import ModelInputs, check_range, one_document
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -155,7 +155,9 @@ class _Shard:
                 generator = random.Random(f"{key} part {number} {stream.seed}")
                 rows = _through_buffer(rows, stream.buffer_rows, generator)
             rows = itertools.islice(rows, first_row, None)
-            encoded_rows = stream.encoder.encode_rows(rows, batch_rows=_ENCODED_ROWS)
+            # Images are decoded for their tokens, and kept until the sample needs their pixels
+            batch = _ENCODED_ROWS if encoder.images is None else 1
+            encoded_rows = encoder.encode_rows(rows, batch_rows=batch)
             for index, encoded in enumerate(encoded_rows, first_row):
                 yield encoded, (turn, number, index)
             first_row = 0
@@ -206,14 +208,11 @@ class _Shard:
         return data.drops_overlong
 
     def _kept(self, encoded: Encoded) -> int:
-        """Tokens of a document that remain: of a kind that is cut, those of a sequence, and of its
-        images whole ones only."""
-        data, size = self._stream.data, int(encoded.ids.size)
-        if size <= data.sequence_length or not KINDS[data.kind].is_cut:
-            return size
-        images = np.zeros(0, IMAGE) if encoded.images is None else encoded.images[0]
-        cut = images["first"][images["end"] > data.sequence_length]
-        return int(min([data.sequence_length, *cut[:1]]))
+        """Tokens of a document that remain: of a kind that is cut, those of a sequence."""
+        data = self._stream.data
+        if not KINDS[data.kind].is_cut:
+            return int(encoded.ids.size)
+        return encoded.kept(data.sequence_length)
 
     def _learnable(self, encoded: Encoded) -> bool:
         """Whether a document has a target, after it is cut."""
@@ -259,7 +258,7 @@ class _Shard:
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
                 pieces.append(tuple(values[done:end] for values in of_tokens))
-                images.append(_images_before(encoded, end))
+                images.append(encoded.images_before(end))
                 room -= end - done
                 done = len(ids) if KINDS[kind].is_cut else end
                 if room == 0 or not packing:
@@ -271,16 +270,9 @@ class _Shard:
             done = 0
 
 
-def _images_before(encoded: Encoded, end: int) -> Images | None:
-    """The images of a document, which is one piece, before this token."""
-    if encoded.images is None:
-        return None
-    table, data = encoded.images
-    return table[table["end"] <= end], data
-
-
 def _sample(pieces: list[Piece], images: list[Images | None]) -> Sample:
-    """The sample of pieces, with the images of each as `stored_images` if there are any."""
+    """The sample of pieces, with the images of each as `stored_images` if there are any. A document
+    with images is one piece."""
     starts = np.cumsum([0, *(len(piece[0]) for piece in pieces)])[:-1]
     joined = join_images(images, starts.tolist())
     sample: dict[str, Any] = make_sample(pieces)
@@ -402,7 +394,7 @@ class StreamingDataset(IterableDataset[Collated]):
             for index in range(micro_batches):
                 wanted = samples[index * size : (index + 1) * size]
                 taken = (mine[sample % shards].take(sample // shards) for sample in wanted)
-                rows = [self._with_images(sample) for sample in taken]
+                rows = [self._completed(sample) for sample in taken]
                 if index == micro_batches - 1:
                     for key, shard in mine.items():
                         shard.skip_to(_given(end, key, shards))
@@ -411,25 +403,14 @@ class StreamingDataset(IterableDataset[Collated]):
                 positions = {key: shard.position for key, shard in mine.items()}
                 yield collated | {"positions": positions}
 
-    def _with_images(self, sample: Sample) -> Sample:
-        """The sample with what the model takes of its images. Raises RecipeError if one cannot be
-        read."""
-        found: Any = sample.pop(_STORED, None)
-        if self.model.images is None:
-            return sample
-        table, data = (None, b"") if found is None else found
-        count = len(sample["input_ids"])
-        store = TokenStore(
-            ids=sample["input_ids"],
-            labels=None,
-            offsets=np.array([0, count]),
-            images=table,
-            image_data=np.frombuffer(data, dtype=np.uint8),
-        )
-        made = self._inputs.complete(sample, store, [(0, 0, count)])
-        if "error" in made:
-            raise RecipeError(f"data: {made['error']}")
-        return made
+    def _completed(self, sample: Sample) -> Sample:
+        """See `TextInputs.complete`. Raises RecipeError."""
+        images: Any = sample.pop(_STORED, None)
+        ids = sample["input_ids"]
+        try:
+            return self._inputs.complete(sample, one_document(ids, images), [(0, 0, len(ids))])
+        except RowError as error:
+            raise RecipeError(f"data: {error}") from None
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""

@@ -39,8 +39,8 @@ from launcher.data.columns import Weights
 from launcher.data.encoder import Encoded, Encoder, make_encoder
 from launcher.data.file_ranges import first_rows, split
 from launcher.data.image_inputs import ImageInputs, ModelImages
-from launcher.data.image_processor import IMAGE, join_images
-from launcher.data.images import ImageSource, RowImages
+from launcher.data.image_processor import IMAGE, Images, join_images
+from launcher.data.images import ImageSource, RowImages, StoredImage
 from launcher.data.problems import problem_lines
 from launcher.data.sources import (
     SourcePart,
@@ -175,11 +175,28 @@ class TokenStore:
         """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
-    def image_source(self, image: npt.NDArray[Any]) -> ImageSource:
-        """The data of one of `images`."""
+    def images_between(self, start: int, end: int) -> Iterator[StoredImage]:
+        """The images whose first token is in this range."""
+        if self.images is None:
+            return
         assert self.image_data is not None
-        begin, size = int(image["begin"]), int(image["size"])
-        return ImageSource(self.image_data[begin : begin + size].tobytes(), bool(image["is_file"]))
+        for image in self.images[slice(*np.searchsorted(self.images["first"], [start, end]))]:
+            first, last, rows, columns, begin, size, checksum, is_file = image.tolist()
+            data = self.image_data[begin : begin + size].tobytes()
+            source = ImageSource(data, is_file)
+            yield StoredImage(first, last, (rows, columns), source, checksum)
+
+
+def one_document(ids: npt.NDArray[Any], images: Images | None) -> TokenStore:
+    """A document in memory, with its images."""
+    table, data = (None, b"") if images is None else images
+    return TokenStore(
+        ids=ids,
+        labels=None,
+        offsets=np.array([0, len(ids)]),
+        images=table,
+        image_data=np.frombuffer(data, dtype=np.uint8),
+    )
 
 
 def open_store(

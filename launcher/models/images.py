@@ -30,7 +30,7 @@ _PROJECTORS = ("projector", "merger", "connector", "embed_vision")
 """Parts of the names of the modules between a tower and the text model."""
 _OTHERS = ("audio",)
 """Parts of the names of modules that neither text nor images use."""
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments of models that say which tokens are those of images."""
 _FEATURES = ("pooler_output", "deepstack_features")
 """The outputs of a tower that models put in the place of the embeddings of images."""
@@ -106,6 +106,21 @@ def _is_trained(name: str, train: Trained) -> bool:
 def is_of_projector(name: str) -> bool:
     """Whether a parameter that text does not use is between a tower and the text model."""
     return any(part in name for part in _PROJECTORS) and not any(part in name for part in _OTHERS)
+
+
+def token_types(model: nn.Module) -> str | None:
+    """The argument of a model that says which tokens are those of images; None: it has none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _TOKEN_TYPES if name in parameters), None)
+
+
+def features_of(model: Any, arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The features of the images in the processor's arrays, by transformers' own method of the model;
+    empty without arrays."""
+    if not arrays:
+        return []
+    found = model.base_model.get_image_features(**arrays, return_dict=True).pooler_output
+    return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
 def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -232,7 +247,6 @@ class ImageTower:
 
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model
-        parameters = inspect.signature(base.forward).parameters
         own = inspect.signature(base.get_image_features).parameters
         self._takes = frozenset(own) - {"kwargs", "return_dict"}
         self.inputs = _tower_inputs(model)
@@ -241,7 +255,7 @@ class ImageTower:
         """Whether tokens of an image have positions of time, height and width."""
         self.both_ways = _both_ways(model)
         """The kinds of layers in which the tokens of an image see those after them."""
-        types = next((name for name in TOKEN_TYPES if name in parameters), None)
+        types = token_types(base)
         # Those with positions of a grid read the types only for these, which the launcher makes
         needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
         self.token_types = types if needed else None

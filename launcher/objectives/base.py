@@ -289,7 +289,7 @@ class Objective(ABC):
 
     def example(self, about: Example) -> Collated:
         """A micro-batch as large as a full one can be, without data."""
-        rows = [about.inputs.with_largest_images(row) for row in self.example_rows(about)]
+        rows = [about.inputs.filled(row) for row in self.example_rows(about)]
         return self.collate(rows, about.inputs)
 
     def with_example(self, about: Example) -> tuple[Objective, Collated]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -18,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from launcher.data.dataset import SequenceDataset
-from launcher.data.image_inputs import ImageInputs, images_between
 from launcher.data.loader import to_device
-from launcher.data.run_data import raise_error
+from launcher.data.messages import RowError
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
+from launcher.errors import RecipeError
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.images import features_kept
@@ -105,7 +104,7 @@ class Generator:
     ) -> Scored | None:
         """`scores`, `scored` and `samples` (see `Evaluated`) of the prompts of a data set. Calls
         `proceed` before each token, and returns None if it is false on any rank. Every rank must
-        call it. Raises RecipeError if an image cannot be read."""
+        call it. Raises RecipeError if a prompt cannot be read."""
         most, rows = self._settings.max_new_tokens, self._rows
         prompts = self.prompts(dataset.store)
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
@@ -147,7 +146,7 @@ class Generator:
     ) -> torch.Tensor | None:
         """The new tokens of each row, (rows, max_new_tokens), -1 after the end. Each rank makes as
         many forward passes as the rank with the longest answer."""
-        ids, inputs = torch.zeros(self._rows, width, dtype=torch.int64), dict[str, Any]()
+        ids = torch.zeros(self._rows, width, dtype=torch.int64)
         lengths = torch.ones(self._rows, dtype=torch.int64)
         ends = {self._tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}
         for row, (prompt, reference, _) in enumerate(chunk):
@@ -155,10 +154,16 @@ class Generator:
             lengths[row] = len(prompt)
             if reference[-1] in self._tokenizer.all_special_ids:  # such as an end of turn
                 ends.add(reference[-1])
-        never = torch.tensor([], dtype=torch.int64, device=ranks.device)
-        if isinstance(dataset.inputs, ImageInputs):
-            inputs = to_device(_image_inputs(dataset, chunk, ids), ranks.device)
-            never = never.new_tensor(dataset.inputs.images.processor.token_ids)
+        given = dataset.inputs.given_tokens
+        never = torch.tensor(given, dtype=torch.int64, device=ranks.device)
+        pieces = [[(0, prompt.start, prompt.start + len(prompt.ids))] for prompt in chunk]
+        pieces += [[]] * (self._rows - len(chunk))
+        try:
+            made = dataset.inputs.of_prompts(ids.numpy(), dataset.store, pieces)
+        except RowError as error:
+            raise RecipeError(f"data: {error}") from None
+        inputs = to_device(model_inputs(made["tensors"]), ranks.device)
+        del inputs["input_ids"]
         stop_ids = torch.tensor(sorted(ends), device=ranks.device)
         ids, lengths = ids.to(ranks.device), lengths.to(ranks.device)
         rows = torch.arange(self._rows, device=ranks.device)
@@ -178,42 +183,19 @@ class Generator:
         return new
 
     def _score(self, dataset: SequenceDataset, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
-        """A line of samples.jsonl. An image stands in the prompt as one of its tokens."""
-        ids, store, images = prompt.ids, dataset.store, dict[str, Any]()
-        if isinstance(dataset.inputs, ImageInputs):
-            shown = dataset.inputs.images.processor.token_ids
-            runs = itertools.groupby(ids)
-            ids = [token for token, run in runs for _ in ([0] if token in shown else run)]
-            found = images_between(store.images, prompt.start, prompt.start + len(prompt.ids))
-            images = {"images": [store.image_source(image).name for image in found]}
+        """A line of samples.jsonl, with the names of what the prompt has beside text, such as an
+        image, which stands in it as one of its tokens."""
+        inputs, runs = dataset.inputs, itertools.groupby(prompt.ids)
+        given, end = inputs.given_tokens, prompt.start + len(prompt.ids)
+        ids = [token for token, run in runs for _ in ([0] if token in given else run)]
+        beside = inputs.beside_text(dataset.store, prompt.start, end)
+        names = {kind: [one.name for one in found] for kind, found in beside.items()}
         decode = self._tokenizer.decode
         reference = decode(prompt.reference, skip_special_tokens=True).strip()
         answered = decode(answer, skip_special_tokens=True).strip()
         scored = {name: float(score(answered, reference)) for name, score in self._scores.items()}
         texts = {"prompt": decode(ids), "reference": reference, "answer": answered}
-        return texts | images | scored
-
-
-def _image_inputs(
-    dataset: SequenceDataset, chunk: Sequence[Prompt], ids: torch.Tensor
-) -> dict[str, Any]:
-    """What the model takes beside the ids (rows, tokens), of which the first rows begin with these
-    prompts: of their images, or of a blank one (`ImageInputs.collate`). Raises RecipeError."""
-    samples, width = [], ids.shape[1]
-    for row, tokens in enumerate(ids.numpy()):
-        sample = {
-            "input_ids": tokens,
-            "targets": np.full(width, IGNORED),
-            "position_ids": np.arange(width),
-        }
-        pieces = []
-        if row < len(chunk):
-            start = chunk[row].start
-            pieces = [(0, start, start + len(chunk[row].ids))]
-        samples.append(dataset.inputs.complete(sample, dataset.store, pieces))
-    inputs = replace(dataset.inputs, length=width, packed=False, width_multiple=1)
-    made = raise_error(replace(dataset, inputs=inputs).collate(samples))
-    return {name: v for name, v in model_inputs(made["tensors"]).items() if name != "input_ids"}
+        return texts | names | scored
 
 
 def _next_token(

@@ -9,15 +9,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from launcher.data.image_inputs import ModelImages, PlannedImages, images_of
-from launcher.data.images import RowImages
+from launcher.data.image_inputs import (
+    ModelImages,
+    PlannedImages,
+    blank_image,
+    images_of,
+    planned_images,
+)
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
@@ -259,37 +264,6 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     return ratios
 
 
-def _blank_image(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The arguments of the model for an image, if images.train is not none; else empty, and also in
-    the plan of a model of which only the config is known."""
-    images = images_of(recipe.images, recipe.model)
-    if images is None or recipe.images is None or recipe.images.train == "none":
-        return {}
-    blank = images.processor.blank_batch
-    return {name: torch.from_numpy(array) for name, array in blank.items()}
-
-
-def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
-    """How the changed model takes images; None: rows are text."""
-    tower, images = applied(model).images, images_of(recipe.images, recipe.model)
-    if tower is None or images is None:
-        return None
-    return replace(images, **_of_tower(tower))
-
-
-def planned_images(model: nn.Module, recipe: Recipe) -> PlannedImages | None:
-    """How a plan has images of the changed model; None: rows are text, or of this family the
-    largest image is not known."""
-    tower = applied(model).images
-    if tower is None or recipe.images is None or tower.inputs is None:
-        return None
-    return PlannedImages(RowImages("", recipe.images.max_pixels), **_of_tower(tower))
-
-
-def _of_tower(tower: Any) -> dict[str, Any]:
-    return {"grid": tower.grid, "token_types": tower.token_types, "tower": tower.inputs}
-
-
 def _refuse_scalars(model: nn.Module, strategy: schema.Strategy) -> None:
     """Raises RecipeError for parameters without dimensions: FSDP shards the first dimension."""
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
@@ -328,7 +302,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         seed=recipe.run.seed,
         new_ids=new_ids,
         images=None if recipe.images is None else recipe.images.train,
-        blank_image=_blank_image(recipe),
+        blank_image=blank_image(recipe.images, recipe.model),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
@@ -373,8 +347,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         tower=tower_blocks(model),
         depth=len(blocks),
         source=start.source,
-        images=model_images(model, recipe),
-        planned_images=planned_images(model, recipe),
+        images=images_of(recipe.images, recipe.model, model),
+        planned_images=planned_images(recipe.images, model),
     )
 
 

@@ -22,7 +22,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
-from launcher.data.images import RowImages, source_of
+from launcher.data.images import ImageSource, RowImages, source_of
 from launcher.data.messages import RowError
 from launcher.data.run_data import raise_error
 from launcher.data.sources import Row, SourcePart, find_parts, read_all
@@ -306,9 +306,10 @@ def test_rows_that_cannot_be_used(folder, row, problem):
 
 
 def test_large_images_are_not_decoded(folder, monkeypatch):
+    make_image(folder / "large.png", size=(120, 60), seed=7)
     monkeypatch.setattr(images_module, "MOST_PIXELS", 7_000)
-    [found] = encoded(folder, [asked({"type": "image", "path": "wide.png"})])
-    assert "wide.png: has 120 x 60 pixels, more than 7,000; scale it down" in found.problem
+    [found] = encoded(folder, [asked({"type": "image", "path": "large.png"})])
+    assert "large.png: has 120 x 60 pixels, more than 7,000; scale it down" in found.problem
 
 
 def test_a_text_may_speak_of_images_without_a_column(folder):
@@ -394,11 +395,11 @@ def test_documents_of_a_store_keep_their_images(folder):
     for chosen in ([0, 2], [1], [2]):
         copied = copy_documents(store, np.array(chosen))
         for number, document in enumerate(chosen):
-            image, wanted = copied.images[number], store.images[document]
-            assert copied.image_source(image) == store.image_source(wanted)
-            assert (
-                image["first"] - copied.offsets[number] == wanted["first"] - store.offsets[document]
-            )
+            first, moved = store.offsets[document], copied.offsets[number]
+            [wanted] = store.images_between(*store.offsets[document : document + 2])
+            [image] = copied.images_between(*copied.offsets[number : number + 2])
+            assert image.source == wanted.source
+            assert image.first - moved == wanted.first - first
 
 
 def test_a_changed_file_ends_the_run_by_name(folder):
@@ -622,6 +623,72 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
         assert part["tensors"].keys() == other["tensors"].keys()
         for key, value in part["tensors"].items():
             assert np.array_equal(value, other["tensors"][key]), key
+
+
+@pytest.fixture
+def decoded(folder, monkeypatch):
+    """The names of images that are decoded, by a processor that has read none."""
+    decode, names = ImageSource.decode, []
+    monkeypatch.setattr(
+        ImageSource,
+        "decode",
+        lambda self, content: names.append(self.name.rpartition("/")[2]) or decode(self, content),
+    )
+    load_processor.cache_clear()
+    yield names
+    load_processor.cache_clear()
+
+
+def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
+    """Where the device normalizes pixels: its tokens and its pixels come from the same array."""
+    monkeypatch.setattr(ModelImages, "in_bytes", True)
+    name = str(model_in(folder, "qwen2_5_vl"))
+    rows = [asked({"type": "image", "path": f"{n}.png"}) for n in ("wide", "tall", "small")]
+    data = Data(
+        kind="chat", streaming=True, shuffle=False, sequence_length=64, train=written(folder, rows)
+    )
+    model = ModelInputs(tokenizer=name, images=ModelImages(RowImages(name), grid=True))
+    sampler = RankBatchSampler(
+        order=StreamOrder(),
+        global_batch_size=1,
+        micro_batch_size=1,
+        rank=0,
+        ranks=1,
+        first_step=0,
+        steps=3,
+    )
+    stream = StreamingDataset(
+        find_parts(data.train, kind="chat"),
+        make_encoder("chat", data, tokenizer=name, images=model.row_images),
+        objective=NextToken(),
+        sampler=sampler,
+        data=data,
+        seed=3,
+        model=model,
+        skipped_rows=None,
+    )
+    made = [raise_error(part)["tensors"] for part in stream.starting(sampler, None)]
+    assert sum(tensors["images"] for tensors in made) >= 3
+    assert sorted(decoded) == ["small.png", "tall.png", "wide.png"]
+
+
+def test_images_that_were_read_last_are_kept(folder, decoded, monkeypatch):
+    """As many as the limit of bytes allows, and at least one; a file that changes is noticed."""
+    processor = load_processor(str(model_in(folder, "qwen2_5_vl")), None)
+    wide, tall = (source_of(f"{name}.png", str(folder)) for name in ("wide", "tall"))
+    first, checksum = processor.read(wide, in_bytes=True)
+    again, _ = processor.read(wide, in_bytes=True, checksum=checksum)
+    assert again is first
+    processor.read(wide, in_bytes=False)
+    processor.read(tall, in_bytes=True)
+    processor.read(wide, in_bytes=True)
+    assert decoded == ["wide.png", "wide.png", "tall.png"]
+    monkeypatch.setattr(image_processor_module, "_KEPT_BYTES", 1)
+    processor.read(tall, in_bytes=True)
+    processor.read(wide, in_bytes=True)
+    assert decoded[3:] == ["wide.png"]
+    with pytest.raises(RowError, match=r"wide.png: has changed since its row was tokenized"):
+        processor.read(wide, in_bytes=True, checksum=checksum + 1)
 
 
 def test_a_stream_names_an_image_that_is_missing(folder):

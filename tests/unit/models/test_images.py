@@ -262,7 +262,7 @@ def test_rows_of_a_plan_are_full_of_the_largest_images(models):
         images = PlannedImages(rows, tower.grid, tower.token_types, tower.inputs)
         inputs = ImageInputs(length, images=images)
         ids = np.full(length, tower.inputs.image_token)  # random tokens are those of text, too
-        row = inputs.with_largest_images(make_sample([(ids, ids)]))
+        row = inputs.filled(make_sample([(ids, ids)]))
         made = inputs.collate([row])["tensors"]
         assert len(made["image_positions"]) == sum(row["input_ids"] == tower.inputs.image_token)
         return made["images"], tower.inputs.patches(made["tower"]), len(made["image_positions"])
