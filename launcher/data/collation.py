@@ -37,7 +37,7 @@ def make_sample(pieces: Iterable[Piece]) -> Sample:
     return sample | ({"weights": np.concatenate(weights[0])} if weights else {})
 
 
-BESIDE_TOKENS = ("images", "grid_positions", "error", "source")
+BESIDE_TOKENS = ("images", "image_spans", "grid_positions", "error", "source")
 """Keys of samples whose first dimension does not count tokens."""
 NOTHING = np.zeros(0, dtype=np.int64)
 EMPTY = make_sample([(NOTHING, NOTHING)])

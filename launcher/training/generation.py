@@ -25,7 +25,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, WHOLE_ROW
 from launcher.objectives.loss import model_inputs
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
@@ -208,7 +208,7 @@ def _image_inputs(
             start = chunk[row].start
             pieces = [(0, start, start + len(chunk[row].ids))]
         samples.append(dataset.inputs.complete(sample, dataset.store, pieces))
-    inputs = replace(dataset.inputs, length=width, packed=False, width_multiple=1)
+    inputs = replace(dataset.inputs, length=width, packed=False, part=WHOLE_ROW, width_multiple=1)
     made = raise_error(replace(dataset, inputs=inputs).collate(samples))
     return {name: v for name, v in model_inputs(made["tensors"]).items() if name != "input_ids"}
 
