@@ -171,18 +171,20 @@ class ImageInputs(TextInputs):
     def complete(
         self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:
-        """The sample with `images`, what the model takes of each of its images; and for models with
-        positions of a grid `grid_positions`, (3, tokens)."""
+        """The sample with `images`, what the model takes of each of its images; `image_spans`, the
+        first token of each and the one after its last; and for models with positions of a grid
+        `grid_positions`, (3, tokens)."""
         processor, found, places = self.images.processor, list[Arrays](), list[Any]()
-        in_bytes, before = self.images.in_bytes, 0
+        spans, in_bytes, before = list[tuple[int, int]](), self.images.in_bytes, 0
         for _, start, end in pieces:
             for image in store.images_between(start, end):
-                checksum = image.checksum
+                checksum, moved = image.checksum, before - start
                 read, _ = processor.read(image.source, in_bytes=in_bytes, checksum=checksum)
                 found.append(read.arrays)
-                places.append((before + image.first - start, *image.grid))
+                spans.append((moved + image.first, moved + image.end))
+                places.append((moved + image.first, *image.grid))
             before += end - start
-        made: dict[str, Any] = {**sample, "images": found}
+        made: dict[str, Any] = {**sample, "images": found, "image_spans": spans}
         if self.images.grid:
             made["grid_positions"] = grid_positions(sample["position_ids"], places)
         return made
@@ -195,13 +197,20 @@ class ImageInputs(TextInputs):
         ids = sample["input_ids"].copy()
         ids[ids == tower.image_token] = 0
         found, places, end = list[Arrays](), list[tuple[int, int, int]](), 0
+        spans = list[tuple[int, int]]()
         while made := tower.without_content(len(ids) - end - 2, self.images.rows.max_pixels):
             tokens, grid, arrays = made
             ids[end + 1 : end + 1 + tokens] = tower.image_token
             places.append((end + 1, *grid))
+            spans.append((end + 1, end + 1 + tokens))
             found.append(arrays)
             end += tokens + 2
-        made_sample: dict[str, Any] = {**sample, "input_ids": ids, "images": found}
+        made_sample: dict[str, Any] = {
+            **sample,
+            "input_ids": ids,
+            "images": found,
+            "image_spans": spans,
+        }
         if self.images.grid:
             made_sample["grid_positions"] = grid_positions(sample["position_ids"], places)
         return made_sample
@@ -210,15 +219,22 @@ class ImageInputs(TextInputs):
         """A micro-batch with the arrays of all images, by the names of the model's arguments, or
         what `TowerInputs.make` makes of them; and `images`, their number. Without images these are
         the arrays of a blank one: all ranks compute the same layers, in which they exchange weights
-        and gradients. For transformers' own forward method there are only its arguments."""
+        and gradients. For transformers' own forward method there are only its arguments.
+
+        With context parallelism these are the images of which this rank's part of the rows has
+        tokens, and `image_features` says which of their features are those of its tokens."""
         made = super().collate(rows, several_documents=several_documents)
         tensors, processor = dict(made["tensors"]), self.images.processor
         ids = tensors["input_ids"]
+        mine = self.part.of(ids.shape[1] * self.part.parts)
+        whole = self.part.parts == 1
         found: list[Arrays] = [image for row in rows for image in row.get("images", ())]
         if not (found or self.images.changed):
             return made
+        if not whole:
+            found, tensors["image_features"] = self._of_part(rows, mine)
         if self.images.grid:
-            tensors["position_ids"] = _with_grid(rows, ids, tensors.get("position_ids"))
+            tensors["position_ids"] = _with_grid(rows, mine, tensors.get("position_ids"))
         if self.images.token_types is not None:
             types = torch.isin(ids, torch.tensor(processor.token_ids))
             tensors[self.images.token_types] = types.long()
@@ -236,6 +252,21 @@ class ImageInputs(TextInputs):
         operations = self.images.tower.forward_operations(tensors["tower"], tokens)
         passes = self.images.tower.operations.passes if found else 0
         return {**made, "tensors": tensors, "image_operations": round(passes * sum(operations))}
+
+    def _of_part(self, rows: list[Sample], mine: slice) -> tuple[list[Arrays], torch.Tensor]:
+        """The images of which these tokens of the rows have some, and the places of these tokens
+        among all that stand for the features of these images."""
+        assert self.images.tower is not None
+        images, of_part = list[Arrays](), [np.zeros(0, dtype=bool)]
+        for row in rows:
+            pairs = zip(row.get("images", ()), row.get("image_spans", ()), strict=True)
+            for arrays, (first, end) in pairs:
+                if first < mine.stop and end > mine.start:
+                    is_token = row["input_ids"][first:end] == self.images.tower.image_token
+                    at = first + np.flatnonzero(is_token)
+                    images.append(arrays)
+                    of_part.append((at >= mine.start) & (at < mine.stop))
+        return images, torch.from_numpy(np.flatnonzero(np.concatenate(of_part)))
 
 
 def grid_positions(positions: Integers, images: list[tuple[int, int, int]]) -> Integers:
@@ -259,16 +290,16 @@ def grid_positions(positions: Integers, images: list[tuple[int, int, int]]) -> I
     return made
 
 
-def _with_grid(rows: list[Sample], ids: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor:
-    """(3, rows, tokens); for packed rows (4, rows, tokens), where the first are the positions of text,
-    from which masks are made."""
-    width = ids.shape[1]
+def _with_grid(rows: list[Sample], mine: slice, text: torch.Tensor | None) -> torch.Tensor:
+    """(3, rows, tokens), of these tokens of the rows; for packed rows (4, rows, tokens), where the
+    first are the positions of text, from which masks are made."""
     grids = []
     for row in rows:
         own = row.get("grid_positions")
         own = np.zeros((3, 0), dtype=np.int64) if own is None else own
         # Padding is a document of its own
-        rest = np.broadcast_to(np.arange(width - own.shape[1]), (3, width - own.shape[1]))
-        grids.append(np.concatenate([own, rest], axis=1))
+        missing = max(0, mine.stop - own.shape[1])
+        rest = np.broadcast_to(np.arange(missing), (3, missing))
+        grids.append(np.concatenate([own, rest], axis=1)[:, mine])
     grid = torch.from_numpy(np.stack(grids, axis=1))
     return grid if text is None else torch.cat([text[None], grid])

@@ -60,7 +60,7 @@ CONTEXT = ParallelSize(
         ("data.kind", "text tokens chat instruct"),
         ("model.task", "causal_lm"),
     ),
-    needed_by=("distillation", "images"),
+    needed_by=("distillation",),
 )
 EXPERT = ParallelSize(
     key="expert_parallel_size",
@@ -71,7 +71,7 @@ EXPERT = ParallelSize(
         ("optimizer.name", "adamw sgd muon"),
         ("model.compile", False),
     ),
-    needed_by=("distillation", "images", "activation_checkpointing.budget"),
+    needed_by=("distillation", "activation_checkpointing.budget"),
     instead={"model.compile": _EAGER},
 )
 TENSOR = ParallelSize(
@@ -88,7 +88,6 @@ TENSOR = ParallelSize(
     ),
     needed_by=(
         "distillation",
-        "images",
         "activation_checkpointing.budget",
         "strategy.mixed_precision.float8",
         "model.new_tokens lora",

@@ -207,6 +207,13 @@ def divide_rows(
 ) -> None:
     """Divides rows over the ranks of a group (context parallelism): see `apply_context_parallel`,
     whose errors it raises."""
+    tower = applied(model).images
+    if tower is not None and (tower.both_ways or tower.inputs is None):
+        key, name = "strategy.context_parallel_size", type(model).__name__
+        why = "does not say which features of an image belong to a part of a row"
+        if tower.both_ways:
+            why = "attends to images in both directions, with masks that cannot be divided"
+        raise RecipeError(f"{key}: {name} {why}; use 1, or set images=null for rows of text")
     # Before layers are divided: it checks the heads of the whole model. Before blocks are measured
     # for activation checkpointing: they have the attention that they will have
     apply_context_parallel(

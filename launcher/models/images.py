@@ -85,9 +85,7 @@ def _without_gradient(model: PreTrainedModel, blank_image: Mapping[str, torch.Te
     }
     try:
         features = tower.get_image_features(**inputs, return_dict=True)
-        found = [value for key, value in features.items() if key in _FEATURES]
-        total = torch.stack([tensor.sum() for tensor in _tensors(found)]).sum()
-        torch.autograd.backward(total)
+        torch.autograd.backward(_sum_of_features(features))
     except (
         Exception
     ):  # a model that cannot run on meta; of those that are known, all parts are used
@@ -302,10 +300,12 @@ class ImageTower:
         images: int | None = None,
         tower: Mapping[str, Any] | None = None,
         image_positions: torch.Tensor | None = None,
+        image_features: torch.Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         """images: the number of images; None: the call is about text alone. tower,
-        image_positions: those of `TowerInputs.make`, for a model that has `inputs`."""
+        image_positions: those of `TowerInputs.make`, for a model that has `inputs`. image_features:
+        which features of the tower these positions have, in this order; None: all."""
         if images is None:
             return self._forward(*args, **inputs)
         positions = inputs.get("position_ids")
@@ -325,16 +325,19 @@ class ImageTower:
                 lambda: self._base.get_image_features(**normalized(tower), return_dict=True)
             )
             if images:
-                return self._with_features(embeds, features, image_positions)
-            sums = [tensor.sum().float() for tensor in _tensors(features)]
-            return embeds + 0 * torch.stack(sums).sum().to(embeds.dtype)
+                return self._with_features(embeds, features, image_positions, image_features)
+            return embeds + 0 * _sum_of_features(features).to(embeds.dtype)
 
         # After the embedding, as in transformers: the ranks gather weights in the same order
         handle = self._base.get_input_embeddings().register_forward_hook(run_tower)
         return self._forward(*args, **inputs)
 
     def _with_features(
-        self, embeds: torch.Tensor, features: Mapping[str, Any], positions: torch.Tensor | None
+        self,
+        embeds: torch.Tensor,
+        features: Mapping[str, Any],
+        positions: torch.Tensor | None,
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         """The embeddings (rows, tokens, hidden size) with the features of images at these positions
         of the flattened rows. Features of other depths are added behind the first layers."""
@@ -345,12 +348,12 @@ class ImageTower:
 
             def add_deeper(module: nn.Module, args: Any, inputs: Any) -> tuple[Any, Any]:
                 handle.remove()
-                levels = [_joined(level) for level in deeper]
+                levels = [_joined(level, chosen) for level in deeper]
                 deep = {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
                 return args, inputs | deep
 
             handle = text.register_forward_pre_hook(add_deeper, with_kwargs=True)
-        joined = _joined(features["pooler_output"]).to(embeds.dtype)
+        joined = _joined(features["pooler_output"], chosen).to(embeds.dtype)
         return embeds.flatten(0, 1).index_copy(0, positions, joined).view_as(embeds)
 
 
@@ -372,11 +375,15 @@ def _added_at(
     return flat.index_add(0, positions, features).view_as(hidden)
 
 
-def _joined(features: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The features of all images, (tokens, hidden size)."""
+def _joined(
+    features: torch.Tensor | tuple[torch.Tensor, ...], chosen: torch.Tensor | None
+) -> torch.Tensor:
+    """The chosen features of all images, (tokens, hidden size); None: all of them."""
     if isinstance(features, torch.Tensor):
-        return features.reshape(-1, features.shape[-1])
-    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+        joined = features.reshape(-1, features.shape[-1])
+    else:
+        joined = torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+    return joined if chosen is None else joined.index_select(0, chosen)
 
 
 def packed_masks(
@@ -408,6 +415,13 @@ def packed_masks(
     near = either if _SLIDING in both_ways else causal
     near = near if window is None else near & (distance < window)
     return {_FULL: full[:, None], _SLIDING: near[:, None]}
+
+
+def _sum_of_features(outputs: Mapping[str, Any]) -> torch.Tensor:
+    """The sum of what a model takes of the outputs of its tower. Gradients flow through the same
+    layers as from the features of images: ranks gather the weights of the same layers."""
+    features = [value for name, value in outputs.items() if name in _FEATURES]
+    return torch.stack([tensor.sum().float() for tensor in _tensors(features)]).sum()
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -176,6 +177,8 @@ class TowerProfile:
     """Operations of the matrix products of a forward pass of all blocks, for such a row."""
     attention: float = 0.0
     """The same of attention."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """The first token of each of these images in its row, and the one after its last."""
     saved: dict[torch.dtype, Saved] = dataclasses.field(default_factory=dict)
     """What a block saves for such a row, by compute dtype. Empty if the model does not run on fake
     tensors."""
@@ -186,6 +189,16 @@ class TowerProfile:
     def trained(self) -> bool:
         """Whether the blocks have a backward pass."""
         return any(block.trained for block in self.blocks)
+
+    def share(self, parts: int, length: int) -> float:
+        """The largest share of the images of a row of so many tokens that one of the context parallel
+        ranks computes: those of which its part of the row has a token."""
+        width = -(-length // parts)
+        counts = [
+            sum(first < start + width and end > start for first, end in self.spans)
+            for start in range(0, length, width)
+        ]
+        return max(counts) / len(self.spans) if self.spans else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,10 +440,12 @@ def _tower_profile(
     if images is None:
         return TowerProfile(tuple(blocks))
     tensors = _one_row(prepared, recipe).tensors
-    tokens = len(tensors["image_positions"])
-    products, attention = images.forward_operations(tensors["tower"], tokens)
+    places = tensors["image_positions"].numpy()
+    products, attention = images.forward_operations(tensors["tower"], len(places))
     patches, pixels = images.patches(tensors["tower"]), tensors["tower"]["pixel_values"].nbytes
-    return TowerProfile(tuple(blocks), patches, pixels, products, attention)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    spans = tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
+    return TowerProfile(tuple(blocks), patches, pixels, products, attention, spans)
 
 
 def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:

@@ -170,6 +170,9 @@ class Work:
         self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
+        # Rows of images whose tower this rank computes; an image is not divided
+        parts = sizes.context_parallel_size
+        self.rows_of_images = rows * profile.tower.share(parts, length)
         self.tower = [self._tower_block(weights) for weights in profile.tower.blocks]
         self.tower_recomputed = [n > 0 and i % n == 0 for i in range(len(self.tower))]
         if not profile.tower.trained:
@@ -228,15 +231,16 @@ class Work:
     def _tower_block(self, weights: WeightGroup) -> Pass:
         """The forward pass of a block of the tower, for the largest images in full rows."""
         tower, size = self.profile.tower, self.size
-        patches, count = self.rows * tower.patches, len(tower.blocks)
+        rows = self.rows_of_images
+        patches, count = rows * tower.patches, len(tower.blocks)
         wide = max((max(weight.shape) for weight in weights.parameters), default=0)
         hidden = min((min(shape[-2:]) for shape in weights.matrices), default=0)
         saved = tower.saved.get(self.dtype)
         if self.autocast and tower.autocast is not None:
             saved = tower.autocast
         if saved is not None:
-            kept, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
-            moved, launches = float(self.rows * saved.moved), saved.launches
+            kept, selective = float(rows * saved.kept), float(rows * saved.selected)
+            moved, launches = float(rows * saved.moved), saved.launches
         else:
             ends = sum(sum(shape[-2:]) for shape in weights.matrices)
             moved = OVER_MATRICES * size * patches * ends
@@ -251,8 +255,8 @@ class Work:
             casts=size * weights.count if self.autocast else 0,
             moved=moved,
             launches=launches,
-            products=self.rows * tower.products / count,
-            attention=self.rows * tower.attention / count,
+            products=rows * tower.products / count,
+            attention=rows * tower.attention / count,
             trained=_share_trained(weights),
             backward=tower.trained,
         )

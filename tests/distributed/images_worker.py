@@ -40,6 +40,7 @@ optimizer: {{learning_rate: {RATE}, weight_decay: 0.0}}
 schedule: {{kind: constant, warmup_steps: 0}}
 evaluation: {{every_steps: 100, generate: {{prompts: 9, max_new_tokens: 5}}}}
 """
+CONTEXT = "strategy.context_parallel_size=2"
 FSDP, PADDED = "strategy.kind=fsdp", ["data.packing=false", "batch.global_batch_size=8"]
 CASES = {
     "qwen2_5_vl fsdp": [FSDP],
@@ -56,6 +57,12 @@ CASES = {
     "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],
     "mistral3 fsdp": [FSDP],
     "smolvlm fsdp": [FSDP],
+    "qwen2_5_vl context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
+    "qwen3_vl context padded": [FSDP, CONTEXT, *PADDED],
+    "qwen3_vl_moe experts": [FSDP, "strategy.expert_parallel_size=2"],
+    "qwen2_5_vl tensor": [FSDP, "strategy.tensor_parallel_size=2"],
+    "gemma3 tensor": [FSDP, "strategy.tensor_parallel_size=2"],
+    "llava context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
 LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240}

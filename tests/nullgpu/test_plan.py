@@ -70,6 +70,7 @@ NF4 = "lora={rank: 16, quantize: nf4}"
 DORA = "lora={rank: 16, dora: true, modules_to_save: [embed_tokens, lm_head]}"
 QWEN3_5, GPT_OSS = "4 layers of Qwen3.5", "2 layers of gpt-oss"
 SHORT = "data.sequence_length=1024"
+CONTEXT, TENSOR = "strategy.context_parallel_size=2", "strategy.tensor_parallel_size=2"
 REDUCE_ONCE, UNSHARDED = (
     "strategy.sync_every_micro_batch=false",
     "strategy.reshard_after_backward=false",
@@ -204,6 +205,12 @@ MORE_IMAGES = [
     for strategy in (BF16, DDP)
     for train in (FROZEN, PROJECTOR, TOWER)
     for checkpointing in ((), (FULL,))
+]
+MORE_IMAGES += [
+    ("Qwen3-VL", 2, [BF16, SHORT, TOWER, CONTEXT]),
+    ("Qwen2.5-VL", 2, [BF16, SHORT, FROZEN, CONTEXT, "images.max_pixels=200704"]),
+    ("Qwen2.5-VL", 2, [BF16, SHORT, FROZEN, FULL, TENSOR]),
+    ("Gemma 3", 2, [BF16, SHORT, TOWER, TENSOR]),
 ]
 
 

@@ -29,7 +29,8 @@ from launcher.data.sources import Row, SourcePart, find_parts, read_all
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, RowPart
+from launcher.models.tower_inputs import PatchGrid, TowerInputs
 from launcher.objectives.next_token import NextToken
 from launcher.objectives.preference import Preference
 from launcher.recipe.schema import Data
@@ -359,6 +360,56 @@ def test_images_stay_whole(folder, length, packing):
         assert len(made["image_grid_thw"]) == max(1, made["images"])  # without images, a blank one
         shown += made["images"]
     assert (shown == 12) is (length >= 70)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 7])
+@pytest.mark.parametrize("packing", [True, False])
+def test_parts_of_rows_have_the_features_of_their_tokens(folder, parts, packing):
+    """Context parallel ranks have the images of which they have a token, and all positions."""
+    rows = [
+        asked({"type": "image", "path": name}, text("?"), {"type": "image", "path": "tall.png"})
+        for name in ("wide.png", "small.png")
+    ] + [asked(text("a" * 20))]
+    data = Data(
+        kind="chat", sequence_length=168, packing=packing, workers=0, cache=str(folder / "cache")
+    )
+    dataset = opened(folder, rows, data)
+    images = dataset.inputs.images
+    token, takes = images.processor.token_ids[0], frozenset(("pixel_values", "image_grid_thw"))
+    tower = TowerInputs(token, takes, PatchGrid(merge=2, patch=14, values=1176))
+    inputs = replace(dataset.inputs, images=replace(images, tower=tower), width_multiple=28)
+    samples, few = [dataset[index] for index in range(len(dataset))], []
+    whole = inputs.collate(samples)["tensors"]
+    of_parts = [
+        replace(inputs, part=RowPart(number, parts)).collate(samples)["tensors"]
+        for number in range(parts)
+    ]
+    for name in ("input_ids", "targets"):
+        joined = torch.cat([made[name] for made in of_parts], dim=1)
+        assert torch.equal(joined, whole[name])
+    joined = torch.cat([made["position_ids"] for made in of_parts], dim=2)
+    assert torch.equal(joined[-3:], whole["position_ids"][-3:])
+
+    def features(made):
+        """The pixels of each image token, by its place in the rows of a part."""
+        pixels = made["tower"]["pixel_values"].view(-1, 4 * 1176)
+        chosen = made.get("image_features", torch.arange(len(pixels)))
+        if not made["images"]:
+            assert not len(chosen)
+        few.append(made["images"])
+        return dict(
+            zip(made["image_positions"].tolist(), pixels[chosen], strict=made["images"] > 0)
+        )
+
+    wanted, width = features(whole), whole["input_ids"].shape[1]
+    size, found = width // parts, {}
+    for number, made in enumerate(of_parts):
+        for place, pixels in features(made).items():
+            row, column = divmod(place, size)
+            found[row * width + number * size + column] = pixels
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[place], wanted[place]) for place in wanted)
+    assert sum(few[1:]) < parts * few[0]  # not each part needs all images
 
 
 def test_positions_are_those_of_the_model(folder):

@@ -12,6 +12,7 @@ from launcher.data.collation import make_sample
 from launcher.data.image_inputs import ImageInputs, ModelImages, PlannedImages, grid_positions
 from launcher.data.image_processor import ImageProcessor, load_processor
 from launcher.data.images import RowImages
+from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models import attention as attention_module
@@ -24,7 +25,7 @@ from launcher.models.attention import (
     use_tower_attention,
 )
 from launcher.models.build import build_model, parts_without_text
-from launcher.models.changes import adapt
+from launcher.models.changes import adapt, divide_rows
 from launcher.models.images import (
     features_kept,
     packed_masks,
@@ -106,7 +107,7 @@ def test_features_of_an_answer_are_computed_once(models, family, shown):
         RowImages(str(models[family])), tower.grid, tower.token_types, tower=tower.inputs
     )
     text = processor.process(Image.new("RGB", (90, 60), "red")) if shown else None
-    ids = processor._tokenizer(text.text if shown else "ab")["input_ids"]
+    ids = hugging_face_tokenizer(str(models[family]))(text.text if shown else "ab")["input_ids"]
     ids = np.array([*ids, *b"What is it?"])
     sample = make_sample([(ids, np.full(len(ids), IGNORED))]) | {"images": []}
     if shown:
@@ -137,6 +138,46 @@ def test_features_of_an_answer_are_computed_once(models, family, shown):
     assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
     assert not torch.equal(*found)
     handle.remove()
+
+
+@pytest.mark.parametrize("family", FOUR)
+def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family):
+    """FSDP gathers the weights of a block for its backward pass: a rank without images would gather
+    those of LLaVA's last layers, which others skip."""
+    model = with_weights(models[family]).train()
+    processor, tower = load_processor(str(models[family]), None), applied(model).images
+    blank = processor.process(Image.new("RGB", (32, 32)))
+    shown = hugging_face_tokenizer(str(models[family]))(blank.text)["input_ids"]
+    ids = torch.tensor([[257, *shown, 65]])
+    arrays = processor.join([blank.arrays])
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if tower.inputs is not None:
+        inputs = tower.inputs.make(arrays, ids)
+    if tower.token_types:
+        inputs[tower.token_types] = torch.isin(ids, torch.tensor(processor.token_ids)).long()
+    seen = []
+
+    def watch(name):
+        def after(block, args, output):
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(lambda gradient: seen.append(name))
+
+        return after
+
+    for name, block in tower_blocks(model).items():
+        block.register_forward_hook(watch(name))
+    model(input_ids=ids, images=0, use_cache=False, **inputs).logits.sum().backward()
+    of_blank, seen[:] = [*seen], []
+    model(input_ids=ids, images=1, use_cache=False, **inputs).logits.sum().backward()
+    assert of_blank == seen != []
+
+
+def test_context_parallelism_refuses_masks_that_cannot_be_divided(models):
+    model = prepared(models["gemma3"])
+    with pytest.raises(RecipeError, match=r"attends to images in both directions, .*; use 1"):
+        divide_rows(
+            model, None, sequence_length=64, tensor_parallel_size=1, missing_for_varlen=None
+        )
 
 
 @pytest.mark.parametrize("family", FOUR)
