@@ -10,6 +10,7 @@ SLOW_STEP=SECONDS    Adds a delay to each step.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
 FILL=FOLDER:FROM,TO,FROM,...
                      The file system of FOLDER is full from before step FROM until after step TO.
+REMOVE=STEP,FILE     Rank 0 removes this file after this step.
 NAN=CALL             The loss of this forward pass is NaN.
 SLOW_PASS=FILE:CALL  The pass of a teacher or a reference saves each part. Before this part (from 0)
                      each rank creates FILE and waits until it is ended.
@@ -97,6 +98,20 @@ def fill_disk(folder, steps):
                 free.pop()()
             else:
                 free.append(fill(folder))
+
+    if os.environ.get("RANK", "0") == "0":
+        reporting.Reporter.step = step
+
+
+def remove_file(at, file):
+    from launcher.run import reporting
+
+    original = reporting.Reporter.step
+
+    def step(self, done):
+        original(self, done)
+        if done.number == at:
+            os.unlink(file)
 
     if os.environ.get("RANK", "0") == "0":
         reporting.Reporter.step = step
@@ -252,6 +267,9 @@ def start():
         if "FILL" in os.environ:
             folder, _, steps = os.environ["FILL"].rpartition(":")
             fill_disk(Path(folder), [int(step) for step in steps.split(",")])
+        if "REMOVE" in os.environ:
+            at, _, file = os.environ["REMOVE"].partition(",")
+            remove_file(int(at), file)
         if "FULL_DISK" in os.environ:
             fail_saves([int(step) for step in os.environ["FULL_DISK"].split(",")])
 

@@ -124,6 +124,24 @@ def test_adapters_and_the_projector(folder, words, capsys):
     shutil.rmtree(run)
 
 
+@pytest.mark.long
+def test_adapters_and_a_projector_resume(folder, capsys):
+    """With the same bits in the adapter's files, whose export has the weights of the last checkpoint."""
+    words = [*LORA, "optimizer.learning_rate=0.02"]
+    expected = train(folder, "lora_whole", *words)
+    run = train(folder, "lora_killed", *words, expected=-9, KILL="1,6")
+    assert len(losses(run)) == 2
+    train(folder, "lora_killed", *words)
+    assert losses(run) == losses(expected)
+    mine, other = (load_file(one / "hf/adapter_model.safetensors") for one in (run, expected))
+    assert sum("merger" in name for name in mine) == 5
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    for number, merged in enumerate(("merged=false", "merged=true")):
+        out = str(folder / f"runs/lora_resumed_{number}")
+        assert main(["export", str(run), out, "verify=true", merged]) == 0, capsys.readouterr()
+
+
 def test_the_losses_of_rows(folder, whole, capsys):
     """With a learning rate of almost 0, their mean over tokens is the loss in training."""
     run = train(folder, "still", "optimizer.learning_rate=1e-12", "checkpoint.export=null")
@@ -185,6 +203,34 @@ def test_a_file_that_changes_during_training_ends_the_run(folder, tmp_path, work
     train(folder, run.name, *words, "run.max_steps=9", expected=2)
     stopped = json.loads((run / "status.json").read_text())
     assert "changing.png: has changed since its row was tokenized" in json.dumps(stopped)
+
+
+@pytest.mark.parametrize(
+    "workers", [0, pytest.param(1, marks=pytest.mark.long)], ids="workers={}".format
+)
+def test_a_file_that_is_removed_during_training(folder, tmp_path, workers):
+    """The rank that needs it ends the run and names it. When it is back, the run resumes with the same
+    losses. Each step reads all images."""
+    lines = read_lines(folder / "train.jsonl")
+    for line in lines:
+        line["images"] = [str(folder / name) for name in line.get("images", ())]
+    picture = make_image(tmp_path / "removed.png", seed=1)
+    content = picture.read_bytes()
+    lines[4]["images"] = [str(picture)]
+    write_lines(tmp_path / "train.jsonl", lines)
+    words = [f"data.train=[{tmp_path}/train.jsonl]", f"data.workers={workers}", "run.max_steps=12"]
+    words += ["checkpoint.export=null", f"data.cache={tmp_path}/cache"]
+    expected = train(folder, f"undisturbed{workers}", *words)
+    name = f"removed{workers}"
+    run = train(folder, name, *words, expected=2, REMOVE=f"4,{picture}")
+    status = json.loads((run / "status.json").read_text())
+    reached = len(losses(run))
+    assert 3 <= reached < 12
+    assert status["reason"] == "recipe"
+    assert status["error"].startswith(f"data: {picture}: no such file")
+    picture.write_bytes(content)
+    train(folder, name, *words)
+    assert losses(run) == losses(expected)
 
 
 @pytest.mark.long
