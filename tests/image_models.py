@@ -200,6 +200,192 @@ FAMILIES = {
 }
 """By model type."""
 
+_QWEN2 = {key: value for key, value in TEXT.items() if key != "head_dim"} | {"model_type": "qwen2"}
+_SIGLIP = VISION | {"image_size": 56, "model_type": "siglip_vision_model"}
+_TILED = {"size": {"height": 56, "width": 56}, "crop_to_patches": True}
+_TILED |= {"min_patches": 1, "max_patches": 4}
+_SIZES = {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
+_INTERNVL_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+_GLM_KINDS = ("<|image|>", "<|video|>")
+_GLM_TOKENS = [*_GLM_KINDS, "<|begin_of_image|>", "<|end_of_image|>"]
+_GLM_TOKENS += ["<|begin_of_video|>", "<|end_of_video|>"]
+
+
+def _glm(kind, processor, image_processor):
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    names = ("image_token", "video_token", "image_start_token", "image_end_token")
+    names += ("video_start_token", "video_end_token")
+    ids = {f"{name}_id": 260 + number for number, name in enumerate(names)}
+    return {
+        "config": {
+            "model_type": kind,
+            "text_config": text
+            | {"model_type": "glm4v_text"}
+            | {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
+            "vision_config": QWEN_VISION
+            | {"model_type": "glm4v_vision", "patch_size": 14, "image_size": 112},
+            **ids,
+        },
+        "tokens": _GLM_TOKENS,
+        "named": dict(zip(names[:2], _GLM_KINDS, strict=True)),
+        "image": "<|begin_of_image|><|image|><|end_of_image|>",
+        "processor_class": processor,
+        "processor": {
+            "image_processor_type": image_processor,
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 20 * 56 * 56},
+        },
+    }
+
+
+MORE = {
+    "internvl": {
+        "config": {
+            "model_type": "internvl",
+            "text_config": _QWEN2,
+            "vision_config": VISION | {"image_size": [56, 56], "patch_size": [14, 14]},
+            "image_token_id": 262,
+            "image_seq_length": 4,
+            "downsample_ratio": 0.5,
+        },
+        "tokens": [*_INTERNVL_TOKENS.values()],
+        "named": _INTERNVL_TOKENS,
+        "image": "<IMG_CONTEXT>",
+        "processor_class": "InternVLProcessor",
+        "processor": _TILED | {"image_processor_type": "GotOcr2ImageProcessor"},
+        "processor_config": {"image_seq_length": 4},
+    },
+    "llava_next": {
+        "config": {
+            "model_type": "llava_next",
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": VISION | {"image_size": 56, "model_type": "clip_vision_model"},
+            "image_token_index": 260,
+            "vision_feature_layer": -2,
+            **_SIZES,
+        },
+        "tokens": ["<image>"],
+        "image": "<image>",
+        "processor_class": "LlavaNextProcessor",
+        "processor": {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            **_SIZES,
+        },
+        "processor_config": {
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    },
+    "llava_onevision": {
+        "config": {
+            "model_type": "llava_onevision",
+            "text_config": _QWEN2,
+            "vision_config": _SIGLIP,
+            "image_token_index": 260,
+            "video_token_index": 261,
+            **_SIZES,
+        },
+        "tokens": ["<image>", "<video>"],
+        "image": "<image>",
+        "processor_class": "LlavaOnevisionProcessor",
+        "processor": {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 56, "width": 56},
+            **_SIZES,
+        },
+        "processor_config": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    },
+    "glm4v": _glm("glm4v", "Glm4vProcessor", "Glm4vImageProcessor"),
+    "glm46v": _glm("glm46v", "Glm46VProcessor", "Glm46VImageProcessor"),
+    "aya_vision": {
+        "config": {
+            "model_type": "aya_vision",
+            "text_config": TEXT
+            | {"model_type": "cohere2", "sliding_window": 32}
+            | {"layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": _SIGLIP,
+            "image_token_index": 262,
+            "downsample_factor": 2,
+        },
+        "tokens": [
+            *("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"),
+            *("<image>", "TILE_GLOBAL", "TILE"),
+        ],
+        "image": "<image>",
+        "processor_class": "AyaVisionProcessor",
+        "processor": _TILED | {"image_processor_type": "GotOcr2ImageProcessor"},
+        "processor_config": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
+    },
+    "exaone4_5": _qwen(
+        "exaone4_5",
+        "Exaone4_5_Processor",
+        text={"model_type": "exaone4", "sliding_window": None}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        | {"layer_types": ["full_attention"] * 2},
+        vision=_WINDOWS | {"num_key_value_heads": 2},
+        patch_size=14,
+    ),
+    "vipllava": FAMILIES["llava"]
+    | {
+        "config": {
+            "model_type": "vipllava",
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": VISION | {"image_size": 56, "model_type": "clip_vision_model"},
+            "image_token_index": 260,
+            "vision_feature_layers": [-1, -2],
+        }
+    },
+    "deepseek_vl": {
+        "config": {
+            "model_type": "deepseek_vl",
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP,
+            "image_token_id": 260,
+        },
+        "tokens": ["<image_placeholder>"],
+        "named": {"image_token": "<image_placeholder>"},
+        "image": "<image_placeholder>",
+        "processor_class": "DeepseekVLProcessor",
+        "processor": {
+            "image_processor_type": "DeepseekVLImageProcessor",
+            "size": {"height": 56, "width": 56},
+        },
+        "processor_config": {"num_image_tokens": 16},
+    },
+    "ovis2": {
+        "config": {
+            "model_type": "ovis2",
+            "text_config": _QWEN2,
+            "vision_config": VISION | {"image_size": 56, "hidden_stride": 1, "vocab_size": 40},
+            "image_token_id": 260,
+            "visual_indicator_token_ids": [261, 262, 263, 264, 265],
+            "vocab_size": 320,
+            "hidden_size": 32,
+        },
+        "tokens": [
+            *("<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+            "<image>",
+        ],
+        "named": {"image_token": "<image>"},
+        "image": "<image>",
+        "processor_class": "Ovis2Processor",
+        "processor": _TILED | {"image_processor_type": "Ovis2ImageProcessor"},
+        "processor_config": {"image_seq_length": 16},
+    },
+}
+"""More of them, of which the launcher knows nothing: their processors and `get_image_features` say
+all."""
+
 NEEDS = {"mistral3": ("torchvision",), "smolvlm": ("num2words",)}
 """Packages that the processors of families need, and the launcher does not."""
 
@@ -226,7 +412,7 @@ def make_model(folder, family, *, replaced=None, sections=None, shape_only=False
     replaced: keys of its config. sections: changes in sections of it, by section. shape_only: without
     weights, as for a plan.
     """
-    about = FAMILIES[family]
+    about = (FAMILIES | MORE)[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = hugging_face_byte_tokenizer()
     tokenizer.add_tokens(

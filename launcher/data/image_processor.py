@@ -36,12 +36,16 @@ _OF_TEXT = (
     "mm_token_type_ids",
     "text_replacement_offsets",
 )
-_IN_LISTS = ("Idefics2Processor", "Idefics3Processor", "SmolVLMProcessor")
+_IN_LISTS = ("Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
 
 _IN_BYTES = {"do_rescale": False, "do_normalize": False}
 _KEPT_BYTES = 64 << 20
 """Arrays of the images that a process has read last: those of a long row."""
+_REPLACES = "replace_image_token"
+"""The method of a processor that gives the text of an image."""
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Keys of a model's config, of which one names the token whose embeddings images replace."""
 _NEED_TWO = ("PixtralProcessor",)
 """Processors of models that squeeze the features of a single token away (Mistral 3 in 5.23)."""
 
@@ -87,7 +91,7 @@ class ImageProcessor:
 
     def __init__(self, name: str, max_pixels: int | None) -> None:
         """Raises RecipeError."""
-        self._processor: Any = _load(name)
+        self._processor, config = _load(name)
         self._tokenizer: Any = self._processor.tokenizer
         kind = type(self._processor).__name__
         self._in_lists, self._needs_two = kind in _IN_LISTS, kind in _NEED_TWO
@@ -95,10 +99,19 @@ class ImageProcessor:
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str):
             raise RecipeError(f"images: {name}: {kind} has no placeholder for images")
+        own = [base.__name__ for base in type(self._processor).__mro__ if _REPLACES in vars(base)]
+        if own[:1] in ([], ["ProcessorMixin"]):
+            what = f"{kind} does not say which text takes the place of an image"
+            raise RecipeError(
+                f"images: {name}: {what}; rows of its type with images are not supported"
+            )
         self.placeholder: str = placeholder
         if max_pixels is not None:
             self._limit(max_pixels)
-        known = [number for number in self._processor.image_token_ids if number is not None]
+        # Those of the model, too: that of Ovis2's processor stands for an image in texts only
+        of_model = [getattr(config, name, None) for name in _IMAGE_TOKENS]
+        known = [*self._processor.image_token_ids, *of_model]
+        known = list(dict.fromkeys(number for number in known if number is not None))
         self.token_ids: list[int] = known
         """The tokens that stand for an image, and those between its rows and parts."""
         self._token_texts: list[str] = self._tokenizer.convert_ids_to_tokens(known)
@@ -128,6 +141,7 @@ class ImageProcessor:
                 images=[image],
                 text=[self.placeholder],
                 return_text_replacement_offsets=True,
+                return_tensors="np",  # Ovis2 fails on lists
                 **(_IN_BYTES if in_bytes else {}),
             )
         except Exception as error:  # such as for a line of pixels
@@ -267,7 +281,9 @@ class ImageProcessor:
 
     def count_tokens(self, text: str) -> int:
         """The tokens of images in the text that takes the place of a placeholder."""
-        return sum(map(text.count, self._token_texts))
+        # Not by their texts: that of a token may be a part of another's (TILE_GLOBAL of Aya Vision)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return int(np.isin(ids, self.token_ids).sum())
 
     def table(self, ids: Ids, images: tuple[Any, ...]) -> Images:
         """The images of a conversation, `Rendered.images`, in the document with these ids."""
@@ -278,6 +294,9 @@ class ImageProcessor:
             raise RecipeError(f"images: {type(self._tokenizer).__name__}: {what}")
         table, data = np.zeros(len(images), dtype=IMAGE), b""
         for number, (count, (rows, columns), source, checksum) in enumerate(images):
+            if not count:
+                what = "the text of an image has none of the tokens that stand for images"
+                raise RecipeError(f"images: {type(self._processor).__name__}: {what}")
             last = ends[number] - 1
             place = int(at[last - count + 1]), int(at[last]) + 1
             table[number] = (
@@ -357,8 +376,8 @@ def _processor_class(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def _load(name: str) -> Any:
-    """Raises RecipeError."""
+def _load(name: str) -> tuple[Any, Any]:
+    """The processor of a model, and its config. Raises RecipeError."""
     import transformers
 
     # `transformers` itself gives this class only where torchvision is installed (5.17)
@@ -400,4 +419,4 @@ def _load(name: str) -> Any:
     except Exception as error:  # of missing files and unsuitable values
         what = f"no processor of images could be loaded: {first_line(error)}"
         raise RecipeError(f"images: {name}: {what}") from None
-    return made[0] if isinstance(made, tuple) else made
+    return made[0] if isinstance(made, tuple) else made, config

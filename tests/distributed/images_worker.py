@@ -22,7 +22,7 @@ from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
 from tests.distributed.launching import end_worker
 from tests.distributed.recurrent_worker import train
-from tests.image_models import make_image, make_model, reference_processor
+from tests.image_models import MORE, make_image, make_model, reference_processor
 from tests.run_files import write_lines
 
 transformers.logging.set_verbosity_error()
@@ -65,7 +65,9 @@ CASES = {
     "llava context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
-LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240}
+CASES |= {f"{family} fsdp": [FSDP] for family in MORE}
+LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240, "llava_next": 300, "ovis2": 300}
+LONGEST |= {"llava_onevision": 300, "aya_vision": 300}
 """Tokens of a row, where images have more than 160 tokens."""
 PROJECTORS = ("merger", "projector", "connector", "embed_vision")
 

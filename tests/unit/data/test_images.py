@@ -36,6 +36,7 @@ from launcher.objectives.preference import Preference
 from launcher.recipe.schema import Data
 from tests.image_models import (
     FAMILIES,
+    MORE,
     make_image,
     make_model,
     reference_processor,
@@ -93,7 +94,7 @@ def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
     return (objective or NextToken()).open(store, data, model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_tokens_are_those_of_the_processor(folder, family):
     skip_without_packages(family)
     rows = [
@@ -111,7 +112,8 @@ def test_tokens_are_those_of_the_processor(folder, family):
         paths = [p["path"] for p in row["messages"][0]["content"] if p["type"] == "image"]
         whole = processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
         opened_images = [Image.open(folder / path).convert("RGB") for path in paths]
-        wanted = processor(images=opened_images or None, text=[whole])["input_ids"][0]
+        made = processor(images=opened_images or None, text=[whole], return_tensors="np")
+        wanted = made["input_ids"][0]
         assert found.ids.tolist() == list(wanted)
         table, data = found.images
         assert data.decode() == "".join(str(folder / path) for path in paths)
@@ -122,6 +124,18 @@ def test_tokens_are_those_of_the_processor(folder, family):
         # The answer and its end carry loss
         learned = found.labels[found.labels != IGNORED]
         assert processor.tokenizer.decode(learned) == "A thing.<|end|>"
+
+
+def test_a_processor_without_the_text_of_an_image_is_refused(tmp_path, monkeypatch):
+    about = FAMILIES["idefics3"] | {
+        "config": {"model_type": "idefics2"},
+        "processor_class": "Idefics2Processor",
+        "processor": {"image_processor_type": "Idefics2ImageProcessor"},
+    }
+    monkeypatch.setitem(MORE, "idefics2", about)
+    name = str(make_model(tmp_path, "idefics2", shape_only=True))
+    with pytest.raises(RecipeError, match="Idefics2Processor does not say which text takes the"):
+        load_processor(name, None)
 
 
 def test_forms_of_rows_give_the_same_tokens(folder):
