@@ -135,7 +135,7 @@ class ChatModel:
         if self.template is None:
             text = messages[-1]["content"]
             return [*self._tokenizer.begin, *self._tokenizer.ids([text])[0].tolist()], {}
-        placed, sources = place_images(messages, None, ".", has_column=False)
+        placed, sources = place_images(messages, None, ".", placeholders=False)
         text = self.template.apply(placed, None, add_generation_prompt=True)
         arrays: Arrays = {}
         processor = self._processor
