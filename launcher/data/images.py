@@ -41,8 +41,10 @@ MOST_BYTES = 256 << 20
 """Bytes of the largest file of an image."""
 _WIDE = ("I", "F")
 """Beginnings of Pillow's modes with more than 8 bits for a pixel: conversion cuts them to white."""
-_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM")
-_FORMATS += ("QOI", "TGA", "TIFF", "WEBP")
+_FORMATS = (
+    *("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM"),
+    *("QOI", "TGA", "TIFF", "WEBP"),
+)
 """Formats that are decoded, as Pillow names them. For others, such as EPS, Pillow starts programs."""
 _LONGEST_NAME = 300
 """Characters of a path in a message."""
