@@ -32,6 +32,7 @@ from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
+from launcher.recipe.hub import CHAT_TEMPLATE
 from launcher.reliability.json_files import Json
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ def _processor(folder: Path, max_pixels: int | None = None) -> Json:
     from transformers import AutoProcessor
 
     files = sorted(file for pattern in PROCESSOR for file in folder.glob(pattern))
+    # The chat template is that of the run, which is compared as the tokenizer's
+    files = [file for file in files if file.name != CHAT_TEMPLATE]
     facts: Json = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
     if max_pixels is not None:
         for content in facts.values():

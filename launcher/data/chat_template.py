@@ -10,10 +10,13 @@ is an error.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +116,27 @@ class Rendered:
     """Of each token with loss (data.weights_column); None: 1."""
     images: tuple[Any, ...] = ()
     """Of each image the number of its tokens, their grid, its source, and the checksum of its file."""
+
+
+def read_template(file: str) -> str:
+    """The chat template in a file: its text, or the `chat_template` of JSON, as processors of images
+    have it. Raises RecipeError."""
+    if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
+        raise RecipeError(f"data.chat_template: {file}: is not a regular file")
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
+        raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        what = "is JSON without a text chat_template; give a file with the template alone"
+        raise RecipeError(f"data.chat_template: {file}: {what}")
+    return template
 
 
 class ChatTemplate:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from launcher.data.chat_template import ChatTemplate, Rendered
+from launcher.data.chat_template import ChatTemplate, Rendered, read_template
 from launcher.data.columns import (
     Weights,
     described,
@@ -54,12 +52,10 @@ from launcher.data.tokenizer import (
     prints_date,
     tokenizer_identity,
 )
-from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (
     KINDS,
-    NAMES,
     Match,
     RowKind,
     describe_column,
@@ -259,7 +255,7 @@ def encode_prompt(
 ) -> tuple[Ids, Images | None]:
     """The tokens of a conversation that the assistant continues, and its images. images: None: it is
     text. Raises RowError."""
-    placed, sources = place_images(messages, None, ".", has_column=False)
+    placed, sources = place_images(messages, None, ".", placeholders=False)
     text = template.apply(placed, None, add_generation_prompt=True)
     rendered = Rendered(text, [], closed=False)
     processor = None if images is None else load_processor(images.processor, images.max_pixels)
@@ -296,13 +292,7 @@ def make_encoder(
     rows = KINDS[kind]
     file, template = data.chat_template, None
     if rows.templated and file is not None:
-        if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
-            raise RecipeError(f"data.chat_template: {file}: is not a regular file")
-        try:
-            template = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
-            raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
+        template = read_template(file)
     assert tokenizer is not None or kind == "tokens", "the model's own tokenizer is the default"
     day = None
     if rows.templated and tokenizer is not None:
@@ -420,11 +410,13 @@ def _with_images(
     """See `place_images`. Raises RowError, also if only a column that is not used holds images."""
     column = found.get("images")
     given = None if column is None else row.get(column)
-    names = [encoder.columns["images"]] if "images" in encoder.columns else NAMES["images"]
-    has_column = any(name.lower() in names or name in names for name in row)
-    messages, sources = place_images(messages, given, folder, has_column=has_column)
-    unused = None if sources else picture_column(row, found, encoder.ignored)
-    if unused is not None:
+    unused, sources = picture_column(row, found, encoder.ignored), list[ImageSource]()
+    try:
+        messages, sources = place_images(messages, given, folder)
+    except RowError:
+        if unused is None or given:
+            raise
+    if unused is not None and not sources:
         raise RowError(
             f"column {unused!r} holds images by its name, and the run does not see them; "
             f"{typed('data.columns.images', unused)} reads it, "

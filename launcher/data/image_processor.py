@@ -125,7 +125,8 @@ class ImageProcessor:
             raise RecipeError(f"images.max_pixels: {what}")
         if max_pixels < size["shortest_edge"]:
             least = size["shortest_edge"]
-            raise RecipeError(f"images.max_pixels: must be at least {least:,} for this model")
+            what = f"must be at least {least:,} for this model; got {max_pixels:,}"
+            raise RecipeError(f"images.max_pixels: {what}")
         size["longest_edge"] = min(max_pixels, size["longest_edge"])
 
     @property
@@ -391,7 +392,10 @@ def _load(name: str) -> tuple[Any, Any]:
             folder, local_files_only=True, trust_remote_code=False
         )
         if config.model_type not in PROCESSOR_MAPPING_NAMES:
-            raise RecipeError(f"images: {name}: transformers has no processor for its type")
+            what = "transformers has no processor of images for its type"
+            raise RecipeError(
+                f"images: {name}: {what}; remove the section, or give a model of images"
+            )
         kind = _processor_class(PROCESSOR_MAPPING_NAMES[config.model_type])
         # In Pillow and numpy on every machine: the pixels of torchvision differ
         images = AutoImageProcessor.from_pretrained(

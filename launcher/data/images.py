@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import io
+import json
 import re
 import stat
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +41,15 @@ MOST_BYTES = 256 << 20
 """Bytes of the largest file of an image."""
 _WIDE = ("I", "F")
 """Beginnings of Pillow's modes with more than 8 bits for a pixel: conversion cuts them to white."""
+_FORMATS = (
+    *("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM"),
+    *("QOI", "TGA", "TIFF", "WEBP"),
+)
+"""Formats that are decoded, as Pillow names them. For others, such as EPS, Pillow starts programs."""
+_LONGEST_NAME = 300
+"""Characters of a path in a message."""
+_OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of a part, as of Qwen's, that ask for a size of its image."""
 _BASE64 = ("base64", "data")
 """Keys whose values are base64."""
 _BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")
@@ -53,30 +65,35 @@ class ImageSource:
 
     @property
     def name(self) -> str:
-        """For messages."""
-        return self.data.decode() if self.is_file else "an image in the row"
+        """For messages: without control characters, and of a long path the end."""
+        if not self.is_file:
+            return "an image in the row"
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in self.data.decode())
+        return shown if len(shown) <= _LONGEST_NAME else f"...{shown[-_LONGEST_NAME:]}"
 
     def read(self) -> bytes:
         """The bytes of the file. Raises RowError."""
         if not self.is_file:
             return self.data
-        path = Path(self.name)
+        path = Path(self.data.decode())
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
-                raise RowError(f"{path}: is not a file")
+                raise RowError(f"{self.name}: is not a file")
             if status.st_size > MOST_BYTES:
                 what = f"the file has {status.st_size:,} bytes, more than {MOST_BYTES:,}"
-                raise RowError(f"{path}: {what}")
+                raise RowError(f"{self.name}: {what}")
             return path.read_bytes()
+        except RowError:
+            raise
         except FileNotFoundError:
             what = (
                 "no such file; images.folder is where relative paths start, by default the folder"
             )
-            raise RowError(f"{path}: {what} of the row's file") from None
+            raise RowError(f"{self.name}: {what} of the row's file") from None
         except (OSError, ValueError) as error:  # ValueError: a null byte
             problem = error.strerror if isinstance(error, OSError) else None
-            raise RowError(f"{path}: cannot be read: {problem or error}") from None
+            raise RowError(f"{self.name}: cannot be read: {problem or error}") from None
 
     def checksum(self, content: bytes) -> int:
         """A checksum of what `read` has returned."""
@@ -87,17 +104,24 @@ class ImageSource:
         decoded, or is too large."""
         from PIL import Image, UnidentifiedImageError
 
+        Image.init()
+        formats = [name for name in _FORMATS if name in Image.OPEN]
+        large = f"more than {MOST_PIXELS:,}; scale it down"
         try:
-            with Image.open(io.BytesIO(content)) as opened:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below
+                opened = Image.open(io.BytesIO(content), formats=formats)
+            with opened:
                 width, height = opened.size
                 if width * height > MOST_PIXELS:
-                    what = f"has {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}"
-                    raise RowError(f"{self.name}: {what}; scale it down")
+                    raise RowError(f"{self.name}: has {width:,} x {height:,} pixels, {large}")
                 return _upright(opened, self.name)
         except RowError:
             raise
+        except Image.DecompressionBombError:
+            raise RowError(f"{self.name}: its number of pixels is {large}") from None
         except UnidentifiedImageError:
-            what = "is not an image in a format that Pillow reads, or a damaged one"
+            what = f"is not an image in one of the formats {', '.join(formats)}, or a damaged one"
             raise RowError(f"{self.name}: {what}") from None
         except Exception as error:  # decoders raise many classes on damaged files
             raise RowError(f"{self.name}: cannot be decoded: {first_line(error)}") from None
@@ -178,8 +202,12 @@ def _source_of_text(value: str, folder: str) -> ImageSource:
     if value.startswith("data:"):
         return ImageSource(_from_base64(value.partition(",")[2]))
     scheme = re.match(r"([a-z][a-z0-9+.-]+)://", value, re.IGNORECASE)
-    if scheme is not None and scheme[1].lower() == "file":
-        return ImageSource(unquote(urlsplit(value).path).encode(), is_file=True)
+    if re.match("file:/", value, re.IGNORECASE):
+        url = urlsplit(value)
+        if url.netloc not in ("", "localhost"):
+            what = f"names the host {url.netloc}; a path stands after three slashes"
+            raise RowError(f"{value[:200]}: {what}: file:///folder/image.png")
+        return ImageSource(unquote(url.path).encode(), is_file=True)
     if scheme is not None:
         what = "images are not downloaded; download them first, and give their paths"
         raise RowError(f"{value[:200]}: {what}")
@@ -198,45 +226,54 @@ def _from_base64(value: str) -> bytes:
 
 
 def place_images(
-    messages: Sequence[Message], column: object, folder: str, *, has_column: bool = True
+    messages: Sequence[Message], column: object, folder: str, *, placeholders: bool = True
 ) -> tuple[list[Message], list[ImageSource]]:
     """The messages with a part `{"type": "image"}` for each image, and the images in their order.
 
-    column: the value of the row's column of images, a list or a single image; None: it has none.
-    Its images take the place of parts without an image of their own and, in texts, of `<image>`, in
-    this order. If there are no such places, they come first in the first message of a user, as in
-    TRL. has_column: whether rows of the file have such a column, which this one may leave empty.
-    Without one, `<image>` is text. Raises RowError if the numbers do not agree, or if an assistant
-    answers with an image.
+    column: the value of the row's column of images, a list, as JSON too, or a single image; None: it
+    has none. Its images take the place of parts without an image of their own and, in texts, of
+    `<image>`, in this order. If there are no such places, they come first in the first message of a
+    user, as in TRL. placeholders: whether `<image>` is the place of an image. Raises RowError if the
+    numbers do not agree, or if an assistant answers with an image.
     """
-    given = None if column is None else column if isinstance(column, list | tuple) else [column]
-    given = given or None
-    waiting = list(given or ())
+    given = _listed(column)
+    waiting = list(given)
     sources: list[ImageSource] = []
 
-    def next_of_column() -> None:
+    def next_of_column(what: str) -> None:
         if not waiting:
-            what = f"the messages show more images than the {len(given or ())} in the row's column"
-            raise RowError(f"{what} of images{'' if given else ', which is empty or missing'}")
+            held = f"the row's column of images has {len(given)}"
+            if not given:
+                held = "the row's column of images is empty or missing"
+            raise RowError(f"{what}, and {held}")
         sources.append(source_of(waiting.pop(0), folder))
 
     def placed(part: object) -> Iterator[dict[str, Any]]:
         if is_image_part(part):
             assert isinstance(part, Mapping)
+            if sized := [key for key in _OWN_SIZE if part.get(key) is not None]:
+                what = f"an image has the key {' and '.join(sized)}, which is not read"
+                raise RowError(f"{what}; images.max_pixels limits all images. Remove the key")
             if lacks_image(part):
-                next_of_column()
+                keys = [str(key) for key, value in part.items() if value is not None]
+                next_of_column(f"a part with the keys {', '.join(keys)} has no image of its own")
             else:
                 sources.append(source_of(part, folder))
             yield {"type": "image"}
             return
         text = part if isinstance(part, str) else part["text"]  # type: ignore[index]
-        for number, piece in enumerate(text.split(PLACEHOLDER) if has_column else [text]):
+        for number, piece in enumerate(text.split(PLACEHOLDER) if placeholders else [text]):
             if number:
-                next_of_column()
+                next_of_column(f"{PLACEHOLDER} in a text is the place of an image")
                 yield {"type": "image"}
             if piece:
                 yield {"type": "text", "text": piece}
 
+    for number, message in enumerate(messages, start=1):
+        answers = placeholders and message["role"] == "assistant"
+        if answers and PLACEHOLDER in str(message["content"] or ""):
+            what = f"its text holds {PLACEHOLDER}, the place of an image"
+            raise RowError(f"message {number}: the assistant cannot answer with an image: {what}")
     made = [_with_content(message, placed) for message in messages]
     if given and len(waiting) == len(given):
         first = next((at for at, message in enumerate(made) if message["role"] == "user"), None)
@@ -251,7 +288,6 @@ def place_images(
         parts += [{"type": "text", "text": rest}] if rest else []
         made[first] = {**made[first], "content": parts}
     elif waiting:
-        assert given is not None
         shown = len(given) - len(waiting)
         raise RowError(
             f"the row's column of images has {len(given)}, and the messages show {shown} of them; "
@@ -261,6 +297,16 @@ def place_images(
         if message["role"] == "assistant" and not isinstance(message["content"], str | None):
             raise RowError(f"message {number}: the assistant cannot answer with an image")
     return made, sources
+
+
+def _listed(column: object) -> list[object]:
+    """The images of a column."""
+    if isinstance(column, str) and column.lstrip().startswith("["):  # as in a .csv
+        with contextlib.suppress(ValueError):  # of a path
+            column = json.loads(column)
+    if column is None:
+        return []
+    return list(column) if isinstance(column, list | tuple) else [column]
 
 
 def _with_content(

@@ -22,6 +22,7 @@ from launcher.data.batching import (
     StreamOrder,
     make_batch_sampler,
 )
+from launcher.data.chat_template import read_template
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
@@ -325,7 +326,7 @@ def trained_template(data: schema.Data, tokenizer: str) -> str | None:
     """The chat template that renders what the run trained; None: the tokenizer's own, if it has one;
     empty: there is none, because the run trained prompts as they are."""
     if data.chat_template is not None:
-        return Path(data.chat_template).read_text(encoding="utf-8")
+        return read_template(data.chat_template)
     sources = data.sources().values()
     prompts = [source for source in sources if KINDS[source.kind].answers]
     if not prompts or any(KINDS[source.kind].conversation for source in sources):

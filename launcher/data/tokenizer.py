@@ -21,7 +21,7 @@ from launcher.distributed.child_stacks import offer_stack
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
 from launcher.recipe import schema
-from launcher.recipe.hub import NAMED_TEMPLATES, model_folder
+from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -237,6 +237,8 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
             **fix,
         )
         tokenizer.corrected = fix.get("fix_mistral_regex", False)
+        if not tokenizer.chat_template:  # where processors of images keep theirs
+            tokenizer.chat_template = _json(folder / CHAT_TEMPLATE).get("chat_template")
         return cast("PreTrainedTokenizerBase", tokenizer)
     except Exception as error:  # broken files raise many classes
         what = first_line(error)
@@ -370,7 +372,7 @@ def _chat_templates(name: str) -> Iterator[object]:
     for file, content in _tokenizer_files(name):
         if file.endswith(".jinja"):
             yield content.decode(errors="replace")
-        elif file in ("tokenizer_config.json", "chat_template.json"):
+        elif file in ("tokenizer_config.json", CHAT_TEMPLATE):
             try:
                 config = json.loads(content)
             except ValueError:  # reported when the tokenizer is loaded

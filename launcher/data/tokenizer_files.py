@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.data.tokenizer import ExtendedName
-from launcher.recipe.hub import NAMED_TEMPLATES, copy_files
+from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,6 +160,13 @@ def _set_template(folder: Path, template: str) -> None:
     separate = folder / "chat_template.jinja"
     if separate.is_file():
         separate.write_text(template, encoding="utf-8") if template else separate.unlink()
+
+    of_processor = folder / CHAT_TEMPLATE
+    if of_processor.is_file():
+        text = json.dumps({"chat_template": template}, indent=2, ensure_ascii=False)
+        of_processor.write_text(
+            text + "\n", encoding="utf-8"
+        ) if template else of_processor.unlink()
 
     def replace(config: Json) -> None:
         if not template:

@@ -29,7 +29,7 @@ from launcher.models.nf4 import is_packed, parts_of_rows, shape_of, unpacked
 from launcher.models.safetensors_files import write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
-from launcher.recipe.hub import NAMED_TEMPLATES, copy_files
+from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
-PROCESSOR = ("*processor_config.json", "chat_template.json")
+PROCESSOR = ("*processor_config.json", CHAT_TEMPLATE)
 """Files of the processor of a model of images and text."""
 COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of a checkpoint that an export copies: the processor's, and the license."""

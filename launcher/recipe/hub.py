@@ -42,6 +42,8 @@ _SPLIT = r"[\w.-]+(\[-?\d*%?:-?\d*%?\])?"
 _REVISION = r"(@[\w.-]+(/[\w.-]+)*)?"
 """Such as `@v1.0`, `@refs/pr/1`, or the hash of a commit."""
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+CHAT_TEMPLATE = "chat_template.json"
+"""The file in which older processors keep their chat template."""
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's named chat templates."""
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]

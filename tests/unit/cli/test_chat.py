@@ -332,7 +332,7 @@ def test_a_run_with_images_and_its_exports_answer_alike(tmp_path, pictures, talk
     ("path", "problem"),
     [
         ("none.png", "none.png: no such file"),
-        ("text.png", "text.png: is not an image in a format that Pillow reads"),
+        ("text.png", "text.png: is not an image in one of the formats"),
         ("", "the path of a file must follow"),
         ("https://a.b/c.png", "images are not downloaded"),
     ],

@@ -4,6 +4,9 @@ import base64
 import itertools
 import json
 import re
+import struct
+import warnings
+import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -187,6 +190,8 @@ def test_forms_of_rows_give_the_same_tokens(folder):
             "images": ["wide.png"],
             "texts": [{"user": "Who?", "assistant": "A thing.", "source": "aokvqa"}],
         },
+        "file url of one slash": asked({"type": "image", "url": f"file:{path}"}, question),
+        "JSON in a .csv": asked(text("<image>Who?"), images='["wide.png"]'),
     }
     found = encoded(folder, rows.values())
     for name, one in zip(rows, found, strict=True):
@@ -265,10 +270,32 @@ def test_captions(folder):
     [
         (asked(text("<image>a"), images=["none.png"]), "none.png: no such file; images.folder"),
         (asked(text("<image>a"), images=["broken.png"]), "broken.png: cannot be decoded"),
-        (asked(text("<image>a"), images=["text.png"]), "is not an image in a format"),
-        (asked(text("<image><image>a"), images=["wide.png"]), "more images than the 1"),
-        (asked(text("<image>a"), images=[]), "than the 0 in the row's column of images, which is"),
-        (asked(text("<image>a"), images=None), "than the 0 in the row's column of images, which"),
+        (asked(text("<image>a"), images=["text.png"]), "is not an image in one of the formats"),
+        (asked(text("<image><image>a"), images=["wide.png"]), "row's column of images has 1"),
+        (asked(text("<image>a"), images=[]), "row's column of images is empty or missing"),
+        (asked(text("<image>a"), images=None), "row's column of images is empty or missing"),
+        (asked(text("<image>a")), "<image> in a text is the place of an image, and the row's col"),
+        (
+            asked({"type": "input_image", "file_id": "file-123"}),
+            "a part with the keys type, file_id has no image of its own",
+        ),
+        (
+            asked({"type": "image", "image": "wide.png", "max_pixels": 1000}),
+            "an image has the key max_pixels, which is not read; images.max_pixels limits all",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {**ANSWER, "content": "<image>"}]},
+            "message 2: the assistant cannot answer with an image: its text holds <image>",
+        ),
+        (
+            asked({"type": "image", "url": "file://wide.png"}),
+            "file://wide.png: names the host wide.png; a path stands after three slashes",
+        ),
+        (asked({"type": "image", "path": "a.eps"}), "is not an image in one of the formats AVIF"),
+        (asked({"type": "image", "path": "a\u001b[31m\nb.png"}), "a\\x1b[31m\\nb.png: no such"),
+        (asked({"type": "image", "path": "b/" * 1000 + "c.png"}), ".../b/b/"),
+        (asked({"type": "image", "path": "huge.png"}), "huge.png: its number of pixels is more"),
+        (asked(text("a"), images='["none.png"]'), "none.png: no such file; images.folder"),
         (asked(text("<image>a"), images=[None]), "got nothing"),
         (asked(text("<image>a"), images=[["wide.png"]]), "got list"),
         (asked(text("<image>a"), image="\ud800.png"), "path of an image holds half a surrogate"),
@@ -314,23 +341,50 @@ def test_rows_that_cannot_be_used(folder, row, problem):
     (folder / "broken.png").write_bytes(content[: len(content) // 2])
     (folder / "text.png").write_text("no image")
     Image.new("RGB", (5000, 2)).save(folder / "line.png")
+    # Pillow starts Ghostscript for it
+    (folder / "a.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + content[24:29]
+    header += struct.pack(">I", zlib.crc32(header))
+    (folder / "huge.png").write_bytes(content[:12] + header + content[33:])
     Image.fromarray(np.full((40, 40), 1000, np.uint16)).save(folder / "gray16.png")
     Image.fromarray(np.full((40, 40), 0.5, np.float32)).save(folder / "float.tiff")
     [found] = encoded(folder, [row])
     assert problem in found.problem
+    assert found.problem.isprintable()
+    assert len(found.problem) < 800
 
 
 def test_large_images_are_not_decoded(folder, monkeypatch):
     make_image(folder / "large.png", size=(120, 60), seed=7)
     monkeypatch.setattr(images_module, "MOST_PIXELS", 7_000)
-    [found] = encoded(folder, [asked({"type": "image", "path": "large.png"})])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 6_000)  # Pillow's own limit is no second one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [found] = encoded(folder, [asked({"type": "image", "path": "large.png"})])
     assert "large.png: has 120 x 60 pixels, more than 7,000; scale it down" in found.problem
 
 
-def test_a_text_may_speak_of_images_without_a_column(folder):
-    [found] = encoded(folder, [asked(text("Write <image> in HTML"))])
-    assert not found.problem
-    assert len(found.images[0]) == 0
+def test_a_chat_template_in_json_is_that_of_the_processor(folder, tmp_path):
+    """Models of images keep it in chat_template.json, which tokenizers do not read."""
+    rows = [asked({"type": "image", "path": "wide.png"}, text("Who?"))]
+    [wanted] = encoded(folder, rows)
+    model = make_model(tmp_path / "model", "qwen2_5_vl", shape_only=True)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    file = model / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": template}))
+
+    def ids(**data):
+        encoder = make_encoder(
+            "chat", Data(kind="chat", **data), tokenizer=str(model), images=RowImages(str(model))
+        )
+        part = SourcePart(str(folder / "rows.jsonl"), "jsonl")
+        return [found.ids.tolist() for found in encoder.encode_rows([Row(part, 1, rows[0])])]
+
+    assert ids() == ids(chat_template=str(file)) == [wanted.ids.tolist()]
+    file.write_text("{}")
+    with pytest.raises(RecipeError, match=r"chat_template.json: is JSON without a text chat_templ"):
+        ids(chat_template=str(file))
 
 
 def test_loss_on_all_leaves_out_the_tokens_of_images(folder):
@@ -490,7 +544,9 @@ def test_models_without_a_processor(folder):
         load_processor(str(bare), None)
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(config["text_config"]))
-    with pytest.raises(RecipeError, match="transformers has no processor for its type"):
+    with pytest.raises(
+        RecipeError, match="transformers has no processor of images for its type; remove"
+    ):
         load_processor(f"{bare}/", None)
 
 
