@@ -68,17 +68,17 @@ class PlannedImages(ModelImages):
     def blank_in_bytes(self) -> Arrays:
         """See `ImageProcessor.blank_in_bytes`."""
         assert self.tower is not None
-        made = self.tower.without_content(max(1, self.tower.tokens))
+        made = self.tower.form.largest(self.tower.form.least_tokens)
         assert made is not None
         return made[2]
 
     def join(self, images: list[Arrays]) -> Arrays:
         """See `ImageProcessor.join`."""
-        pixels = [image["pixel_values"].shape for image in images]
-        whole = (sum(shape[0] for shape in pixels), *pixels[0][1:])
-        sizes = [image["image_grid_thw"] for image in images if "image_grid_thw" in image]
-        joined: Arrays = {"pixel_values": np.zeros(whole, dtype=np.uint8)}
-        return joined | ({"image_grid_thw": np.concatenate(sizes)} if sizes else {})
+        shapes = np.array([image["pixel_values"].shape for image in images])
+        whole = (shapes[:, 0].sum(), *shapes[:, 1:].max(axis=0))
+        others = {*images[0]} - {"pixel_values"}
+        joined = {name: np.concatenate([image[name] for image in images]) for name in others}
+        return {**joined, "pixel_values": np.zeros(whole, dtype=np.uint8)}
 
 
 def images_of(section: schema.Images | None, model: schema.Model) -> ModelImages | None:
@@ -131,7 +131,7 @@ class ImageInputs(TextInputs):
         ids = sample["input_ids"].copy()
         ids[ids == tower.image_token] = 0
         found, places, end = list[Arrays](), list[tuple[int, int, int]](), 0
-        while made := tower.without_content(len(ids) - end - 2, self.images.rows.max_pixels):
+        while made := tower.form.largest(len(ids) - end - 2, self.images.rows.max_pixels):
             tokens, grid, arrays = made
             ids[end + 1 : end + 1 + tokens] = tower.image_token
             places.append((end + 1, *grid))

@@ -45,6 +45,7 @@ from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.models.precision import computes_in_float32, kept_in_float32
+from launcher.models.tower_inputs import form_of
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
@@ -259,11 +260,13 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     return ratios
 
 
-def _blank_image(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The arguments of the model for an image, if images.train is not none; else empty, and also in
-    the plan of a model of which only the config is known."""
+def _blank_image(recipe: Recipe, model: Any) -> dict[str, torch.Tensor]:
+    """The arguments of the model for an image, if `use_images` reads them; else empty, and also in the
+    plan of a model of which only the config is known."""
     images = images_of(recipe.images, recipe.model)
     if images is None or recipe.images is None or recipe.images.train == "none":
+        return {}
+    if form_of(model.config) is not None:
         return {}
     blank = images.processor.blank_batch
     return {name: torch.from_numpy(array) for name, array in blank.items()}
@@ -279,10 +282,13 @@ def model_images(model: nn.Module, recipe: Recipe) -> ModelImages | None:
 
 def planned_images(model: nn.Module, recipe: Recipe) -> PlannedImages | None:
     """How a plan has images of the changed model; None: rows are text, or of this family the
-    largest image is not known."""
+    largest image is not known. Raises RecipeError."""
     tower = applied(model).images
     if tower is None or recipe.images is None or tower.inputs is None:
         return None
+    if recipe.images.max_pixels is not None and not tower.inputs.form.limited:
+        what = f"the processor of {type(model).__name__} has no limit of pixels; set it to null"
+        raise RecipeError(f"images.max_pixels: {what}")
     return PlannedImages(RowImages("", recipe.images.max_pixels), **_of_tower(tower))
 
 
@@ -328,7 +334,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         seed=recipe.run.seed,
         new_ids=new_ids,
         images=None if recipe.images is None else recipe.images.train,
-        blank_image=_blank_image(recipe),
+        blank_image=_blank_image(recipe, model),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
