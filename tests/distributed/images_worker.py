@@ -40,14 +40,15 @@ optimizer: {{learning_rate: {RATE}, weight_decay: 0.0}}
 schedule: {{kind: constant, warmup_steps: 0}}
 evaluation: {{every_steps: 100, generate: {{prompts: 9, max_new_tokens: 5}}}}
 """
-FSDP, PADDED = "strategy.kind=fsdp", ["data.packing=false", "batch.global_batch_size=8"]
+FSDP, FULL = "strategy.kind=fsdp", "activation_checkpointing={mode: full}"
+PADDED = ["data.packing=false", "batch.global_batch_size=8"]
 CASES = {
     "qwen2_5_vl fsdp": [FSDP],
     "gemma3 fsdp": [FSDP],
     "gemma3 ddp padded": ["strategy.kind=ddp", *PADDED],
     "qwen2_vl fsdp": [FSDP],
     "qwen2_5_vl ddp padded projector": ["strategy.kind=ddp", "images.train=projector", *PADDED],
-    "qwen3_vl fsdp checkpointing": [FSDP, "activation_checkpointing={mode: full}"],
+    "qwen3_vl fsdp checkpointing": [FSDP, FULL],
     "qwen3_vl fsdp none": [FSDP, "images.train=none"],
     "qwen3_vl_moe fsdp": [FSDP],
     "qwen3_5 fsdp": [FSDP],
@@ -56,6 +57,10 @@ CASES = {
     "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],
     "mistral3 fsdp": [FSDP],
     "smolvlm fsdp": [FSDP],
+    "gemma4 ddp padded checkpointing": ["strategy.kind=ddp", *PADDED, FULL],
+    "idefics3 fsdp checkpointing": [FSDP, FULL],
+    "mistral3 ddp padded checkpointing": ["strategy.kind=ddp", *PADDED, FULL],
+    "qwen2_5_vl fsdp compile": [FSDP, "model.compile=true"],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
 LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240}

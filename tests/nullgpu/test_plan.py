@@ -209,8 +209,8 @@ PICTURED = {
         | {"num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14},
     },
 }
-"""Four blocks of each, as wide as in Qwen2.5-VL-7B, Qwen3-VL-8B and Gemma 3 (towers) and models of 1B
-(text)."""
+"""Four blocks of each, as wide as in Qwen2.5-VL-7B, Qwen3-VL-8B, Gemma 3, Idefics3-8B and Mistral Small 3.1
+(towers) and models of 1B (text)."""
 FROZEN, PROJECTOR, TOWER = (f"images.train={train}" for train in ("none", "projector", "all"))
 IMAGES = [
     *((name, 1, [BF16, SHORT, TOWER]) for name in PICTURED),
