@@ -15,9 +15,10 @@ from launcher.data.collation import Collated, Sample, TextInputs
 from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
 from launcher.data.images import RowImages, source_of
 from launcher.data.messages import Message
+from launcher.errors import RecipeError
 from launcher.models.applied import applied
 from launcher.models.images import token_types
-from launcher.models.tower_inputs import TowerInputs
+from launcher.models.tower_inputs import TowerInputs, form_of
 from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
@@ -79,17 +80,17 @@ class PlannedImages(ModelImages):
     def blank_in_bytes(self) -> Arrays:
         """See `ImageProcessor.blank_in_bytes`."""
         assert self.tower is not None
-        made = self.tower.without_content(max(1, self.tower.tokens))
+        made = self.tower.form.largest(self.tower.form.least_tokens)
         assert made is not None
         return made[2]
 
     def join(self, images: list[Arrays]) -> Arrays:
         """See `ImageProcessor.join`."""
-        pixels = [image["pixel_values"].shape for image in images]
-        whole = (sum(shape[0] for shape in pixels), *pixels[0][1:])
-        sizes = [image["image_grid_thw"] for image in images if "image_grid_thw" in image]
-        joined: Arrays = {"pixel_values": np.zeros(whole, dtype=np.uint8)}
-        return joined | ({"image_grid_thw": np.concatenate(sizes)} if sizes else {})
+        shapes = np.array([image["pixel_values"].shape for image in images])
+        whole = (shapes[:, 0].sum(), *shapes[:, 1:].max(axis=0))
+        others = {*images[0]} - {"pixel_values"}
+        joined = {name: np.concatenate([image[name] for image in images]) for name in others}
+        return {**joined, "pixel_values": np.zeros(whole, dtype=np.uint8)}
 
 
 def images_of(
@@ -105,18 +106,25 @@ def images_of(
 
 def planned_images(section: schema.Images | None, built: nn.Module) -> PlannedImages | None:
     """How a plan has images of the changed model; None: rows are text, or of this family the
-    largest image is not known."""
+    largest image is not known. Raises RecipeError."""
     tower = applied(built).images
     if section is None or tower is None or tower.inputs is None:
         return None
+    if section.max_pixels is not None and not tower.inputs.form.limited:
+        what = f"the processor of {type(built).__name__} has no limit of pixels; set it to null"
+        raise RecipeError(f"images.max_pixels: {what}")
     return PlannedImages(RowImages("", section.max_pixels)).of_model(built)
 
 
-def blank_image(section: schema.Images | None, model: schema.Model) -> dict[str, torch.Tensor]:
-    """The arguments of the model for an image, if images.train is not none; else empty, and also in
-    the plan of a model of which only the config is known."""
+def blank_image(
+    section: schema.Images | None, model: schema.Model, config: Any
+) -> dict[str, torch.Tensor]:
+    """The arguments of the model of this config for an image, if `use_images` reads them; else empty,
+    and also in the plan of a model of which only the config is known."""
     images = images_of(section, model)
     if images is None or section is None or section.train == "none":
+        return {}
+    if form_of(config) is not None:
         return {}
     blank = images.processor.blank_batch
     return {name: torch.from_numpy(array) for name, array in blank.items()}
@@ -198,7 +206,7 @@ class ImageInputs(TextInputs):
         ids[ids == tower.image_token] = 0
         found, places, end = list[Arrays](), list[tuple[int, int, int]](), 0
         spans = list[tuple[int, int]]()
-        while made := tower.without_content(len(ids) - end - 2, self.images.rows.max_pixels):
+        while made := tower.form.largest(len(ids) - end - 2, self.images.rows.max_pixels):
             tokens, grid, arrays = made
             ids[end + 1 : end + 1 + tokens] = tower.image_token
             places.append((end + 1, *grid))

@@ -634,6 +634,22 @@ def replace_deepstack(text: nn.Module, add: Callable[..., torch.Tensor]) -> None
     text._deepstack_process = add  # type: ignore[assignment]
 
 
+@contextmanager
+def without_block_mask() -> Iterator[None]:
+    """A context in which Pixtral's tower makes no mask of patches x patches, for attention that has the
+    bounds of images. Without it Mistral 3 cannot be trained on images: an AssertionError."""
+    from transformers.models.pixtral import modeling_pixtral
+
+    name = "generate_block_attention_mask"
+    assert hasattr(modeling_pixtral, name), name
+    before = getattr(modeling_pixtral, name)
+    setattr(modeling_pixtral, name, lambda *arguments: None)
+    try:
+        yield
+    finally:
+        setattr(modeling_pixtral, name, before)
+
+
 def block_classes(model: nn.Module) -> set[str]:
     """Names of the classes of a model's repeated blocks. Without it no model has blocks, which
     sharding, checkpointing and compilation need."""

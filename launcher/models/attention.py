@@ -41,6 +41,7 @@ from launcher.models.build import (
 )
 from launcher.models.micro_batch import Masking
 from launcher.models.recurrent import can_separate_documents, documents_at
+from launcher.models.tower_inputs import ImageForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,10 +49,6 @@ if TYPE_CHECKING:
 VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
 """Names in transformers' table of attention functions: of `varlen_attention`, and of the one of
 context parallelism, which has no masks either."""
-TOWER = "launcher_flash_tower"
-"""The name of `varlen_attention` in image towers. Because it contains "flash", towers of images of
-several sizes pass the bounds of images; otherwise they divide their rows in each layer, for which the
-host waits for the device (transformers 5.17 to 5.23)."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -342,17 +339,19 @@ def _use_varlen(
 
 
 def use_tower_attention(
-    model: PreTrainedModel, *, device: torch.device, compute_dtype: torch.dtype
+    model: PreTrainedModel, form: ImageForm, *, device: torch.device, compute_dtype: torch.dtype
 ) -> None:
-    """Replaces the attention of a tower that takes images of several sizes as one row, where the
-    device has a kernel for it. Elsewhere the host waits for the device in each layer."""
+    """Replaces the attention of a tower where the host would wait for the device. For images of several
+    lengths the device must have a kernel; elsewhere the host waits."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if attention_implementation(model) != "sdpa":  # chosen by model.attention
+    name = form.attention
+    if name is None or attention_implementation(model) != "sdpa":  # chosen by model.attention
         return
-    if device.type != "cuda" or missing_for_varlen(model, device, compute_dtype) is None:
-        ALL_ATTENTION_FUNCTIONS.register(TOWER, varlen_attention)
-        model.set_attn_implementation({"vision_config": TOWER})
+    needs_kernel = form.several_lengths and device.type == "cuda"
+    if not needs_kernel or missing_for_varlen(model, device, compute_dtype) is None:
+        ALL_ATTENTION_FUNCTIONS.register(name, varlen_attention)
+        model.set_attn_implementation({"vision_config": name})
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
@@ -444,7 +443,8 @@ def varlen_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention within documents, by transformers' attention interface: causal, unless `is_causal`
-    is False, as in image towers, whose documents are images or parts of them.
+    or this attribute of the module is False, as in image towers, whose documents are images or parts of
+    them.
 
     query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
     head size). `cu_seq_lens_q` (documents + 1,) says where documents start in the flattened rows;
@@ -453,6 +453,8 @@ def varlen_attention(
     the sinks (heads,).
     """
     assert attention_mask is None
+    if options.get("is_causal") is None:
+        options["is_causal"] = getattr(module, "is_causal", True)
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
         if not (has_sinks(options) and _kernel_fits(query, key, options)):

@@ -174,8 +174,8 @@ def change_forward(
     if packed and tower is not None and not tower.keeps_documents_apart:
         what = f"{type(model).__name__} makes masks of its images that are not known"
         raise RecipeError(f"data.packing: {what}; use data.packing=false")
-    if tower is not None and tower.inputs is not None and tower.inputs.grid is not None:
-        use_tower_attention(model, device=device, compute_dtype=dtype)
+    if tower is not None and tower.inputs is not None:
+        use_tower_attention(model, tower.inputs.form, device=device, compute_dtype=dtype)
     if tower is not None and tower.both_ways:
         pass  # attention keeps its masks
     elif packed:

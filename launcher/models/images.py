@@ -20,7 +20,14 @@ from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
 from launcher.models.build import modules_without_text, parts_without_text, text_config
-from launcher.models.tower_inputs import PatchGrid, TowerInputs, TowerOperations, normalized
+from launcher.models.tower_inputs import (
+    ImageForm,
+    PatchGrid,
+    TowerInputs,
+    TowerOperations,
+    form_of,
+    normalized,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,10 +42,6 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _FEATURES = ("pooler_output", "deepstack_features")
 """The outputs of a tower that models put in the place of the embeddings of images."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Types of models whose towers take images as grids of patches."""
-_ONE_SIZE = ("clip_vision_model", "siglip_vision_model")
-"""Types of towers that take images of one size."""
 
 
 def use_images(
@@ -48,8 +51,8 @@ def use_images(
 ) -> None:
     """Changes a meta model so that it trains on rows with images, and freezes what is not trained of
     the parts that text does not use. blank_image: the arguments of the model for an image; only read
-    if something is trained. Raises RecipeError if the model takes no images, or in a way that is not
-    known."""
+    if something is trained, and if the form of its images is not known. Raises RecipeError if the
+    model takes no images, or in a way that is not known."""
     base: Any = model.base_model
     name = type(model).__name__
     if getattr(text_config(model), "cross_attention_layers", None):
@@ -76,15 +79,20 @@ def use_images(
 def _without_gradient(model: PreTrainedModel, blank_image: Mapping[str, torch.Tensor]) -> set[str]:
     """The parameters of the tower that its features do not depend on, such as the layers after
     `vision_feature_layer` (LLaVA): DDP would wait for their gradients."""
-    tower = copy.deepcopy(model.base_model)
+    tower, form = copy.deepcopy(model.base_model), form_of(model.config)
     names = {name for name, _ in tower.named_parameters()}
-    # Integers, such as the sizes of images, are read
-    inputs = {
-        name: value.to("meta") if value.is_floating_point() else value
-        for name, value in blank_image.items()
-    }
+    blank = dict(blank_image)
+    if form is not None:
+        smallest = form.largest(form.least_tokens)
+        assert smallest is not None
+        blank = form.arguments(smallest[2])
+    # Only integers, such as the sizes of images, are read
+    blank["pixel_values"] = torch.empty(blank["pixel_values"].shape, device="meta")
     try:
-        features = tower.get_image_features(**inputs, return_dict=True)
+        if form is not None:
+            features = form.features(tower, blank)
+        else:
+            features = tower.get_image_features(**blank, return_dict=True)
         torch.autograd.backward(_sum_of_features(features))
     except (
         Exception
@@ -165,69 +173,40 @@ def _both_ways(model: PreTrainedModel) -> frozenset[str]:
     return frozenset((_SLIDING,)) if text.model_type == "gemma4_text" and vision else frozenset()
 
 
-def _vision_config(model: PreTrainedModel) -> Any:
-    """The config of the tower; None: it has none of this name."""
-    return getattr(model.config, "vision_config", None)
-
-
 def _tower_inputs(model: PreTrainedModel) -> TowerInputs | None:
     """How the host makes the inputs of the tower; None: of this family it is not known, and
     transformers' own forward method runs the tower."""
-    base: Any = model.base_model
-    kind, vision = model.config.model_type, _vision_config(model)
-    grid = None
-    if kind in _PATCHES:
-        positions = getattr(vision, "num_position_embeddings", None)
-        grid = PatchGrid(
-            merge=vision.spatial_merge_size,
-            patch=vision.patch_size,
-            values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
-            window=vision.window_size if kind == "qwen2_5_vl" else None,
-            table=None if positions is None else int(positions**0.5),
-        )
-    elif kind not in ("gemma3", "llava") or vision.model_type not in _ONE_SIZE:
+    form = form_of(model.config)
+    if form is None:
         return None
-    takes = frozenset(inspect.signature(base.get_image_features).parameters)
-    token = model.config.image_token_id
-    operations = _operations(model, grid)
-    if grid is not None:
-        return TowerInputs(token, takes, grid, operations=operations)
-    tokens = getattr(model.config, "mm_tokens_per_image", None)
-    if tokens is None:  # LLaVA
-        whole = getattr(model.config, "vision_feature_select_strategy", "default") == "full"
-        tokens = (vision.image_size // vision.patch_size) ** 2 + whole
-    return TowerInputs(
-        token,
-        takes,
-        size=vision.image_size,
-        tokens=tokens,
-        image_patches=(vision.image_size // vision.patch_size) ** 2,
-        operations=operations,
-    )
+    return TowerInputs(model.config.image_token_id, form, _operations(model, form))
 
 
-def _operations(model: PreTrainedModel, grid: PatchGrid | None) -> TowerOperations:
+def _operations(model: PreTrainedModel, form: ImageForm) -> TowerOperations:
     """Of embeddings of positions, which are looked up, there are none."""
-    vision, blocks = _vision_config(model), _blocks(model)
+    vision, blocks = model.config.vision_config, _blocks(model)
     width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size: text
+    attended = width
+    if (head := getattr(vision, "head_dim", None)) is not None:
+        attended = head * vision.num_attention_heads
     windows = 0
-    if grid is not None and grid.window is not None:
+    if isinstance(form, PatchGrid) and form.window is not None:
         windows = len(blocks) - len(vision.fullatt_block_indexes)
-    patch = token = 0.0
+    patch, token = 2.0 * form.patch_values * width, 0.0
     for name in parts_without_text(model):
         parameter = model.get_parameter(name)
         if any(part in name for part in _OTHERS) or parameter.ndim < 2:
             continue
         if is_of_projector(name):
             token += 2.0 * parameter.numel()
-        elif parameter.ndim > 2 or any(name.startswith(f"{block}.") for block in blocks):
+        elif any(name.startswith(f"{block}.") for block in blocks):
             patch += 2.0 * parameter.numel()
     trained = any(p.requires_grad for block in blocks.values() for p in block.parameters())
     return TowerOperations(
         patch=patch,
         token=token,
-        image=4.0 * width * (len(blocks) - windows),
-        window=4.0 * width * windows,
+        image=4.0 * attended * (len(blocks) - windows),
+        window=4.0 * attended * windows,
         passes=3 if trained else 1,
     )
 
@@ -287,11 +266,25 @@ class ImageTower:
 
     def _once(self, run: Callable[[], Any]) -> Any:
         """The features that `run` returns; within `kept` those of the first call."""
-        if self._kept:
-            return self._kept[0]
-        features = run()
-        if self._kept is not None:
-            self._kept.append(features)
+        kept = self._kept
+        if kept:
+            return kept[0]
+        self._kept = None  # `run` may call `get_image_features`
+        try:
+            features = run()
+        finally:
+            self._kept = kept
+        if kept is not None:
+            kept.append(features)
+        return features
+
+    def _features(
+        self, tower: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The outputs of the tower for what the host has made; None: for the processor's arrays."""
+        if self.inputs is not None and tower is not None:
+            return self.inputs.form.features(self._base, normalized(tower))
+        features: Mapping[str, Any] = self._base.get_image_features(**arguments, return_dict=True)
         return features
 
     def _forward_with_tower(
@@ -308,22 +301,23 @@ class ImageTower:
         which features of the tower these positions have, in this order; None: all."""
         if images is None:
             return self._forward(*args, **inputs)
-        positions = inputs.get("position_ids")
-        if self.both_ways and positions is not None:
+        if self.both_ways:
             assert self.token_types is not None
+            types = inputs[self.token_types]
+            # A row without positions is one document. Of it Gemma 4 asks the device whether it is packed
+            positions = inputs.get("position_ids")
+            if positions is None:
+                positions = torch.arange(types.shape[1], device=types.device).expand_as(types)
             inputs["attention_mask"] = packed_masks(
-                inputs[self.token_types], positions, self._window, both_ways=self.both_ways
+                types, positions, self._window, both_ways=self.both_ways
             )
         if tower is None and images:
             return self._forward(*args, **inputs)
-        if tower is None:
-            tower = {name: inputs.pop(name) for name in self._takes if name in inputs}
+        arguments = {name: inputs.pop(name) for name in self._takes if name in inputs}
 
         def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
-            features = self._once(
-                lambda: self._base.get_image_features(**normalized(tower), return_dict=True)
-            )
+            features = self._once(lambda: self._features(tower, arguments))
             if images:
                 return self._with_features(embeds, features, image_positions, image_features)
             return embeds + 0 * _sum_of_features(features).to(embeds.dtype)

@@ -1,56 +1,129 @@
 """What an image tower takes of a micro-batch, made on the host with the micro-batch.
 
-transformers computes these indices in the tower, from the sizes of images on the device: the host
-waits for the device several times in each layer. A tower takes them as arguments instead (`image_*`
-of `accepts_precomputed_kwargs`, transformers 5.17 and newer), and computes none of its own.
+transformers computes indices in the tower, from the sizes of images on the device: the host waits for
+the device several times in each layer. Here the loader makes them. A family has a form of images
+(`ImageForm`), which knows what its tower takes of the processor's arrays, how the tower is called, and
+how large images can be.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from launcher.libraries.private import attention_implementation, without_block_mask
+
 Arrays = Mapping[str, npt.NDArray[Any]]
-BOUNDS = ("image_cu_seqlens", "image_cu_window_seqlens")
+Image = tuple[int, tuple[int, int], dict[str, npt.NDArray[Any]]]
+"""An image without content: its tokens; their rows and columns, or zeros for models that do not give
+these positions; and its arrays, which take no memory before they are used."""
+BOUNDS = ("image_cu_seqlens", "image_cu_window_seqlens", "cu_seq_lens_q")
 """The bounds of what attention keeps apart in a row of patches: images, and their windows."""
+TOWER = "launcher_tower"
+FLASH_TOWER = "launcher_flash_tower"
+"""Names in transformers' table of attention functions: `varlen_attention` in image towers, and the same
+for towers that pass the bounds of images only to an attention whose name contains "flash"; to another one they
+pass parts of a row, for which the host waits for the device (transformers 5.17 to 5.23)."""
+
+
+class ImageForm(ABC):
+    """The form in which the tower of a family takes images."""
+
+    attention: ClassVar[str | None] = None
+    """The attention with which the host does not wait in the tower; None: any."""
+    several_lengths: ClassVar[bool] = False
+    """Whether attention keeps images of several lengths apart."""
+    limited: ClassVar[bool] = False
+    """Whether the processor has a limit of pixels (images.max_pixels)."""
+    patch_values: int
+    """Numbers that the tower multiplies with each of its widths, for each patch, before and after
+    its blocks."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: Any) -> ImageForm | None:
+        """The form of a model with this config; None: the model is another one than those that are
+        known of the family."""
+
+    @abstractmethod
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        """The arguments of `features`. arrays: of the processor, for the images of a micro-batch.
+        What is not a tensor stays on the host."""
+
+    def features(self, base: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Runs the tower and the projector of a model. The result has `pooler_output`, the features
+        of all images, (tokens, hidden size) or a tuple of such tensors, and for some families
+        `deepstack_features`."""
+        features: Mapping[str, Any] = base.get_image_features(**arguments, return_dict=True)
+        return features
+
+    @abstractmethod
+    def patches(self, arguments: Mapping[str, Any]) -> int:
+        """The patches that the tower computes."""
+
+    @abstractmethod
+    def squares(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        """The sum of the squared numbers of patches that attend to each other, of images and of
+        windows."""
+
+    @abstractmethod
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        """The largest image with at most so many tokens and pixels, about a square; None: there is
+        none."""
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest image."""
+        return 1
 
 
 @dataclass(frozen=True)
-class PatchGrid:
-    """A tower of the Qwen-VL families: each image is a grid of patches."""
+class PatchGrid(ImageForm):
+    """Qwen-VL: each image is a grid of patches, and all patches are one row. The tower takes its
+    indices as arguments (`image_*` of transformers' `accepts_precomputed_kwargs`)."""
 
     merge: int
     """Patches that become a token, in each direction."""
     patch: int
     """Pixels of a patch, in each direction."""
-    values: int
+    patch_values: int
     """Numbers of a patch: its pixels in three colours, twice (time)."""
     window: int | None = None
     """Pixels of a window of attention, in each direction (Qwen2.5-VL)."""
     table: int | None = None
     """Rows of the square table of position embeddings (Qwen3-VL)."""
+    attention = FLASH_TOWER
+    several_lengths = True
+    limited = True
 
-    def largest(self, tokens: int, max_pixels: int | None) -> tuple[int, int]:
-        """The rows and columns of tokens of the largest image with at most so many tokens and
-        pixels, about a square; zeros: there is none."""
-        if max_pixels is not None:
-            tokens = min(tokens, max_pixels // (self.merge * self.patch) ** 2)
-        rows = math.isqrt(max(0, tokens))
-        return rows, tokens // rows if rows else 0
+    @classmethod
+    def of(cls, config: Any) -> PatchGrid:
+        vision = config.vision_config
+        positions = getattr(vision, "num_position_embeddings", None)
+        return cls(
+            merge=vision.spatial_merge_size,
+            patch=vision.patch_size,
+            patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+            window=vision.window_size if config.model_type == "qwen2_5_vl" else None,
+            table=None if positions is None else int(positions**0.5),
+        )
 
-    def indices(self, grid: torch.Tensor) -> dict[str, Any]:
-        """The indices of images. grid: (images, 3), times, rows and columns of patches, on the
-        host."""
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
         from transformers import vision_utils
 
+        sizes = np.asarray(arrays["image_grid_thw"])
+        grid = torch.from_numpy(sizes)
         bounds = vision_utils.get_vision_cu_seqlens(grid)
         made: dict[str, Any] = {
+            "pixel_values": torch.from_numpy(arrays["pixel_values"]),
+            "image_grid_thw": sizes,  # the sizes of features are read from it
             "image_position_ids": vision_utils.get_vision_position_ids(grid, self.merge),
             "image_cu_seqlens": bounds,
             "image_max_seqlen": int(bounds.diff().max()),
@@ -74,6 +147,282 @@ class PatchGrid:
             )
             made["image_interp_indices"], made["image_interp_weights"] = both
         return made
+
+    def patches(self, arguments: Mapping[str, Any]) -> int:
+        return len(arguments["pixel_values"])
+
+    def squares(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        windows = arguments.get("image_cu_window_seqlens")
+        return _squares(arguments["image_cu_seqlens"]), 0.0 if windows is None else _squares(
+            windows
+        )
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        if max_pixels is not None:
+            tokens = min(tokens, max_pixels // (self.merge * self.patch) ** 2)
+        if tokens < 1:
+            return None
+        rows = math.isqrt(tokens)
+        columns = tokens // rows
+        sizes = np.array([[1, rows * self.merge, columns * self.merge]])
+        pixels = np.zeros((int(sizes.prod()), self.patch_values), dtype=np.uint8)
+        arrays = {"pixel_values": pixels, "image_grid_thw": sizes}
+        return rows * columns, (rows, columns), arrays
+
+
+@dataclass(frozen=True)
+class OneSize(ImageForm):
+    """Gemma 3, LLaVA: all images are scaled to one size."""
+
+    size: int
+    """Pixels of an image in each direction."""
+    patch: int
+    """Pixels of a patch, in each direction."""
+    tokens: int
+    """Tokens of an image."""
+
+    @classmethod
+    def of(cls, config: Any) -> OneSize | None:
+        vision = config.vision_config
+        if vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
+            return None
+        tokens = getattr(config, "mm_tokens_per_image", None)
+        if tokens is None:  # LLaVA
+            whole = getattr(config, "vision_feature_select_strategy", "default") == "full"
+            tokens = (vision.image_size // vision.patch_size) ** 2 + whole
+        return cls(vision.image_size, vision.patch_size, tokens)
+
+    @property
+    def patch_values(self) -> int:  # type: ignore[override]
+        """See `ImageForm`."""
+        return 3 * self.patch**2
+
+    @property
+    def _image_patches(self) -> int:
+        return (self.size // self.patch) ** 2
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        return {"pixel_values": torch.from_numpy(arrays["pixel_values"])}
+
+    def patches(self, arguments: Mapping[str, Any]) -> int:
+        return len(arguments["pixel_values"]) * self._image_patches
+
+    def squares(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        return float(self.patches(arguments) * self._image_patches), 0.0
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        pixels = np.zeros((1, 3, self.size, self.size), dtype=np.uint8)
+        return (self.tokens, (0, 0), {"pixel_values": pixels}) if tokens >= self.tokens else None
+
+    @property
+    def least_tokens(self) -> int:
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class Tiles(OneSize):
+    """Idefics3, SmolVLM: an image is divided into tiles of one size. For a plan each tile is an
+    image of its own.
+
+    transformers looks on the device for tiles that are only padding, and for the patches of each
+    tile. Here there are no such tiles, and all patches are taken.
+    """
+
+    attention = TOWER
+
+    @classmethod
+    def of(cls, config: Any) -> Tiles:
+        vision = config.vision_config
+        tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+        return cls(vision.image_size, vision.patch_size, tokens)
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        # One conversation with all tiles, where the processor made them
+        pixels = arrays["pixel_values"]
+        return {"pixel_values": torch.from_numpy(pixels.reshape(-1, *pixels.shape[-3:]))}
+
+    def features(self, base: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        tower, pixels = base.vision_model, arguments["pixel_values"]
+        sides = [side // self.patch for side in pixels.shape[-2:]]
+        whole = torch.ones(len(pixels), *sides, dtype=torch.bool, device=pixels.device)
+        hidden = tower(pixel_values=pixels.to(tower.dtype), patch_attention_mask=whole)
+        return {"pooler_output": base.connector(hidden.last_hidden_state)}
+
+
+@dataclass(frozen=True)
+class PaddedPatches(ImageForm):
+    """Gemma 4: images keep their shapes, are scaled to at most so many patches, and padded to that
+    number."""
+
+    patch: int
+    """Pixels of a patch, in each direction."""
+    merge: int
+    """Patches that become a token, in each direction."""
+    most: int = 280
+    """Tokens of an image, at most: the default of the processor, because the config does not say."""
+    attention = TOWER
+    several_lengths = True
+
+    @classmethod
+    def of(cls, config: Any) -> PaddedPatches:
+        vision = config.vision_config
+        return cls(vision.patch_size, vision.pooling_kernel_size)
+
+    @property
+    def patch_values(self) -> int:  # type: ignore[override]
+        """Also those that patches are multiplied with to become tokens."""
+        return 3 * self.patch**2 + self.most
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        positions = arrays["image_position_ids"]
+        padded = positions.shape[1]
+        patches = (positions >= 0).all(axis=2).sum(axis=1)
+        # Padding is an image of its own, which nothing reads
+        parts = np.stack([patches, padded - patches], axis=1).flatten()
+        each, tokens = padded // self.merge**2, patches // self.merge**2
+        places = [number * each + np.arange(count) for number, count in enumerate(tokens)]
+        return {
+            "pixel_values": torch.from_numpy(arrays["pixel_values"]),
+            "image_position_ids": torch.from_numpy(positions),
+            "token_places": torch.from_numpy(np.concatenate(places)),
+            **_bounds(parts[parts > 0]),
+        }
+
+    def features(self, base: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        inputs, tower = dict(arguments), base.vision_tower
+        places = inputs.pop("token_places")
+        inputs["pixel_position_ids"] = inputs.pop("image_position_ids")
+
+        def without_padding(module: object, args: object, pooled: Any) -> tuple[Any, slice]:
+            handle.remove()
+            hidden = pooled[0].flatten(0, 1).index_select(0, places)
+            return hidden, slice(None)  # in the place of a mask, by which the tower indexes
+
+        handle = tower.pooler.register_forward_hook(without_padding)
+        hidden = tower(**inputs).last_hidden_state
+        return {"pooler_output": base.embed_vision(inputs_embeds=hidden)}
+
+    def patches(self, arguments: Mapping[str, Any]) -> int:
+        images, padded, _ = arguments["pixel_values"].shape
+        return int(images * padded)
+
+    def squares(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        return _squares(arguments["cu_seq_lens_q"]), 0.0
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        """A square, which most images of a row may be: it has less padding than one with fewer tokens."""
+        side = math.isqrt(self.most)
+        if tokens < side**2:
+            return None
+        padded = self.most * self.merge**2
+        grid = np.indices((side * self.merge, side * self.merge)).reshape(2, -1)[::-1].T
+        positions = np.full((1, padded, 2), -1)
+        positions[0, : len(grid)] = grid
+        pixels = np.zeros((1, padded, 3 * self.patch**2), dtype=np.uint8)
+        return side**2, (0, 0), {"pixel_values": pixels, "image_position_ids": positions}
+
+    @property
+    def least_tokens(self) -> int:
+        return math.isqrt(self.most) ** 2
+
+
+@dataclass(frozen=True)
+class PaddedImages(ImageForm):
+    """Mistral 3 (Pixtral): images keep their shapes, and are padded to the largest of a micro-batch.
+    The patches of all images are one row, without those of padding."""
+
+    patch: int
+    """Pixels of a patch, in each direction."""
+    merge: int
+    """Patches that become a token, in each direction."""
+    side: int
+    """Pixels of the longer side, at most."""
+    attention = TOWER
+    several_lengths = True
+
+    @classmethod
+    def of(cls, config: Any) -> PaddedImages | None:
+        vision = config.vision_config
+        if vision.model_type != "pixtral" or config.vision_feature_layer != -1:
+            return None
+        return cls(vision.patch_size, config.spatial_merge_size, vision.image_size)
+
+    @property
+    def patch_values(self) -> int:  # type: ignore[override]
+        """See `ImageForm`."""
+        return 3 * self.patch**2
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        sizes = arrays["image_sizes"]
+        return {
+            "pixel_values": torch.from_numpy(arrays["pixel_values"]),
+            "image_sizes": sizes.tolist(),  # on the host, where the tower reads them
+            **_bounds((sizes // self.patch).prod(axis=1)),
+        }
+
+    def features(self, base: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        tower, sizes = base.vision_tower, arguments["image_sizes"]
+        if attention_implementation(tower) == TOWER:
+            with without_block_mask():
+                hidden = tower(**arguments).last_hidden_state
+        else:
+            hidden = tower(**arguments).last_hidden_state
+        return {"pooler_output": base.multi_modal_projector(hidden[0], sizes)}
+
+    def patches(self, arguments: Mapping[str, Any]) -> int:
+        return int(arguments["cu_seq_lens_q"][-1])
+
+    def squares(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
+        return _squares(arguments["cu_seq_lens_q"]), 0.0
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        pixels = self.patch * self.merge
+        rows = min(math.isqrt(max(0, tokens)), self.side // pixels)
+        if rows < 1:
+            return None
+        columns = min(tokens // rows, self.side // pixels)
+        sizes = np.array([[rows * pixels, columns * pixels]])
+        arrays = {
+            "pixel_values": np.zeros((1, 3, *sizes[0].tolist()), dtype=np.uint8),
+            "image_sizes": sizes,
+        }
+        return rows * columns, (0, 0), arrays
+
+
+FORMS: dict[str, type[ImageForm]] = {
+    "gemma3": OneSize,
+    "gemma4": PaddedPatches,
+    "idefics3": Tiles,
+    "llava": OneSize,
+    "mistral3": PaddedImages,
+    "qwen2_5_vl": PatchGrid,
+    "qwen2_vl": PatchGrid,
+    "qwen3_5": PatchGrid,
+    "qwen3_5_moe": PatchGrid,
+    "qwen3_vl": PatchGrid,
+    "qwen3_vl_moe": PatchGrid,
+    "smolvlm": Tiles,
+}
+"""By model type."""
+
+
+def form_of(config: Any) -> ImageForm | None:
+    """The form in which a model takes images; None: of this family it is not known."""
+    form = FORMS.get(config.model_type)
+    return None if form is None else form.of(config)
+
+
+def _bounds(lengths: npt.NDArray[Any]) -> dict[str, Any]:
+    """The arguments of attention that keep parts of these lengths apart. Towers hand them to their
+    blocks."""
+    ends = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    longest = int(lengths.max())
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 @dataclass(frozen=True)
@@ -99,16 +448,7 @@ class TowerInputs:
 
     image_token: int
     """The token whose embeddings are replaced by features."""
-    takes: frozenset[str]
-    """The arrays of the processor that the tower takes."""
-    grid: PatchGrid | None = None
-    """Of a tower that takes images as patches; None: all images have one size."""
-    size: int = 0
-    """Pixels of an image in each direction, if all have one size."""
-    tokens: int = 0
-    """Tokens of such an image."""
-    image_patches: int = 0
-    """Patches of such an image."""
+    form: ImageForm
     operations: TowerOperations = TowerOperations()
 
     def make(
@@ -117,17 +457,10 @@ class TowerInputs:
         ids: torch.Tensor,
         pixel_table: npt.NDArray[np.float32] | None = None,
     ) -> dict[str, Any]:
-        """`tower`, the arguments of the model's `get_image_features`, and `image_positions`, those
-        of the image tokens in the flattened rows. ids: (rows, tokens). pixel_table: for pixels in
-        uint8; it is among the arguments then, for `normalized`."""
-        taken = {name: array for name, array in arrays.items() if name in self.takes}
-        sizes = taken.pop("image_grid_thw", None)
-        made: dict[str, Any] = {name: torch.from_numpy(array) for name, array in taken.items()}
-        if self.grid is not None:
-            assert sizes is not None
-            # Not a tensor: it stays on the host, where the sizes of features are read from it
-            made["image_grid_thw"] = np.asarray(sizes)
-            made |= self.grid.indices(torch.from_numpy(np.asarray(sizes)))
+        """`tower`, the arguments of `ImageForm.features`, and `image_positions`, those of the image
+        tokens in the flattened rows. ids: (rows, tokens). pixel_table: for pixels in uint8; it is
+        among the arguments then, for `normalized`."""
+        made = self.form.arguments(arrays)
         if pixel_table is not None:
             made["pixel_table"] = torch.from_numpy(pixel_table)
         positions = (ids.flatten() == self.image_token).nonzero()[:, 0]
@@ -135,43 +468,18 @@ class TowerInputs:
 
     def patches(self, tower: Mapping[str, Any]) -> int:
         """The patches of all images. tower: of `make`."""
-        rows = len(tower["pixel_values"])
-        return rows if self.grid is not None else rows * self.image_patches
+        return self.form.patches(tower)
 
     def forward_operations(self, tower: Mapping[str, Any], tokens: int) -> tuple[float, float]:
         """Operations of matrix products, and of attention. tower: of `make`. tokens: of all
         images."""
-        own, patches = self.operations, self.patches(tower)
-        squares = float(patches * self.image_patches)
-        windows = 0.0
-        if self.grid is not None:
-            whole, parts = (tower.get(name) for name in BOUNDS)
-            assert whole is not None
-            squares = _squares(whole)
-            windows = 0.0 if parts is None else _squares(parts)
-        products = own.patch * patches + own.token * tokens
-        return products, own.image * squares + own.window * windows
-
-    def without_content(
-        self, tokens: int, max_pixels: int | None = None
-    ) -> tuple[int, tuple[int, int], dict[str, npt.NDArray[Any]]] | None:
-        """The largest image with at most so many tokens and pixels, for a plan: its tokens, their
-        rows and columns (zeros without a grid), and its arrays, which take no memory before they
-        are used. None: there is none."""
-        if self.grid is None:
-            pixels = np.zeros((1, 3, self.size, self.size), dtype=np.float32)
-            return (
-                (self.tokens, (0, 0), {"pixel_values": pixels}) if tokens >= self.tokens else None
-            )
-        rows, columns = self.grid.largest(tokens, max_pixels)
-        sizes = np.array([[1, rows * self.grid.merge, columns * self.grid.merge]])
-        pixels = np.zeros((int(sizes.prod()), self.grid.values), dtype=np.uint8)
-        arrays = {"pixel_values": pixels, "image_grid_thw": sizes}
-        return (rows * columns, (rows, columns), arrays) if rows else None
+        own, (images, windows) = self.operations, self.form.squares(tower)
+        products = own.patch * self.form.patches(tower) + own.token * tokens
+        return products, own.image * images + own.window * windows
 
 
 def normalized(tower: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `get_image_features`, of those of `TowerInputs.make`: pixels in uint8 are
+    """The arguments of `ImageForm.features`, of those of `TowerInputs.make`: pixels in uint8 are
     looked up in the table of their colour, which gives the values of the processor exactly."""
     made = dict(tower)
     if (table := made.pop("pixel_table", None)) is not None:

@@ -154,7 +154,7 @@ class _Step:
             kept = block.output + (block.selective if selective else 0.0) if twice else block.kept
             self.kept_casts += 0 if twice or not block.backward else block.casts
             self.of_tower += kept
-            self.tower_working = max(self.tower_working, block.kept - kept)
+            self.tower_working = max(self.tower_working, block.eager - kept)
             widest = BACKWARD_WIDEST if block.backward else FORWARD_WIDEST
             self.tower_space = max(self.tower_space, widest * block.widest + 2 * block.output)
         # The pixels, and the features among the embeddings

@@ -36,11 +36,23 @@ def keep_blocks(model: nn.Module, blocks: dict[str, nn.Module], indices: Sequenc
             del parent[index]
     blocks.clear()
     blocks.update({f"{prefix}.{index}": block for index, block in enumerate(parent)})
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
+    owner = prefix.rpartition(".")[0]
+    configs: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        # Not of a tower, which may have as many blocks
+        inside, around = f"{name}.".startswith(f"{owner}."), f"{owner}.".startswith(f"{name}.")
+        if (inside or around or not name) and (config := getattr(module, "config", None)):
+            configs[id(config)] = vars(config)
+    for config in configs.values():
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) == len(names):
+            config["layer_types"] = [kinds[index] for index in sorted(indices)]
+        # Gemma 3n and 4 divide one embedding into parts for all layers, whose number they read
+        if config.get("hidden_size_per_layer_input"):
+            continue
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
-            if config is not None and vars(config).get(key) == len(names):
-                setattr(config, key, len(parent))
+            if config.get(key) == len(names):
+                config[key] = len(parent)
     return True
 
 

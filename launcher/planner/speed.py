@@ -172,7 +172,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
     recomputed = zip(blocks, work.recomputed, strict=True)
     again = sum(block[which] for block, twice in recomputed if twice)
-    tower = [seconds(block) for block in work.tower]  # not compiled
+    tower = [seconds(block, *savings) for block in work.tower]
     recomputed = zip(tower, work.tower_recomputed, strict=True)
     again += sum(block[which] for block, twice in recomputed if twice)
     blocks += tower

@@ -239,16 +239,19 @@ class Work:
         if self.autocast and tower.autocast is not None:
             saved = tower.autocast
         if saved is not None:
-            kept, selective = float(rows * saved.kept), float(rows * saved.selected)
+            eager, selective = float(rows * saved.kept), float(rows * saved.selected)
+            kept = eager
+            if self.recipe.model.compile is True and saved.compiled is not None:
+                kept = float(rows * saved.compiled)
             moved, launches = float(rows * saved.moved), saved.launches
         else:
             ends = sum(sum(shape[-2:]) for shape in weights.matrices)
             moved = OVER_MATRICES * size * patches * ends
-            kept = moved if tower.trained else 0.0
+            kept = eager = moved if tower.trained else 0.0
             selective, moved, launches = SELECTED * kept, MOVED * moved, LAUNCHES
         return Pass(
             kept=kept,
-            eager=kept,
+            eager=eager,
             selective=selective,
             output=size * hidden * patches,
             widest=size * wide * patches,

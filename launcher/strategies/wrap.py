@@ -86,7 +86,8 @@ def wrap(
     if compile:
         allow_variants()
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
-        for block in blocks.values():
+        # In a tower the number of patches is dynamic from the second micro-batch with another one on
+        for block in (*tower.values(), *blocks.values()):
             block.compile()
     param_dtype, precision = compute_dtype(strategy), strategy.mixed_precision
     if one_rank:

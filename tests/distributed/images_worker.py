@@ -40,7 +40,7 @@ optimizer: {{learning_rate: {RATE}, weight_decay: 0.0}}
 schedule: {{kind: constant, warmup_steps: 0}}
 evaluation: {{every_steps: 100, generate: {{prompts: 9, max_new_tokens: 5}}}}
 """
-CONTEXT = "strategy.context_parallel_size=2"
+CONTEXT, FULL = "strategy.context_parallel_size=2", "activation_checkpointing={mode: full}"
 FSDP, PADDED = "strategy.kind=fsdp", ["data.packing=false", "batch.global_batch_size=8"]
 CASES = {
     "qwen2_5_vl fsdp": [FSDP],
@@ -48,7 +48,7 @@ CASES = {
     "gemma3 ddp padded": ["strategy.kind=ddp", *PADDED],
     "qwen2_vl fsdp": [FSDP],
     "qwen2_5_vl ddp padded projector": ["strategy.kind=ddp", "images.train=projector", *PADDED],
-    "qwen3_vl fsdp checkpointing": [FSDP, "activation_checkpointing={mode: full}"],
+    "qwen3_vl fsdp checkpointing": [FSDP, FULL],
     "qwen3_vl fsdp none": [FSDP, "images.train=none"],
     "qwen3_vl_moe fsdp": [FSDP],
     "qwen3_5 fsdp": [FSDP],
@@ -57,6 +57,10 @@ CASES = {
     "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],
     "mistral3 fsdp": [FSDP],
     "smolvlm fsdp": [FSDP],
+    "gemma4 ddp padded checkpointing": ["strategy.kind=ddp", *PADDED, FULL],
+    "idefics3 fsdp checkpointing": [FSDP, FULL],
+    "mistral3 ddp padded checkpointing": ["strategy.kind=ddp", *PADDED, FULL],
+    "qwen2_5_vl fsdp compile": [FSDP, "model.compile=true"],
     "qwen2_5_vl context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
     "qwen3_vl context padded": [FSDP, CONTEXT, *PADDED],
     "qwen3_vl_moe experts": [FSDP, "strategy.expert_parallel_size=2"],

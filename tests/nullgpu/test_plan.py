@@ -190,9 +190,28 @@ PICTURED = {
         | {"intermediate_size": 4304, "num_hidden_layers": 4, "num_attention_heads": 16}
         | {"image_size": 896, "patch_size": 14, "vision_use_head": False},
     },
+    "Gemma 4": {
+        "text_config": TEXT
+        | {"sliding_window": 1024, "vocab_size_per_layer_input": 32000, "global_head_dim": 256}
+        | {"hidden_size_per_layer_input": 256, "use_bidirectional_attention": "vision"},
+        "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 4}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72, "patch_size": 16}
+        | {"position_embedding_size": 10240},
+    },
+    "Idefics3": {
+        "scale_factor": 2,
+        "text_config": TEXT,
+        "vision_config": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 4}
+        | {"num_attention_heads": 16, "image_size": 364, "patch_size": 14},
+    },
+    "Mistral 3": {
+        "text_config": TEXT,
+        "vision_config": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+        | {"num_attention_heads": 16, "head_dim": 64, "image_size": 1540, "patch_size": 14},
+    },
 }
-"""Four blocks of each, as wide as in Qwen2.5-VL-7B, Qwen3-VL-8B and Gemma 3 (towers) and models of 1B
-(text)."""
+"""Four blocks of each, as wide as in Qwen2.5-VL-7B, Qwen3-VL-8B, Gemma 3, Idefics3-8B and Mistral Small 3.1
+(towers) and models of 1B (text)."""
 FROZEN, PROJECTOR, TOWER = (f"images.train={train}" for train in ("none", "projector", "all"))
 IMAGES = [
     *((name, 1, [BF16, SHORT, TOWER]) for name in PICTURED),

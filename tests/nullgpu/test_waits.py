@@ -4,13 +4,14 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.distributed.launching import torchrun
-from tests.image_models import make_image, make_model
+from tests.image_models import NEEDS, make_image, make_model
 from tests.run_files import write_lines
 
 LAYERS = 2
@@ -321,7 +322,16 @@ def test_towers_of_images_have_no_unexpected_waits(null_gpus, tmp_path):
         "qwen3_vl_frozen": frozen,
         "gemma3_all": [],
         "gemma3_frozen": frozen,
+        "gemma4_all": [],
+        "gemma4_frozen": frozen,
+        "idefics3_all": [],
+        "idefics3_frozen": frozen,
+        "mistral3_all": [],
+        "mistral3_frozen": frozen,
+        "smolvlm_all": [],
     }
+    missing = {family for family, needs in NEEDS.items() if not all(map(find_spec, needs))}
+    cases = {name: case for name, case in cases.items() if name.split("_")[0] not in missing}
     trainings = {}
     for name, changes in cases.items():
         folder = make_model(tmp_path / name.rpartition("_")[0], name.rpartition("_")[0])

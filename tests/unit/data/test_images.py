@@ -443,8 +443,8 @@ def test_parts_of_rows_have_the_features_of_their_tokens(folder, parts, packing)
     )
     dataset = opened(folder, rows, data)
     images = dataset.inputs.images
-    token, takes = images.processor.token_ids[0], frozenset(("pixel_values", "image_grid_thw"))
-    tower = TowerInputs(token, takes, PatchGrid(merge=2, patch=14, values=1176))
+    form = PatchGrid(merge=2, patch=14, patch_values=1176)
+    tower = TowerInputs(images.processor.token_ids[0], form)
     inputs = replace(dataset.inputs, images=replace(images, tower=tower), width_multiple=28)
     samples, few = [dataset[index] for index in range(len(dataset))], []
     whole = inputs.collate(samples)["tensors"]

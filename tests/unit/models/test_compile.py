@@ -13,17 +13,23 @@ from torch._dynamo.utils import counters
 from launcher.checkpoint.resume import Latest
 from launcher.data import collation
 from launcher.data.collation import collate_sequences, make_sample
+from launcher.data.image_inputs import PlannedImages
+from launcher.data.images import RowImages
 from launcher.distributed import triton_support
 from launcher.distributed.environment import set_compile_cache
 from launcher.models import attention
+from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
 from launcher.models.build import find_blocks
+from launcher.models.images import tower_blocks
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
 from launcher.strategies import compilation
 from launcher.strategies.compilation import graph_breaks, why_eager
 from launcher.strategies.wrap import _mark_documents
 from tests import varlen_on_cpu
+from tests.image_models import make_model
+from tests.unit.models.test_images import levels, with_weights
 from tests.unit.models.test_packed_attention import MODELS, build, isolate
 from tests.unit.planner.example_plans import RECIPE
 
@@ -152,6 +158,60 @@ def test_length_of_the_longest_document_causes_one_recompilation(model_type, kin
     assert train() == ([kinds, *[2 * kinds] * (len(packings) - 1)], 4)
     monkeypatch.setattr(collation, "_rounded_length", lambda bounds, width: width)
     assert train() == ([kinds] * len(packings), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        ("qwen2_5_vl", 3),
+        *(
+            pytest.param(family, most, marks=pytest.mark.long)
+            for family, most in [
+                ("gemma3", 2),
+                ("gemma4", 3),
+                ("idefics3", 2),
+                ("mistral3", 2),
+                ("qwen3_vl", 3),
+            ]
+        ),
+    ],
+)
+def test_blocks_of_towers_are_compiled_for_all_images(family, most, monkeypatch, tmp_path):
+    """For the first micro-batch; once more for any number of patches, with gradients of its inputs in
+    the first block or without; and for a single image, or several."""
+    varlen_on_cpu.register()
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
+    model = with_weights(make_model(tmp_path / family, family))
+    inputs = applied(model).images.inputs
+    images = PlannedImages(RowImages(""), tower=inputs)
+    attention.use_tower_attention(
+        model, inputs.form, device=torch.device("cpu"), compute_dtype=torch.float32
+    )
+
+    def train(sizes):
+        """The features of images of these numbers of tokens, and the gradients of the tower."""
+        least = inputs.form.least_tokens
+        arrays = images.join([inputs.form.largest(least * size)[2] for size in sizes])
+        generator = np.random.default_rng(sum(sizes))
+        arrays["pixel_values"] = generator.random(arrays["pixel_values"].shape, dtype=np.float32)
+        tower = inputs.make(arrays, torch.zeros(1, 1))["tower"]
+        depths = levels(inputs.form.features(model.base_model, tower))
+        model.zero_grad()
+        sum(depth.square().sum() for depth in depths).backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return [*(depth.detach() for depth in depths), *found]
+
+    batches = [[4], [6, 4], [9, 4, 12], [6], [4, 4, 9, 16], [12], [16, 6], [9]]
+    expected = [train(sizes) for sizes in batches]
+    for block in tower_blocks(model).values():
+        block.compile(backend="aot_eager", fullgraph=True)
+    graphs = []
+    for sizes, values in zip(batches, expected, strict=True):
+        for one, other in zip(train(sizes), values, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len(set(graphs[3:])) == 1, graphs
+    assert graphs[-1] <= most, graphs
 
 
 @torch._dynamo.config.patch(recompile_limit=8)

@@ -1,5 +1,8 @@
 """The image tower in training: what is trained, what runs without images, masks of packed rows."""
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.data.collation import make_sample
-from launcher.data.image_inputs import ImageInputs, ModelImages, PlannedImages, grid_positions
+from launcher.data.image_inputs import (
+    ImageInputs,
+    ModelImages,
+    PlannedImages,
+    grid_positions,
+    planned_images,
+)
 from launcher.data.image_processor import ImageProcessor, load_processor
 from launcher.data.images import RowImages
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -18,7 +27,6 @@ from launcher.libraries.private import attention_implementation
 from launcher.models import attention as attention_module
 from launcher.models.applied import applied
 from launcher.models.attention import (
-    TOWER,
     VARLEN,
     drop_causal_mask,
     isolate_documents,
@@ -35,25 +43,29 @@ from launcher.models.images import (
 )
 from launcher.models.micro_batch import IGNORED
 from launcher.models.tower_inputs import normalized
-from launcher.recipe.schema import Lora, Model
+from launcher.recipe.schema import Images, Lora, Model
 from tests import multimodal, varlen_on_cpu
 from tests.image_models import make_image, make_model, skip_without_packages
 
 CPU = torch.device("cpu")
-FOUR = ("qwen2_5_vl", "gemma3", "idefics3", "llava")
+EACH = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "idefics3", "llava", "mistral3", "smolvlm")
+"""A family of each form of images, and more."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: make_model(root / family, family) for family in (*FOUR, "qwen3_vl")}
+    return {family: make_model(root / family, family) for family in EACH}
+
+
+def processor_of(folder):
+    skip_without_packages(folder.name)
+    return load_processor(str(folder), None)
 
 
 def prepared(folder, train="all"):
-    skip_without_packages(folder.name)
-    blank = load_processor(str(folder), None).blank_batch
     model = build_model(Model(path=str(folder)), sequence_length=64)
-    use_images(model, train, {name: torch.from_numpy(array) for name, array in blank.items()})
+    use_images(model, train, {})
     return model
 
 
@@ -69,15 +81,18 @@ def with_weights(folder, train="all"):
     return model
 
 
-@pytest.mark.parametrize("family", FOUR)
-def test_text_alone_gives_every_trained_parameter_a_gradient(models, family):
-    """DDP waits for it."""
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("family", EACH)
+def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_host):
+    """DDP waits for it. on_host: with the inputs of the tower that the host makes; else as of a family
+    of which they are not known."""
     folder = models[family]
-    model = with_weights(folder)
-    blank = load_processor(str(folder), None).blank_batch
+    blank, model = processor_of(folder).blank_batch, with_weights(folder)
     ids = torch.tensor([[257, 65, 66, 67]])
     inputs = {name: torch.from_numpy(array) for name, array in blank.items()}
     tower = applied(model).images
+    if on_host:
+        inputs = tower.inputs.make(blank, ids)
     if tower.token_types:
         inputs[tower.token_types] = torch.zeros_like(ids)
     model.train()
@@ -96,11 +111,12 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family):
     assert not model.base_model.get_input_embeddings()._forward_hooks
 
 
-@pytest.mark.parametrize("family", [*FOUR, "qwen3_vl"])
+@pytest.mark.parametrize("family", EACH)
 @pytest.mark.parametrize("shown", [True, False])
 def test_features_of_an_answer_are_computed_once(models, family, shown):
     """The logits are those of forward passes that run the tower each time, and afterwards it runs
     again. Without an image in the row, the tower sees a blank one."""
+    skip_without_packages(family)
     model = with_weights(models[family]).eval()
     tower, processor = applied(model).images, load_processor(str(models[family]), None)
     images = ModelImages(
@@ -140,10 +156,11 @@ def test_features_of_an_answer_are_computed_once(models, family, shown):
     handle.remove()
 
 
-@pytest.mark.parametrize("family", FOUR)
+@pytest.mark.parametrize("family", EACH)
 def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family):
     """FSDP gathers the weights of a block for its backward pass: a rank without images would gather
     those of LLaVA's last layers, which others skip."""
+    skip_without_packages(family)
     model = with_weights(models[family]).train()
     processor, tower = load_processor(str(models[family]), None), applied(model).images
     blank = processor.process(Image.new("RGB", (32, 32)))
@@ -180,7 +197,7 @@ def test_context_parallelism_refuses_masks_that_cannot_be_divided(models):
         )
 
 
-@pytest.mark.parametrize("family", FOUR)
+@pytest.mark.parametrize("family", EACH)
 def test_what_is_trained(models, family):
     parts = {"none": set(), "projector": set(), "all": set()}
     for train, found in parts.items():
@@ -191,7 +208,7 @@ def test_what_is_trained(models, family):
         assert all(parameter.requires_grad for parameter in rest)
     assert not parts["none"]
     assert parts["projector"] < parts["all"]
-    words = ("merger", "projector", "connector")
+    words = ("merger", "projector", "connector", "embed_vision")
     assert all(any(word in name for word in words) for name in parts["projector"])
 
 
@@ -212,6 +229,10 @@ def test_lora_trains_a_projector_whole_and_no_tower(models, family, projector, t
         adapt(fresh, whole, base_dtype=torch.float32, base=None, new_ids=range(0))
 
 
+def of_block(model, block):
+    return [f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters()]
+
+
 def test_layers_that_features_do_not_depend_on_are_frozen(models):
     """LLaVA reads the last but one layer of its tower."""
     model = prepared(models["llava"])
@@ -220,14 +241,16 @@ def test_layers_that_features_do_not_depend_on_are_frozen(models):
     assert not any("layers.0." in name for name in frozen)
 
 
-@pytest.mark.parametrize(
-    ("family", "count"), [("qwen2_5_vl", 2), ("gemma3", 2), ("idefics3", 2), ("llava", 2)]
-)
-def test_blocks_of_towers(models, family, count):
+@pytest.mark.parametrize("family", EACH)
+def test_blocks_of_towers(models, family):
+    """The units of FSDP: all parameters of layers are in one."""
     model = prepared(models[family])
     blocks = tower_blocks(model)
-    assert len(blocks) == count
+    assert len(blocks) == 2
     assert len({type(block) for block in blocks.values()}) == 1
+    inside = {name for block in blocks for name in of_block(model, block)}
+    outside = set(parts_without_text(model)) - inside
+    assert not [name for name in outside if re.search(r"(layers|blocks)\.\d", name)]
     assert unused_modules(model) == ()
     bare = build_model(Model(path=str(models[family])), sequence_length=64)
     assert tower_blocks(bare) == {}
@@ -248,48 +271,62 @@ def test_attention_of_the_tower_is_not_causal(models, family):
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_features_are_those_of_transformers(models, family, kernel, monkeypatch):
-    """With indices that the host has made, and with the code for GPUs."""
+@pytest.mark.parametrize("family", EACH)
+def test_features_are_those_of_transformers(models, family, kernel, monkeypatch, tmp_path):
+    """With indices that the host has made, and with the code for GPUs. Images differ in size."""
     if kernel:
         varlen_on_cpu.register()
         monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
-    model = with_weights(models[family])
-    tower = applied(model).images
-    grid = torch.tensor([[1, 12, 22], [1, 8, 8], [1, 2, 2]])
-    pixels = torch.randn(int(grid.prod(-1).sum()), tower.inputs.grid.values)
-    expected = model.base_model.get_image_features(pixels, grid, return_dict=True)
-    use_tower_attention(model, device=CPU, compute_dtype=torch.float32)
-    assert model.config.vision_config._attn_implementation == TOWER
-    arrays = {"pixel_values": pixels.numpy(), "image_grid_thw": grid.numpy()}
-    ids = torch.full((1, 400), 65)
-    ids[0, 3:69] = ids[0, 80:96] = ids[0, 100] = tower.inputs.image_token
-    made = tower.inputs.make(arrays, ids)
-    assert made["image_positions"].tolist() == [*range(3, 69), *range(80, 96), 100]
-    found = model.base_model.get_image_features(**made["tower"], return_dict=True)
-    for key in ("pooler_output", "deepstack_features"):
-        both = zip(torch.utils._pytree.tree_leaves(found.get(key)),
-                   torch.utils._pytree.tree_leaves(expected.get(key)), strict=True)  # fmt: skip
-        for one, other in both:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    processor, model = processor_of(models[family]), with_weights(models[family])
+    inputs = applied(model).images.inputs
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models[family])
+    word = tokenizer.convert_ids_to_tokens(inputs.image_token)
+    images, ids = [], []
+    for number, size in enumerate([(120, 60), (84, 140), (56, 28)]):
+        with Image.open(make_image(tmp_path / f"{number}.png", size=size, seed=number)) as image:
+            made = processor.process(image)
+        images.append(made.arrays)
+        ids += [65, *[inputs.image_token] * made.text.count(word)]
+    arrays = processor.join(images)
+    own = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    takes = inspect.signature(model.base_model.get_image_features).parameters
+    own = {name: array for name, array in own.items() if name in takes}
+    expected = model.base_model.get_image_features(**own, return_dict=True)
+    form = inputs.form
+    use_tower_attention(model, form, device=CPU, compute_dtype=torch.float32)
+    chosen = model.config.vision_config._attn_implementation
+    assert chosen == (form.attention or "sdpa")
+    made = inputs.make(arrays, torch.tensor([ids]))
+    places = [place for place, token in enumerate(ids) if token == inputs.image_token]
+    assert made["image_positions"].tolist() == places
+    found = form.features(model.base_model, made["tower"])
+    for one, other in zip(levels(found), levels(expected), strict=True):
+        assert len(one) == len(places)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def levels(output):
+    """The features of all images: those in the place of embeddings, and those of other depths."""
+    depths = [output["pooler_output"], *output.get("deepstack_features", ())]
+    leaves = torch.utils._pytree.tree_leaves
+    return [torch.cat([each.flatten(0, -2) for each in leaves(depth)]) for depth in depths]
+
+
+@pytest.mark.parametrize("family", EACH)
 def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
     model = with_weights(models[family])
     inputs = applied(model).images.inputs
     ids = torch.full((1, 600), 65)
-    tokens, _, arrays = inputs.without_content(500)
+    tokens, _, arrays = inputs.form.largest(500)
     ids[0, 1 : 1 + tokens] = inputs.image_token
     tower = normalized(inputs.make(arrays, ids, np.zeros((3, 256), dtype=np.float32))["tower"])
-    if family.startswith("qwen"):
-        tower["image_grid_thw"] = torch.from_numpy(tower["image_grid_thw"])
+    use_tower_attention(model, inputs.form, device=CPU, compute_dtype=torch.float32)
     # The kernel of attention for CPUs is not counted
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.base_model.get_image_features(**tower, return_dict=True)
+        inputs.form.features(model.base_model, tower)
     # Here Gemma 3 has a head, which its own config switches off, and LLaVA an unused layer
-    exact = family.startswith("qwen")
-    expected = pytest.approx(counter.get_total_flops(), rel=1e-6 if exact else 0.1)
+    inexact = family in ("gemma3", "llava")
+    expected = pytest.approx(counter.get_total_flops(), rel=0.1 if inexact else 1e-6)
     assert sum(inputs.forward_operations(tower, tokens)) == expected
     assert inputs.operations.passes == 3
     frozen = applied(prepared(models[family], "projector")).images.inputs
@@ -316,11 +353,26 @@ def test_rows_of_a_plan_are_full_of_the_largest_images(models):
     assert 1000 <= tokens <= 1004
     assert patches("gemma3", 64) == (10, 160, 40)
     assert patches("gemma3", 4) == (0, 16, 0)  # a blank one
+    # The 2,520 patches of an image, of which a square has 16 x 16 tokens of 3 x 3 patches
+    assert patches("gemma4", 1026) == (3, 3 * 2520, 3 * 256)
+    assert patches("gemma4", 64) == (0, 2520, 0)
+    # Tiles of 4 tokens and 16 patches, as many as fit with two tokens between them
+    assert patches("idefics3", 64) == (10, 160, 40)
+    # At most 4 x 4 tokens of 28 x 28 pixels, because the longer side has at most 112
+    assert patches("mistral3", 100) == (6, 4 * (5 * 16 + 8), 5 * 16 + 8)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
+def test_a_plan_refuses_a_limit_of_pixels_that_the_processor_does_not_have(models):
+    limited = Images(max_pixels=100_000)
+    made = planned_images(limited, prepared(models["qwen2_5_vl"]))
+    assert made.rows.max_pixels == 100_000
+    with pytest.raises(RecipeError, match=r"max_pixels: the processor of Gemma3For.* has no limit"):
+        planned_images(limited, prepared(models["gemma3"]))
+
+
+@pytest.mark.parametrize("family", EACH)
 def test_pixels_that_the_device_normalizes_are_those_of_the_processor(models, family, tmp_path):
-    processor = load_processor(str(models[family]), None)
+    processor = processor_of(models[family])
     with Image.open(make_image(tmp_path / "image.png", size=(120, 60))) as image:
         expected = processor.process(image).arrays
         found = processor.process(image, in_bytes=True).arrays

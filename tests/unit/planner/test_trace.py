@@ -23,6 +23,7 @@ from launcher.recipe.schema import (
     CpuOffload,
     Data,
     Distillation,
+    Images,
     MixedPrecision,
     Model,
     Recipe,
@@ -30,6 +31,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.training import fake_tensors
+from tests.image_models import make_model
 
 LAYERS, HIDDEN, VOCABULARY, LENGTH = 3, 64, 512, 64
 DEEP = 7
@@ -172,6 +174,33 @@ def test_blocks_that_differ_periodically_are_extrapolated(monkeypatch):
     for phase, moment in whole.phases.items():
         near(extrapolated.phases[phase].total, moment.total, by=0.001)
     assert extrapolated.held == whole.held
+
+
+GEMMA4 = {
+    "text_config": {
+        "num_hidden_layers": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 6,
+    },
+    "vision_config": {"num_hidden_layers": 12},
+}
+"""Parts of one embedding for all layers, layers with heads of two sizes, and a tower of as many blocks as
+the text model."""
+
+
+def test_blocks_of_gemma4_are_profiled_alone_and_traced(tmp_path):
+    folder = make_model(tmp_path / "gemma4", "gemma4", sections=GEMMA4, shape_only=True)
+    plain = recipe(micro_batch_size=1)
+    data = dataclasses.replace(plain.data, tokenizer=None, kind="chat", sequence_length=300)
+    small = dataclasses.replace(
+        plain, model=Model(path=str(folder)), data=data, images=Images(train="all")
+    )
+    profile = profile_model(small, device="cuda")
+    assert len(profile.tower.blocks) == 12
+    assert profile.saved
+    assert profile.tower.saved
+    traced = trace_step(small, ranks=2, device="cuda", micro_batches=1)
+    estimated = estimate_memory(profile, small, ranks=2)
+    near(estimated.peak.total, traced.peak.total, by=0.1)
 
 
 def test_offload_moves_states_to_the_host():
