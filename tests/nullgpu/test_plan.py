@@ -224,6 +224,7 @@ MORE_IMAGES = [
     for train in (FROZEN, PROJECTOR, TOWER)
     for checkpointing in ((), (FULL,))
 ]
+MORE_IMAGES += [(name, 1, [BF16, SHORT, TOWER, COMPILED]) for name in ("Qwen2.5-VL", "Mistral 3")]
 
 
 @pytest.fixture
