@@ -66,6 +66,7 @@ CASES = {
     "qwen3_vl_moe experts": [FSDP, "strategy.expert_parallel_size=2"],
     "qwen2_5_vl tensor": [FSDP, "strategy.tensor_parallel_size=2"],
     "gemma3 tensor": [FSDP, "strategy.tensor_parallel_size=2"],
+    "idefics3 context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
     "llava context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")

@@ -43,6 +43,6 @@ def test_families_with_images_train_as_in_transformers(tmp_path):
 @pytest.mark.parametrize("family", NEEDS)
 def test_families_whose_processors_need_more_packages(tmp_path, family):
     skip_without_packages(family)
-    case = f"{family} fsdp"
-    results = results_of("images_worker.py", tmp_path, case, ranks=2, timeout=400)
-    check(results, [case])
+    cases = [case for case in CASES if case.split()[0] == family]
+    results = results_of("images_worker.py", tmp_path, *cases, ranks=2, timeout=400)
+    check(results, cases)

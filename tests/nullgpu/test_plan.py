@@ -231,6 +231,7 @@ MORE_IMAGES += [
     ("Qwen2.5-VL", 2, [BF16, SHORT, FROZEN, FULL, TENSOR]),
     ("Gemma 3", 2, [BF16, SHORT, TOWER, TENSOR]),
 ]
+MORE_IMAGES += [(name, 1, [BF16, SHORT, TOWER, COMPILED]) for name in ("Qwen2.5-VL", "Mistral 3")]
 
 
 @pytest.fixture
