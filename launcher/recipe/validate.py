@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import os
 from pathlib import Path
 from typing import Any, cast
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.recipe.adapter import ADAPTER_CONFIG
-from launcher.recipe.columns import is_of_system
+from launcher.recipe.columns import is_of_system, matching
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.find import no_such
@@ -402,8 +401,7 @@ def _data_files(recipe: Recipe) -> Found:
             if is_of_system(pattern):
                 yield (*key.split("."), index), f"{pattern} holds files of the system, not data"
                 continue
-            exists = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
-            if not exists and not is_hub_id(pattern):
+            if not matching(pattern) and not is_hub_id(pattern):
                 yield (*key.split("."), index), no_such_name("file or folder", pattern)
 
 
