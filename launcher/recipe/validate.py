@@ -20,7 +20,7 @@ from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.find import no_such
 from launcher.recipe.hub import is_hub_id, is_model_id, no_such_name
 from launcher.recipe.layouts import KINDS, TOKEN_KINDS
-from launcher.recipe.model_config import change_problems, config_problems, size_problems
+from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 
@@ -225,9 +225,12 @@ def _whole_export(recipe: Recipe) -> Found:
 
 def _sizes(recipe: Recipe) -> Found:
     config = recipe.model.config or {}
-    for key, message in size_problems(config) if recipe.model.path is None else ():
+    if recipe.model.path is not None:  # sizes are those of its weights, and refused elsewhere
+        return
+    for key, message in size_problems(config):
         yield f"model.config.{key}", message
-    size = config.get("vocab_size")
+    start, text = of_text(config)
+    size, key = text.get("vocab_size"), f"model.config.{start}vocab_size"
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
     if tokenizer == "bytes" and isinstance(size, int) and size > 0:
         sources = recipe.data.sources().values()
@@ -236,11 +239,11 @@ def _sizes(recipe: Recipe) -> Found:
         )
         if size < 257:
             what = "the tokenizer `bytes` needs 257: 256 bytes and an end of document"
-            yield "model.config.vocab_size", f"{size} is too small; {what}"
+            yield key, f"{size} is too small; {what}"
         elif size < 260 and (asks or any(KINDS[source.kind].conversation for source in sources)):
             what = "the tokenizer `bytes` needs 260 for chats: three roles begin a turn"
             what += "; data.prompt_format=text trains prompts without them" if asks else ""
-            yield "model.config.vocab_size", f"{size} is too small; {what}"
+            yield key, f"{size} is too small; {what}"
 
 
 def _new_tokens(recipe: Recipe) -> Found:

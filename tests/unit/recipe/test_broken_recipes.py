@@ -625,9 +625,35 @@ def test_mistakes_in_a_file_are_reported(folder, line, text, expected):
     check([f"x.yaml:{message}" for message in expected.split("\n")], problems_of(["recipe=x.yaml"]))
 
 
+def test_mistakes_in_the_config_of_a_text_model_are_reported(folder):
+    """Of a model of images and text, whose config has a section for each."""
+    config = "{vocab_size: 256, num_hidden_layers: 0, num_attention_heads: 4, "
+    config += "num_key_value_heads: 3, eos_token_id: 300, attention_dropout: 2}"
+    (folder / "x.yaml").write_text(
+        SMALL.replace("llama", "qwen3_vl").replace(
+            "    vocab_size: 300\n", f"    vocab_size: 300\n    text_config: {config}\n"
+        )
+    )
+    start = "x.yaml:8: model.config.text_config"
+    expected = {
+        f"{start}.vocab_size: 256 is too small; the tokenizer `bytes` needs 257: ...",
+        f"{start}.num_hidden_layers: must be at least 1; got 0",
+        f"{start}.num_key_value_heads: 3 does not divide 4 (num_attention_heads)",
+        f"{start}.eos_token_id: 300 is beyond the vocabulary of 256 (model.config...vocab_size)",
+        f"{start}.attention_dropout: must be from 0 to 1; got 2",
+    }
+    problems = problems_of(["recipe=x.yaml"])
+    assert len(problems) == len(expected), problems
+    assert all(any(says(each, line) for line in problems) for each in expected), problems
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        (
+            "vision_config: {attention_dropout: 7}",
+            ["vision_config.attention_dropout: must be from 0 to 1; got 7"],
+        ),
         (
             "hidden_size: 8",
             ["hidden_size: cannot change: the weights in model.path are made for ..."],
