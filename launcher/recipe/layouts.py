@@ -590,8 +590,8 @@ def lost_meaning(
 def _names_image(column: str, value: object) -> bool:
     """Whether a column is that of the `imagefolder` of datasets, and names files of images."""
     names = value if isinstance(value, list) else [value]
-    names = [name for name in names if isinstance(name, str)]
-    return column in _FILE_COLUMNS and any(name.lower().endswith(_IMAGE_FILES) for name in names)
+    texts = [name for name in names if isinstance(name, str)]
+    return column in _FILE_COLUMNS and any(text.lower().endswith(_IMAGE_FILES) for text in texts)
 
 
 def picture_column(

@@ -439,7 +439,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         elif named:  # the data cannot be looked at: by what the recipe says of its columns
             row = dict.fromkeys(named.values())
             found = guess(row, named, kinds=kinds)
-        kind, why = "text" if found is None else found.layout.kind, None
+        kind: str = "text" if found is None else found.layout.kind
+        why = None
         if first is not None and problem is not None:  # alone: not with rules about its kind
             kind = kind_by_keys(plain, (kind, *kinds))
         elif first is not None:
