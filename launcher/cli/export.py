@@ -102,6 +102,7 @@ def export(
                     merged=merged,
                     base=base,
                     ema=weights == "ema",
+                    verify=verify,
                     trust_run=trust_run,
                     held=held,
                 )
@@ -114,7 +115,7 @@ def export(
         if not verify:
             return EXIT_DONE
         try:
-            checkpoint = checkpoint or find_checkpoint(run, held)
+            checkpoint = checkpoint or _to_compare(run, out, held)
             return _verify(
                 run, out, checkpoint, base=base, ema=weights == "ema", trust_run=trust_run
             )
@@ -134,10 +135,12 @@ def _write(
     merged: bool,
     base: str | None,
     ema: bool,
+    verify: bool,
     trust_run: bool,
     held: contextlib.ExitStack,
 ) -> Path | None:
-    """Returns the checkpoint that it took the weights from, which `held` keeps; None: hf."""
+    """Returns the checkpoint that it took the weights from, which `held` keeps, or with `verify` the
+    one to compare with; None: it took those in hf."""
     weights, checkpoint = run / "hf", None
     # The adapter alone does not say which weights were quantized, and a merged model has none
     exported = base != "quantized" and not ema and any(weights.glob("*.safetensors"))
@@ -159,6 +162,9 @@ def _write(
         raise RecipeError(f"command line: {run}: {what}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"command line: {out} exists and is not empty; name a new folder")
+    compared = checkpoint
+    if verify and checkpoint is None:  # before anything is written
+        compared = _to_compare(run, out, held)
     make_parent(out, "OUT")
     if checkpoint is not None:
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
@@ -177,6 +183,15 @@ def _write(
     reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
     source = f"{checkpoint or weights}, {'of an unknown step' if step is None else f'step {step}'}"
     print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
+    return compared
+
+
+def _to_compare(run: Path, out: Path, held: contextlib.ExitStack) -> Path:
+    """The checkpoint that --verify compares with. Raises RecipeError if there is none."""
+    checkpoint = find_checkpoint(run, held)
+    if checkpoint is None:
+        what = f"{run} has no checkpoint to compare {out} with; leave --verify out"
+        raise RecipeError(f"command line: --verify: {what}")
     return checkpoint
 
 
@@ -189,14 +204,12 @@ def _newest_step(run: Path) -> float:
 def _verify(
     run: Path,
     out: Path,
-    checkpoint: Path | None,
+    checkpoint: Path,
     *,
     base: str | None,
     ema: bool,
     trust_run: bool,
 ) -> int:
-    if checkpoint is None:
-        raise RecipeError(f"command line: --verify: {run} has no checkpoint to compare {out} with")
     from launcher.checkpoint.verify import verify_export
 
     differences = verify_export(checkpoint, out, base=base, ema=ema, trust_run=trust_run)

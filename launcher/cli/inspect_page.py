@@ -34,6 +34,7 @@ from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
+from launcher.objectives.base import count_images
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 
@@ -429,6 +430,7 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     if dataset.objective.shows_loss:
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
+    images, lost_images = count_images(dataset)
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
     many, one = dataset.unit, dataset.unit.removesuffix("s")
     lost = f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
@@ -440,10 +442,11 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
         f"sequences of up to {dataset.length:,}": f"{len(sequences):,}",
         "tokens in them": f"{tokens:,}",
         "tokens with loss": with_loss,
-        "images": _some(0 if dataset.store.images is None else len(dataset.store.images)),
+        "images": f"{images:,}" if images or lost_images else "",
         "padding": padding,
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
+        "images that are dropped or cut off": _some(lost_images),
         f"{many} without loss, dropped": _some(sequences.dropped_documents),
         f"{dataset.unit} longer than a sequence, dropped": _some(sequences.long_documents),
         "rows skipped": _some(len(dataset.skipped)),

@@ -3,6 +3,7 @@ by the plan."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -236,9 +237,15 @@ def _with_config(recipe: Recipe) -> tuple[Recipe, Mapping[str, Any], str]:
 
 def _positions(recipe: Recipe) -> int:
     """The most tokens of a sequence by the model's config; LENGTH if it does not say."""
-    config = _with_config(recipe)[1]
-    sizes = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return min((size for size in sizes if isinstance(size, int) and size > 1), default=LENGTH)
+    from launcher.models.build import make_config
+
+    planned, config, _ = _with_config(recipe)
+    whole = dataclasses.replace(planned.model, path=None, config=dict(config))
+    positions = None
+    with contextlib.suppress(Exception):  # what is wrong with a config is reported by the search
+        text = make_config(whole, None).get_text_config(decoder=True)
+        positions = getattr(text, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 1 else LENGTH
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
+from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Data, Recipe
 
 if TYPE_CHECKING:
@@ -96,8 +97,9 @@ def model_inputs(recipe: Recipe) -> ModelInputs:
     from launcher.data.token_store import ModelInputs
 
     model = recipe.model
+    vocabulary: Any = of_text(model.config or {})[1].get("vocab_size")
     return ModelInputs(
-        vocabulary=(model.config or {}).get("vocab_size"),
+        vocabulary=vocabulary,
         classes=model.num_labels,
         images=images_of(recipe.images, model),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import glob
 import hashlib
 import io
 import itertools
@@ -26,7 +25,7 @@ import numpy as np
 from launcher.console import bytes_as_text
 from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
-from launcher.recipe.columns import no_list, problem_of_header
+from launcher.recipe.columns import matching, no_list, problem_of_header
 from launcher.recipe.hub import (
     SAVED_DICT,
     is_hub_id,
@@ -155,7 +154,7 @@ def find_parts(
     """
     parts: dict[str, SourcePart] = {}
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True))
+        matches = matching(pattern)
         if not matches and is_hub_id(pattern):
             parts.setdefault(pattern, SourcePart(pattern, "hub", validation=validation))
             continue

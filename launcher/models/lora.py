@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,7 +257,13 @@ def _named_targets(
         if target == ALL_LINEAR:
             problems.append(f"{ALL_LINEAR} stands alone: leave out the others")
         elif everywhere and not matched:
-            problems.append(f"{target}: {everywhere[0]} is in a part that text does not use")
+            what = f"{everywhere[0]} is in a part that text does not use"
+            if applied(model).images is not None:
+                what = (
+                    f"{everywhere[0]} is not in the text model, whose layers alone get adapters; "
+                )
+                what += "lora.modules_to_save trains the projector of images whole"
+            problems.append(f"{target}: {what}; available: {available}")
         elif odd := [name for name in _odd_layers(model) if not matched and _matches(name, target)]:
             kind = type(model.get_submodule(odd[0])).__name__
             what = f"{odd[0]} is a {kind}, which computes more than a linear layer"
@@ -413,8 +419,8 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
                 what += "beside the text model lora trains no other"
             problems.append(f"lora.modules_to_save: {what}")
         if not found:
-            outer = (n for n, m in modules.items() if [*m.parameters(recurse=False)])
-            names = ", ".join(_last_parts(n for n in outer if not n.startswith(blocks)))
+            outer = (name for name in _may_be_saved(model) if not name.startswith(blocks))
+            names = ", ".join(_last_parts(outer))
             what = f"{entry} is not a module of the model; those outside of its blocks: {names}"
             problems.append(f"lora.modules_to_save: {what}")
     if problems:
@@ -423,6 +429,22 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
         if any(_is_saved(name, saved) for name in tied):
             saved += [n.rpartition(".")[0] for n in tied if not _is_saved(n, saved)]
     return saved
+
+
+def _may_be_saved(model: nn.Module) -> Iterator[str]:
+    """Names of modules that modules_to_save may name: those of text with weights of their own, and
+    with images the outermost ones of the projector."""
+    unused, inside = {*parts_without_text(model)}, "\0"
+    for name, module in model.named_modules():
+        within = {f"{name}.{weight}" for weight, _ in module.named_parameters()}
+        own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)}
+        if own and not own & unused:
+            yield name
+        elif applied(model).images is None or name.startswith(inside):
+            continue
+        elif within and within <= unused and all(map(is_of_projector, within)):
+            yield name
+            inside = f"{name}."
 
 
 def _refuse_dora(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

@@ -40,6 +40,22 @@ Scores = tuple[Mapping[str, float], int]
 """Scores of an evaluation by name, and the number of samples that they are means over."""
 
 
+def count_images(dataset: SequenceDataset) -> tuple[int, int]:
+    """The images in the sequences of a data set, and those of its documents that are in none, because
+    their document is dropped or cut before them."""
+    store, sequences = dataset.store, dataset.sequences
+    if store.images is None:
+        return 0, 0
+
+    def count(starts: Integers, ends: Integers) -> int:
+        first = store.images["first"]  # type: ignore[index]
+        return int((np.searchsorted(first, ends) - np.searchsorted(first, starts)).sum())
+
+    used = count(sequences.starts, sequences.starts + sequences.lengths)
+    wanted = slice(None) if dataset.documents is None else dataset.documents
+    return used, count(store.offsets[:-1][wanted], store.offsets[1:][wanted]) - used
+
+
 @dataclass(frozen=True)
 class Example:
     """What a micro-batch without data is made for."""
@@ -197,8 +213,10 @@ class Objective(ABC):
                 how += ", and one by one in recurrent layers"
             padding = 1 - tokens / (count * dataset.length)
             text += f", packed ({padding:.1%} padding; kept apart by {how})"
-        if (images := dataset.store.images) is not None:
-            text += f"; {len(images):,} images"
+        images, lost = count_images(dataset)
+        if images or lost:
+            text += f"; {images:,} images"
+            text += f" ({lost:,} more are dropped or cut off)" if lost else ""
         if dataset.store.labels is not None and self.shows_loss:
             text += f"; {sequences.targets / tokens:.1%} of these tokens carry loss"
         return text

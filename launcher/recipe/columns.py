@@ -32,7 +32,7 @@ def first_row(
     for pattern in patterns:
         if is_of_system(pattern):
             return None
-        matches = sorted(glob.glob(pattern, recursive=True))
+        matches = matching(pattern)
         if not matches and is_hub_id(pattern):
             return _first_of_hub(pattern) if hub else None
         for match in map(Path, matches):
@@ -47,6 +47,26 @@ def first_row(
     return None
 
 
+def matching(pattern: str) -> list[str]:
+    """The files and folders that a pattern names, sorted. A path that exists is that file, also if it
+    holds `[`, `*` or `?`."""
+    return [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+
+
+def why_text(patterns: Iterable[str]) -> str | None:
+    """Why the data is text: the first file that the patterns name is there, and is no file of rows.
+    None: it is one, or there is none."""
+    for pattern in patterns:
+        if is_of_system(pattern):
+            return None
+        for match in map(Path, matching(pattern)):
+            if not match.is_dir():
+                row_file = _suffix(match) in _READERS
+                return None if row_file else f"{match} is no file of rows ({ROW_FILES})"
+            return None if _files(match) else f"{match} holds no file of rows ({ROW_FILES})"
+    return None
+
+
 def _first_of_hub(name: str) -> tuple[str, Mapping[str, Any]]:
     rows = load_data_set(name)
     columns = dict.fromkeys(rows.column_names)
@@ -58,7 +78,7 @@ def is_of_system(pattern: str) -> bool:
     return os.path.abspath(pattern).split("/")[1] in ("proc", "sys")
 
 
-def _files(folder: Path) -> Iterable[Path]:
+def _files(folder: Path) -> list[Path]:
     if is_saved_data_set(folder):
         return [folder]
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
@@ -197,3 +217,4 @@ _READERS: dict[str, Callable[[BinaryIO], Mapping[str, Any]]] = {
     ".tsv": partial(_csv, dialect="excel-tab"),
     ".parquet": _parquet,
 }
+ROW_FILES = ", ".join(_READERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES
@@ -163,6 +163,25 @@ def combination_rules(recipe: Recipe) -> Iterator[Found]:
 def value_of(section: Any, key: str) -> Any:
     """The value of a key, or None if it is in a section that is off."""
     return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
+
+
+def kind_by_keys(plain: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    """data.kind where the data cannot be seen: the first of `kinds` with which the keys of a recipe,
+    which is not decoded yet, may stand."""
+    for keys, other, needed in _NEEDS:
+        if other != "data.kind" or not isinstance(needed, str):
+            continue
+        fitting = [kind for kind in kinds if kind in needed.split()]
+        given = (_plain_value(plain, key) not in (None, _default(key)) for key in keys.split())
+        if fitting and any(given):
+            kinds = fitting
+    return kinds[0]
+
+
+def _plain_value(plain: Any, key: str) -> Any:
+    for name in key.split("."):
+        plain = plain.get(name) if isinstance(plain, dict) else None
+    return plain
 
 
 def excludes_compile(recipe: Recipe) -> str | None:

@@ -502,6 +502,9 @@ _LIKE_PICTURES = re.compile(
     r"(image|img|picture|photo)_?\d+|(jpg|jpeg|png|webp|pil_image)"
 )
 """Names of other columns that hold images, in rows of conversations."""
+_IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_FILE_COLUMNS = ("file_name", "file_names")
+_WITHOUT_IMAGES = ("tokens", "classification")
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
 _SCORES = ("score", "reward", "rating", "quality", "helpfulness")
 _SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")
@@ -546,6 +549,12 @@ def lost_meaning(
             keys = typed("data.columns.response", found.columns["text"])
             keys = keys if images else f"images.train=none {keys}"
             what = f"holds images beside a text, which {keys} learns as the answer to them"
+        elif pictures is None and _names_image(name, value) and kind not in _WITHOUT_IMAGES:
+            keys = "" if images else "images.train=none "
+            keys += typed("data.columns.images", column)
+            if kind == "text":
+                keys += f" {typed('data.columns.response', found.columns['text'])}"
+            what = f"names files of images, which {keys} trains on"
         elif name in _PICTURES:
             what = "holds images, video or audio, which training on text does not see"
             if images:
@@ -576,6 +585,13 @@ def lost_meaning(
             without = typed("data.ignore_columns", [*ignored, column])
             return f"column {column!r} {what}; {without} trains without it"
     return None
+
+
+def _names_image(column: str, value: object) -> bool:
+    """Whether a column is that of the `imagefolder` of datasets, and names files of images."""
+    names = value if isinstance(value, list) else [value]
+    texts = [name for name in names if isinstance(name, str)]
+    return column in _FILE_COLUMNS and any(text.lower().endswith(_IMAGE_FILES) for text in texts)
 
 
 def picture_column(

@@ -29,8 +29,8 @@ from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.recipe.columns import first_row
-from launcher.recipe.combinations import ALTERNATIVES, excludes_compile
+from launcher.recipe.columns import first_row, why_text
+from launcher.recipe.combinations import ALTERNATIVES, excludes_compile, kind_by_keys
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -101,9 +101,12 @@ class Origins:
             place, key = "command line", where if where.partition("=")[0] == key else key
         else:
             place = f"{self.file}:{where}" if where else self.file
+        message = problem.message
+        if message.startswith("needs data.kind=") and (kind := self.derived.get(("data", "kind"))):
+            message += f"; it is {kind}"
         if problem.path in self.derived:
             key += f" ({self.derived[problem.path]})"
-        return f"{place}: {shown(key)}: {shown(problem.message, 3000)}"
+        return f"{place}: {shown(key)}: {shown(message, 3000)}"
 
 
 @dataclass(frozen=True)
@@ -393,7 +396,7 @@ def resolve_arguments(arguments: Any, path: KeyPath) -> Any:
 def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:
     """Sets the keys of section data that follow from others, unless these are not sound. Yields
     what is wrong with the first row of data without a kind."""
-    data = plain.get("data")
+    data = plain.get("data", {})
     if not isinstance(data, dict):
         return
     if data.get("validation") is not None:
@@ -402,6 +405,9 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
     if data.get("kind") is not None:
         return
     train, kinds = data.get("train"), kinds_of_objective(plain)
+    assumed = kind_by_keys(plain, kinds)
+    changed = assumed != DEFAULT.data.kind
+    by_keys = f"{assumed}, by the other keys of the recipe" if changed else None
     mixture = train if isinstance(train, dict) else {"": {"files": train}}
     for name, source in mixture.items():
         files = source.get("files") if isinstance(source, dict) else None
@@ -433,16 +439,27 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         elif named:  # the data cannot be looked at: by what the recipe says of its columns
             row = dict.fromkeys(named.values())
             found = guess(row, named, kinds=kinds)
-        kind = "text" if found is None else found.layout.kind
+        kind: str = "text" if found is None else found.layout.kind
+        why = None
+        if first is not None and problem is not None:  # alone: not with rules about its kind
+            kind = kind_by_keys(plain, (kind, *kinds))
+        elif first is not None:
+            why = f"{kind}, by the columns of {shown(first[0])}"
+        elif found is None and (text := why_text(files)) is not None:
+            why = f"text, as {shown(text)}"
+        elif found is None:
+            kind, why = assumed, by_keys
         path: KeyPath = (
             ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
         )
         if kind != data.get("kind") and source.get("kind") is None:
             (data if len(path) == 2 else source)["kind"] = kind
-            if first is not None and found is not None:
-                origins.derived[path] = f"{kind}, by the columns of {shown(first[0])}"
+            if why is not None:
+                origins.derived[path] = why
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
+    if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
+        plain["data"], origins.derived["data", "kind"] = data | {"kind": assumed}, by_keys
 
 
 def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:

@@ -132,11 +132,21 @@ Found = Iterator[tuple[tuple[str, ...], str]]
 """Paths of wrong keys, and what is wrong with each."""
 
 
+def of_text(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """The part of a config that describes the text model, and what its keys begin with: the section
+    `text_config` of a model of images and text, else the whole config."""
+    text = config.get("text_config")
+    return ("text_config.", text) if isinstance(text, Mapping) else ("", config)
+
+
+def _parts(config: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """The config and its part for text, by what their keys begin with."""
+    return {"": config, **dict([of_text(config)])}
+
+
 def quantization(config: Mapping[str, object]) -> object:
     """What a config, of config.json, says of the quantization of its weights; None: nothing."""
-    text = config.get("text_config")
-    own = config.get(QUANTIZATION)
-    return own or (text.get(QUANTIZATION) if isinstance(text, Mapping) else None) or None
+    return config.get(QUANTIZATION) or of_text(config)[1].get(QUANTIZATION) or None
 
 
 def why_not_dequantized(found: object) -> str | None:
@@ -156,9 +166,7 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
     """Why causal models with this config, of config.json or model.config, cannot keep the documents of
     a packed row apart; None: they can, or the type is not known. Read in transformers 5.23; those with
     masks were tried."""
-    text = config.get("text_config")
-    parts = (config, text) if isinstance(text, Mapping) else (config,)
-    for model_type in (part.get("model_type") for part in parts):
+    for model_type in (part.get("model_type") for part in _parts(config).values()):
         if not isinstance(model_type, str):
             continue
         if model_type in _CARRY_A_STATE:
@@ -178,7 +186,7 @@ def config_problems(config: Mapping[str, object]) -> Found:
     for key in config.keys() & _SET_ELSEWHERE:
         yield (key,), f"is set by {_SET_ELSEWHERE[key]}"
     for key, message in value_problems(config):
-        yield (key,), message
+        yield (*key.split("."),), message
     yield from rotary_problems(config)
 
 
@@ -197,9 +205,9 @@ def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) ->
             yield (*path, key), what
         elif key.endswith("_config") and isinstance(value, Mapping):
             yield from change_problems(value, (*path, key))
-    for key, message in value_problems(config):
-        yield (*path, key), message
     if not path:
+        for key, message in value_problems(config):
+            yield (*key.split("."),), message
         yield from rotary_problems(config)
 
 
@@ -228,26 +236,36 @@ def _of_settings(settings: Mapping[str, object]) -> Found:
 
 
 def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields each size and token id that no model can have, and what is wrong with it."""
-    for key in _SIZES & config.keys():
-        value, most = config[key], 10_000 if "layer" in key else LARGEST_INT
-        if isinstance(value, int) and value < 1:
-            yield key, f"must be at least 1; got {value}"
-        if isinstance(value, int) and value > most:
-            yield key, f"must be at most {most}; got {value}"
-    size = config.get("vocab_size")
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = config.get(key)
-        ids = [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)]
-        if isinstance(size, int) and max(ids, default=0) >= size > 0:
-            yield key, f"{max(ids)} is beyond the vocabulary of {size} (model.config.vocab_size)"
+    """Yields each size and token id that no model can have, as a dotted key, and what is wrong with
+    it."""
+    vocabulary, text = of_text(config)
+    size, vocabulary = text.get("vocab_size"), f"{vocabulary}vocab_size"
+    for start, part in _parts(config).items():
+        for key in _SIZES & part.keys():
+            value, most = part[key], 10_000 if "layer" in key else LARGEST_INT
+            if isinstance(value, int) and value < 1:
+                yield f"{start}{key}", f"must be at least 1; got {value}"
+            if isinstance(value, int) and value > most:
+                yield f"{start}{key}", f"must be at most {most}; got {value}"
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = part.get(key)
+            ids = value if isinstance(value, list) else [value]
+            largest = max((id for id in ids if isinstance(id, int)), default=0)
+            if isinstance(size, int) and largest >= size > 0:
+                what = f"{largest} is beyond the vocabulary of {size} (model.config.{vocabulary})"
+                yield f"{start}{key}", what
 
 
 def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields each key with a value that transformers accepts and no model can compute with.
+    """Yields each value that transformers accepts and no model can compute with, as a dotted key, and
+    what is wrong with it.
 
     config: the keys of a recipe, or all keys of a config.
     """
+    for section, value in config.items():
+        inside = section.endswith("_config") and section != QUANTIZATION
+        if inside and isinstance(value, Mapping):
+            yield from ((f"{section}.{key}", what) for key, what in value_problems(value))
     for key, value in config.items():
         if not isinstance(value, (int, float)) or key == "rope_theta":  # of rotary_problems
             continue

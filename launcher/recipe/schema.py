@@ -197,8 +197,8 @@ class Data(Section):
     """Training and validation data."""
 
     kind: Annotated[DataKind, _NullIsText] = "text"
-    """If it is null or not given, it follows from the columns of the first row of data.train; text
-    if no kind has these columns. text: documents, for next-token training. tokens: rows of
+    """If it is null or not given, it follows from the columns of the first row of data.train; where a
+    plan has no data, from the other keys. text: documents, for next-token training. tokens: rows of
     input_ids (and labels). chat: messages, loss on the assistant's turns. instruct: prompt and
     response, loss on the response. classification: text and label. preference: prompt, chosen and
     rejected. unpaired: prompt, response, and whether the response is good."""

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import os
 from pathlib import Path
 from typing import Any, cast
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.recipe.adapter import ADAPTER_CONFIG
-from launcher.recipe.columns import is_of_system
+from launcher.recipe.columns import is_of_system, matching
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.find import no_such
 from launcher.recipe.hub import is_hub_id, is_model_id, no_such_name
 from launcher.recipe.layouts import KINDS, TOKEN_KINDS
-from launcher.recipe.model_config import change_problems, config_problems, size_problems
+from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 
@@ -226,9 +225,12 @@ def _whole_export(recipe: Recipe) -> Found:
 
 def _sizes(recipe: Recipe) -> Found:
     config = recipe.model.config or {}
-    for key, message in size_problems(config) if recipe.model.path is None else ():
+    if recipe.model.path is not None:  # sizes are those of its weights, and refused elsewhere
+        return
+    for key, message in size_problems(config):
         yield f"model.config.{key}", message
-    size = config.get("vocab_size")
+    start, text = of_text(config)
+    size, key = text.get("vocab_size"), f"model.config.{start}vocab_size"
     tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
     if tokenizer == "bytes" and isinstance(size, int) and size > 0:
         sources = recipe.data.sources().values()
@@ -237,11 +239,11 @@ def _sizes(recipe: Recipe) -> Found:
         )
         if size < 257:
             what = "the tokenizer `bytes` needs 257: 256 bytes and an end of document"
-            yield "model.config.vocab_size", f"{size} is too small; {what}"
+            yield key, f"{size} is too small; {what}"
         elif size < 260 and (asks or any(KINDS[source.kind].conversation for source in sources)):
             what = "the tokenizer `bytes` needs 260 for chats: three roles begin a turn"
             what += "; data.prompt_format=text trains prompts without them" if asks else ""
-            yield "model.config.vocab_size", f"{size} is too small; {what}"
+            yield key, f"{size} is too small; {what}"
 
 
 def _new_tokens(recipe: Recipe) -> Found:
@@ -402,8 +404,7 @@ def _data_files(recipe: Recipe) -> Found:
             if is_of_system(pattern):
                 yield (*key.split("."), index), f"{pattern} holds files of the system, not data"
                 continue
-            exists = os.path.exists(pattern) or any(glob.iglob(pattern, recursive=True))
-            if not exists and not is_hub_id(pattern):
+            if not matching(pattern) and not is_hub_id(pattern):
                 yield (*key.split("."), index), no_such_name("file or folder", pattern)
 
 

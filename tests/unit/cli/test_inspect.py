@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from launcher.checkpoint.files import commit, scratch_folder
-from launcher.cli.inspect_page import bins, load_decoder, spans
+from launcher.cli.inspect_page import _open, bins, load_decoder, spans
 from launcher.cli.main import run
+from launcher.cli.prepare import data_sets
 from launcher.cli.rows import positions_of
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
@@ -20,6 +21,7 @@ from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
 from launcher.files import write_file
 from launcher.models.micro_batch import IGNORED
+from launcher.recipe.load import load_recipe
 from tests.datasets import dataset_of
 from tests.image_models import make_image, make_model
 from tests.unit.data.rows import write
@@ -426,3 +428,42 @@ def test_the_page_as_html_shows_the_images_of_rows(folder, capsys):
     (folder / "wide.png").unlink()
     with pytest.raises(RecipeError, match=r"data: .*wide.png: no such file"):
         run(["inspect", "recipe=x.yaml"])
+
+
+def test_images_are_counted_that_are_trained(folder, capsys):
+    """Not those of rows that are dropped, behind a cut, or held out for evaluation."""
+    make_model(folder / "model", "qwen2_5_vl")
+    make_image(folder / "a.png", size=(56, 56))
+    answer = {"role": "assistant", "content": "Yes"}
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "<image>" * count}, answer],
+            "images": ["a.png"] * count,
+        }
+        for count in (1, 60)
+    ]
+    write(folder / "rows.jsonl", rows)
+    write(folder / "many.jsonl", rows[:1] * 50)
+    (folder / "x.yaml").write_text(
+        "run: {name: x, max_steps: 1}\nmodel: {path: model}\nimages: {train: none}\n"
+        "data: {train: rows.jsonl, sequence_length: 64, workers: 0, cache: null, kind: chat}\n"
+        "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
+        "optimizer: {learning_rate: 0.1}\n"
+    )
+
+    def counted(*words):
+        lines = inspect(capsys, "recipe=x.yaml", "samples=1", *words)
+        found = (re.match(r"(images[a-z ]*?)  +(\d+)", line) for line in lines)
+        facts = dict(match.groups() for match in found if match)
+        return facts.get("images"), facts.get("images that are dropped or cut off")
+
+    assert counted("data.sequence_length=1024") == ("61", None)
+    assert counted("data.overlong=drop") == ("1", "60")
+    assert counted("data.overlong=cut", "data.loss_on=all") == ("11", "50")
+    recipe = load_recipe(["recipe=x.yaml", "data.overlong=drop"], ranks=None).recipe
+    [files] = data_sets(recipe.data)
+    assert "; 1 images (60 more are dropped or cut off)" in _open(recipe, files).describe()[0]
+    split = ("data.train=many.jsonl", "data.validation_split=0.5")
+    trained, held_out = (int(counted(*split, *more)[0]) for more in ((), ("set=validation",)))
+    assert trained + held_out == 50
+    assert min(trained, held_out) > 0

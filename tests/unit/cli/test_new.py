@@ -181,9 +181,19 @@ def test_a_model_that_cannot_be_packed(here, capsys):
     assert load_recipe(["recipe=my.yaml"], ranks=1).recipe.data.packing is False
 
 
-def test_a_model_with_few_positions(here, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG | {"max_position_embeddings": 512},
+        {"model_type": "qwen3_vl", "text_config": CONFIG | {"max_position_embeddings": 512}},
+        {"model_type": "gpt2", "n_positions": 512},
+        {"model_type": "openai-gpt"},  # whose 512 are those of its class
+    ],
+    ids=["llama", "qwen3_vl", "gpt2", "openai-gpt"],
+)
+def test_a_model_with_few_positions(here, capsys, monkeypatch, config):
     """The default length was refused: more than the positions of the model."""
-    (here / "model/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
+    (here / "model/config.json").write_text(json.dumps(config))
     monkeypatch.setattr(search, "search_configurations", lambda *_, **__: example_search())
     text = written(capsys, "data=chat.jsonl", "gpu=h100").out
     assert "  sequence_length: 512  #" in text

@@ -104,6 +104,18 @@ def mixtral(tmp_path_factory):
     return save(tmp_path_factory.mktemp("mixtral"), model_type="mixtral", **experts)
 
 
+def test_verify_without_a_checkpoint_is_refused_before_the_export(llama, tmp_path, capsys):
+    """Also where all checkpoints are damaged, of which an export of hf needs none."""
+    run, out = create_run(tmp_path, load_with_adapters(llama)), tmp_path / "new" / "out"
+    assert export(run, out, "--verify") == 2
+    refused = f"{run} has no checkpoint to compare {out} with; leave --verify out"
+    assert refused in capsys.readouterr().err
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert export(run, out, "--verify") == 2
+    assert "checkpoint" in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
 def test_all_linear_layers_of_blocks_are_adapted_by_default(llama):
     model = load_with_adapters(llama)
     adapters = parameters_with(model, ".lora_A.")

@@ -229,6 +229,35 @@ def test_lora_trains_a_projector_whole_and_no_tower(models, family, projector, t
         adapt(fresh, whole, base_dtype=torch.float32, base=None, new_ids=range(0))
 
 
+@pytest.mark.parametrize(
+    ("family", "listed", "of_tower"),
+    [
+        ("qwen2_5_vl", "embed_tokens, lm_head, merger, norm", "qkv"),
+        ("qwen3_vl", "deepstack_merger_list, embed_tokens, lm_head, merger, norm", "qkv"),
+        ("gemma3", "embed_tokens, lm_head, multi_modal_projector, norm", "fc1"),
+    ],
+)
+def test_names_that_lora_cannot_use_are_refused_with_those_that_it_can(
+    models, family, listed, of_tower
+):
+    def refused(**keys):
+        with pytest.raises(RecipeError) as error:
+            adapt_with(**keys)
+        return str(error.value)
+
+    def adapt_with(**keys):
+        model = prepared(models[family], "none")
+        lora = Lora(rank=2, **keys)
+        adapt(model, lora, base_dtype=torch.float32, base=None, new_ids=range(0))
+
+    assert refused(modules_to_save=("nope",)).endswith(f" outside of its blocks: {listed}")
+    for name in listed.split(", "):
+        adapt_with(modules_to_save=(name,))
+    message = refused(target_modules=(of_tower,))
+    assert f"{of_tower} is not in the text model, whose layers alone get adapters; " in message
+    assert message.endswith("; available: " + refused(target_modules=("nope",)).split(": ")[-1])
+
+
 def of_block(model, block):
     return [f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters()]
 

@@ -319,7 +319,7 @@ MISTAKES_IN_ARGUMENTS = [
      "data.train.a.kind: text does not mix with data.kind classification: the ..."),
     (None, [*CLASSIFY, "data.streaming=true"],
      "data.streaming=true: needs data.kind=text or tokens or chat or instruct"),
-    (None, ["data.labels=[a,b]"], "data.labels=[a,b]: needs data.kind=classification"),
+    (None, ["data.labels=[a,b]"], "data.labels=[a,b]: needs data.kind=classification; it is text, as data.txt..."),
     (None, ["distillation={}"], "distillation.teacher: missing; must be given"),
     (None, ["distillation.teacher=nowhere"],
      "distillation.teacher=nowhere: no such folder with a config.json: nowhere (looked for in ...), and no hub ..."),
@@ -348,7 +348,7 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.kind=preference"],
      "data.kind=preference: needs the section preference, such as preference.loss=dpo"),
     (None, [*PREFER, "data.builder=a.b:c", "data.train=null"], "preference...: not available with data.builder"),
-    (None, ["preference.loss=dpo"], "preference...: needs data.kind=preference"),
+    (None, ["preference.loss=dpo"], "preference...: needs data.kind=preference; it is text, as data.txt..."),
     (None, [*PREFER, "preference.loss=dop"], "preference.loss=dop: must be dpo, ipo, ...; did you mean dpo?"),
     (None, [*PREFER, "preference.beta=0"], "preference.beta=0: must be greater than 0; got 0"),
     (None, [*PREFER, "preference.label_smoothing=0.1"],
@@ -411,8 +411,9 @@ MISTAKES_IN_ARGUMENTS = [
      "data.train.a.kind: preference does not mix with data.kind text: the losses differ"),
     (None, [*PREFER, "data.validation=data.txt", "evaluation.generate={}"],
      "evaluation.generate={}: needs data.kind=chat or instruct"),
-    (None, ["data.response_column=x"], "data.response_column=x: needs data.kind=instruct or preference or unpaired"),
-    (None, ["data.chosen_column=x"], "data.chosen_column=x: needs data.kind=preference"),
+    (None, ["data.response_column=x"],
+     "data.response_column=x: needs data.kind=instruct or preference or unpaired; it is text, as data.txt..."),
+    (None, ["data.chosen_column=x"], "data.chosen_column=x: needs data.kind=preference; it is text, as data.txt..."),
     (None, [*PREFER, "data.validation=data.txt", "checkpoint.keep_best=eval_f1"],
      "...no such metric: eval_f1; this run has eval_loss, eval_rewards/accuracies, eval_rewards/margins"),
     (None, ["data.kind=chat", "data.text_column=x"], "data.text_column=x: needs data.kind=text or classification"),
@@ -461,7 +462,7 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.train=me/set:train[:5]", "data.streaming=true"],
      "data.train=me/set:train[:5]: me/set:train[:5]: a slice is not available with data.streaming"),
     (None, ["data.train=me/set:train[5]"], "data.train[0]: no such file or folder: me/set:train[5] ..."),
-    (None, ["data.system=x"], "data.system=x: needs data.kind=chat or instruct or preference or unpaired"),
+    (None, ["data.system=x"], "data.system=x: needs data.kind=chat or instruct or preference or unpaired; it is text, as data.txt..."),
     (None, ["data.kind=chat", "data.system=' '"], "data.system=' ': must not be empty; got ' '"),
     (None, ["data.columns=3"], "data.columns=3: must be a section; got 3"),
     (None, ["data.columns={}"], "data.columns={}: must not be empty"),
@@ -476,18 +477,20 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.train={a: {files: data.txt, columns: {messages: x}, kind: text}}"],
      "data.train.a.columns.messages: needs data.kind=chat or preference or unpaired"),
     (None, ["data.ignore_columns=3"], "data.ignore_columns=3: must be a list; got 3"),
-    (None, ["data.prompt_format=chat"], "data.prompt_format=chat: needs data.kind=instruct or preference or unpaired"),
+    (None, ["data.prompt_format=chat"],
+     "data.prompt_format=chat: needs data.kind=instruct or preference or unpaired; it is text, as data.txt..."),
     (None, ["data.overlong=split"], "data.overlong=split: must be cut, drop or error; got 'split'"),
     (None, [*PREFER, "data.overlong=cut"], "data.overlong=cut: not for kind preference, whose answers must be whole; use drop"),
     (None, ["data.kind=classification", "model.task=sequence_classification", "model.num_labels=2", "data.overlong=drop"],
      "data.overlong=drop: not for kind classification, whose texts are cut"),
-    (None, ["data.system_column=x"], "data.system_column=x: needs data.kind=chat or instruct or preference or unpaired"),
-    (None, ["data.loss_on=all"], "data.loss_on=all: needs data.kind=chat or instruct"),
+    (None, ["data.system_column=x"],
+     "data.system_column=x: needs data.kind=chat or instruct or preference or unpaired; it is text, as data.txt..."),
+    (None, ["data.loss_on=all"], "data.loss_on=all: needs data.kind=chat or instruct; it is text, as data.txt..."),
     (None, ["data.kind=chat", "data.loss_on=first"], "data.loss_on=first: must be assistant, last or all; got 'first'"),
     (None, ["data.kind=chat", "data.loss_on=all", "data.validation=data.txt", "evaluation.generate={}"],
      "evaluation.generate={}: needs data.loss_on=assistant or last"),
     (None, ["data.chat_template_kwargs={enable_thinking: false}"],
-     "data.chat_template_kwargs...: needs data.kind=chat or instruct or preference or unpaired"),
+     "data.chat_template_kwargs...: needs data.kind=chat or instruct or preference or unpaired; it is text, as data.txt..."),
     (None, ["data.kind=chat", "data.chat_template_kwargs={add_generation_prompt: true, eos_token: x}"],
      "data.chat_template_kwargs.add_generation_prompt: is set by the launcher; ...\n"
      "data.chat_template_kwargs.eos_token: is set by the launcher; ..."),
@@ -523,7 +526,7 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["data.validation=data.txt", "checkpoint.keep_best=eval_f1"],
      "checkpoint.keep_best=eval_f1: no such metric: eval_f1; this run has eval_loss"),
     (None, ["data.validation=data.txt", "evaluation.generate={}"],
-     "evaluation.generate={}: needs data.kind=chat or instruct"),
+     "evaluation.generate={}: needs data.kind=chat or instruct; it is text, as data.txt..."),
     (None, ["data.train={a: {files: data.txt, kind: chat}}", "data.validation=data.txt", "evaluation.generate={}"],
      "evaluation.generate={}: needs data.kind=... which ..."),
     (None, ["data.kind=chat", "data.validation=data.txt", "evaluation.generate.max_new_tokens=4096"],
@@ -622,9 +625,35 @@ def test_mistakes_in_a_file_are_reported(folder, line, text, expected):
     check([f"x.yaml:{message}" for message in expected.split("\n")], problems_of(["recipe=x.yaml"]))
 
 
+def test_mistakes_in_the_config_of_a_text_model_are_reported(folder):
+    """Of a model of images and text, whose config has a section for each."""
+    config = "{vocab_size: 256, num_hidden_layers: 0, num_attention_heads: 4, "
+    config += "num_key_value_heads: 3, eos_token_id: 300, attention_dropout: 2}"
+    (folder / "x.yaml").write_text(
+        SMALL.replace("llama", "qwen3_vl").replace(
+            "    vocab_size: 300\n", f"    vocab_size: 300\n    text_config: {config}\n"
+        )
+    )
+    start = "x.yaml:8: model.config.text_config"
+    expected = {
+        f"{start}.vocab_size: 256 is too small; the tokenizer `bytes` needs 257: ...",
+        f"{start}.num_hidden_layers: must be at least 1; got 0",
+        f"{start}.num_key_value_heads: 3 does not divide 4 (num_attention_heads)",
+        f"{start}.eos_token_id: 300 is beyond the vocabulary of 256 (model.config...vocab_size)",
+        f"{start}.attention_dropout: must be from 0 to 1; got 2",
+    }
+    problems = problems_of(["recipe=x.yaml"])
+    assert len(problems) == len(expected), problems
+    assert all(any(says(each, line) for line in problems) for each in expected), problems
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        (
+            "vision_config: {attention_dropout: 7}",
+            ["vision_config.attention_dropout: must be from 0 to 1; got 7"],
+        ),
         (
             "hidden_size: 8",
             ["hidden_size: cannot change: the weights in model.path are made for ..."],

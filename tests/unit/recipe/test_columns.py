@@ -5,11 +5,13 @@ import gzip
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from launcher.data.sources import find_parts
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
 from launcher.recipe.layouts import no_layout
@@ -90,6 +92,74 @@ def test_columns_of_all_files_of_rows(folder):
     with pytest.raises(RecipeError, match=r"the header is one column, 'frage;antwort'; if semi"):
         load("data.train=[semicolons.csv]")
     assert load("data.train=[gone.jsonl]", files=False).recipe.data.kind == "text"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("chat", ["images.train=none", "model.path=owner/x", "model.config=null"]),
+        ("preference", ["preference.loss=dpo"]),
+        ("unpaired", ["kto.beta=0.1"]),
+        ("classification", ["model.task=sequence_classification"]),
+        ("chat", ["data.loss_on=last"]),
+        ("text", []),
+    ],
+)
+def test_kind_of_data_that_is_not_here_follows_from_the_other_keys(folder, kind, keys):
+    """A plan needs no data. A kind that these keys exclude would hide that the data is missing."""
+    keys += ["data.tokenizer=null"] if "images.train=none" in keys else []
+    for train in ("gone.jsonl", "gone/*.jsonl", "owner/x", "null", "{a: {files: gone.jsonl}}"):
+        loaded = load(f"data.train={train}", *keys, files=False)
+        assert loaded.recipe.data.kind == kind, train
+        by_keys = f"{kind}, by the other keys of the recipe"
+        assert loaded.origins.of(("data", "kind")) == ("default" if kind == "text" else by_keys)
+    for train in ("gone.jsonl", "gone/*.jsonl"):
+        with pytest.raises(RecipeError) as error:
+            load(f"data.train={train}", *keys)
+        (problem,) = error.value.problems
+        assert f"no such file or folder: {train}" in problem
+    (folder / "damaged.jsonl").write_text("{")
+    assert load("data.train=damaged.jsonl", *keys).recipe.data.kind == kind
+
+
+def test_a_rule_about_the_kind_says_why_the_data_has_another(folder):
+    keys = ["images.train=none", "model.path=owner/x", "model.config=null", "data.tokenizer=null"]
+    write("rows.jsonl", {"text": "a"})
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "a.png").write_bytes(b"")
+    rows = "(.jsonl, .json, .csv, .tsv, .parquet)"
+    for train, why in (
+        ("rows.jsonl", "by the columns of rows.jsonl"),
+        ("data.txt", f"as data.txt is no file of rows {rows}"),
+        ("pictures", f"as pictures holds no file of rows {rows}"),
+    ):
+        with pytest.raises(RecipeError) as error:
+            load(f"data.train={train}", *keys)
+        (problem,) = error.value.problems
+        assert problem.endswith(f"or unpaired; it is text, {why}"), problem
+
+
+def test_a_row_that_is_refused_is_the_only_problem(folder):
+    """No rule about the kind of rows that have none."""
+    keys = ["images.train=none", "model.path=owner/x", "model.config=null", "data.tokenizer=null"]
+    for row in ({"title": "a"}, {"text": "a", "file_name": "a.png"}, {"text": "a", "image": "b"}):
+        write("rows.jsonl", row)
+        with pytest.raises(RecipeError, match=r"=rows[.]jsonl: rows[.]jsonl: ") as error:
+            load("data.train=rows.jsonl", *keys)
+        assert len(error.value.problems) == 1, error.value.problems
+
+
+def test_a_path_that_exists_is_that_file(folder):
+    """Also one with characters of a glob, which would match another name."""
+    write("x[1].jsonl", CHAT)
+    write("x1.jsonl", INSTRUCT)
+    (folder / "all*").mkdir()
+    write("all*/rows.jsonl", CHAT)
+    for train in ("x[1].jsonl", "all*"):
+        data = load(f"data.train=['{train}']", "data.cache=null").recipe.data
+        assert data.kind == "chat"
+        assert [Path(part.name).parts[0] for part in find_parts(data.train, kind="chat")] == [train]
+    assert load("data.train=['x[12].jsonl']").recipe.data.kind == "instruct"
 
 
 def test_each_source_of_a_mixture_has_its_kind(folder):

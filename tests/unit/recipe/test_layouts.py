@@ -185,6 +185,15 @@ LOST: list[tuple[dict[str, Any], str]] = [
         {"text": "a", "image": {"bytes": b"x"}},
         "holds images beside a text, which images.train=none data.",
     ),
+    (
+        {"text": "a", "file_name": "train/a.PNG"},
+        "names files of images, which images.train=none data.columns.images=file_name "
+        "data.columns.response=text trains on",
+    ),
+    (
+        {"messages": CHAT, "file_names": ["a.jpg", "b.jpg"]},
+        "names files of images, which images.train=none data.columns.images=file_names trains on",
+    ),
     ({"messages": CHAT, "weight": 0.5}, "holds a weight, which data.weights_column=weight uses"),
     ({"prompt": "a", "completion": "b", "weight": 2}, "holds a weight, and kind instruct has none"),
     ({"prompt": "a", "completion": "b", "score": 0}, "says how good an answer is"),
@@ -197,6 +206,7 @@ KEPT: list[dict[str, Any]] = [
     {"messages": CHAT, "score": [1, 2], "image": ""},
     {"prompt": "a", "chosen": "b", "rejected": "c", "score": 3},
     {"text": "a", "score": 4.5, "label": 0},
+    {"text": "a", "file_name": "a.html"},
     {"input_ids": [1], "labels": [1], "loss_mask": [0]},
 ]
 
