@@ -265,7 +265,8 @@ class ImageTower:
             if self.inputs is not None and tower is not None:
                 features = self.inputs.form.features(self._base, normalized(tower))
             else:
-                features = self._base.get_image_features(**arguments, return_dict=True)
+                # Some outputs have features that are not among their items (transformers 5.17)
+                features = vars(self._base.get_image_features(**arguments, return_dict=True))
             if images:
                 return self._with_features(embeds, features, image_positions)
             sums = [tensor.sum().float() for tensor in _tensors(features)]
