@@ -92,7 +92,7 @@ def _without_gradient(model: PreTrainedModel, blank_image: Mapping[str, torch.Te
         if form is not None:
             features = form.features(tower, blank)
         else:
-            features = tower.get_image_features(**blank, return_dict=True)
+            features = vars(tower.get_image_features(**blank, return_dict=True))
         torch.autograd.backward(_sum_of_features(features))
     except (
         Exception
@@ -284,8 +284,8 @@ class ImageTower:
         """The outputs of the tower for what the host has made; None: for the processor's arrays."""
         if self.inputs is not None and tower is not None:
             return self.inputs.form.features(self._base, normalized(tower))
-        features: Mapping[str, Any] = self._base.get_image_features(**arguments, return_dict=True)
-        return features
+        # Some outputs have features that are not among their items (transformers 5.17)
+        return vars(self._base.get_image_features(**arguments, return_dict=True))
 
     def _forward_with_tower(
         self,

@@ -336,7 +336,8 @@ def test_features_are_those_of_transformers(models, family, kernel, monkeypatch,
 
 def levels(output):
     """The features of all images: those in the place of embeddings, and those of other depths."""
-    depths = [output["pooler_output"], *output.get("deepstack_features", ())]
+    output = output if type(output) is dict else vars(output)
+    depths = [output["pooler_output"], *(output.get("deepstack_features") or ())]
     leaves = torch.utils._pytree.tree_leaves
     return [torch.cat([each.flatten(0, -2) for each in leaves(depth)]) for depth in depths]
 
@@ -355,7 +356,7 @@ def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
         inputs.form.features(model.base_model, tower)
     # Here Gemma 3 has a head, which its own config switches off, and LLaVA an unused layer
     inexact = family in ("gemma3", "llava")
-    expected = pytest.approx(counter.get_total_flops(), rel=0.1 if inexact else 1e-6)
+    expected = pytest.approx(counter.get_total_flops(), rel=0.1 if inexact else 1e-3)
     assert sum(inputs.forward_operations(tower, tokens)) == expected
     assert inputs.operations.passes == 3
     frozen = applied(prepared(models[family], "projector")).images.inputs
