@@ -285,7 +285,10 @@ class ImageTower:
         if self.inputs is not None and tower is not None:
             return self.inputs.form.features(self._base, normalized(tower))
         # Some outputs have features that are not among their items (transformers 5.17)
-        return vars(self._base.get_image_features(**arguments, return_dict=True))
+        features: dict[str, Any] = vars(
+            self._base.get_image_features(**arguments, return_dict=True)
+        )
+        return features
 
     def _forward_with_tower(
         self,
