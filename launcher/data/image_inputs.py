@@ -117,14 +117,14 @@ def planned_images(section: schema.Images | None, built: nn.Module) -> PlannedIm
 
 
 def blank_image(
-    section: schema.Images | None, model: schema.Model, config: Any
+    section: schema.Images | None, model: schema.Model, built: Any
 ) -> dict[str, torch.Tensor]:
-    """The arguments of the model of this config for an image, if `use_images` reads them; else empty,
-    and also in the plan of a model of which only the config is known."""
+    """The arguments of the built model for an image, if `use_images` reads them; else empty, and also
+    in the plan of a model of which only the config is known."""
     images = images_of(section, model)
     if images is None or section is None or section.train == "none":
         return {}
-    if form_of(config) is not None:
+    if form_of(built.config) is not None:
         return {}
     blank = images.processor.blank_batch
     return {name: torch.from_numpy(array) for name, array in blank.items()}

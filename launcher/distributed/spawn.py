@@ -128,6 +128,9 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 def end_process(status: int) -> NoReturn:
     """Ends at once, with the loader processes; no clean-up that may wait for lost ranks."""
+    # torch's handler raises an error in this thread for each loader process that is killed
+    with contextlib.suppress(ValueError):  # in another thread than the first there is none
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()  # they ignore SIGTERM
     for stream in (sys.stdout, sys.stderr):

@@ -74,6 +74,8 @@ class Origins:
     places: Places
     derived: dict[KeyPath, str] = field(default_factory=dict)
     """Where the values of keys that were not given come from, if not from the defaults."""
+    as_text: dict[KeyPath, str] = field(default_factory=dict)
+    """Why data has the default kind, for messages."""
     adapter: dict[KeyPath, str] = field(default_factory=dict)
     """For keys that were not given and come from the adapter in lora.path: its file, and the name
     of the key there."""
@@ -102,7 +104,8 @@ class Origins:
         else:
             place = f"{self.file}:{where}" if where else self.file
         message = problem.message
-        if message.startswith("needs data.kind=") and (kind := self.derived.get(("data", "kind"))):
+        kind = (self.derived | self.as_text).get(("data", "kind"))
+        if message.startswith("needs data.kind=") and kind is not None:
             message += f"; it is {kind}"
         if problem.path in self.derived:
             key += f" ({self.derived[problem.path]})"
@@ -446,7 +449,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         elif first is not None:
             why = f"{kind}, by the columns of {shown(first[0])}"
         elif found is None and (text := why_text(files)) is not None:
-            why = f"text, as {shown(text)}"
+            origins.as_text["data", "kind"] = f"text, as {shown(text)}"
         elif found is None:
             kind, why = assumed, by_keys
         path: KeyPath = (

@@ -302,7 +302,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         seed=recipe.run.seed,
         new_ids=new_ids,
         images=None if recipe.images is None else recipe.images.train,
-        blank_image=blank_image(recipe.images, recipe.model, model.config),
+        blank_image=blank_image(recipe.images, recipe.model, model),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",

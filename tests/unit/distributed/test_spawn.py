@@ -100,3 +100,27 @@ def test_processes_end_with_the_one_that_started_them(start, killed, tmp_path):
             if process_start(each) is not None:
                 os.kill(each, signal.SIGKILL)
         process.wait()
+
+
+WITH_LOADERS = """
+import multiprocessing, signal, time
+from launcher.distributed.spawn import end_process
+
+def failed(*_):
+    raise RuntimeError("DataLoader worker is killed by signal")
+
+if __name__ == "__main__":
+    for _ in range(8):
+        multiprocessing.Process(target=time.sleep, args=(60,)).start()
+    signal.signal(signal.SIGCHLD, failed)  # as torch's loader does
+    end_process(3)
+"""
+
+
+def test_loader_processes_that_are_killed_at_the_end_raise_no_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(WITH_LOADERS)
+    ended = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+    )
+    assert (ended.returncode, ended.stderr) == (3, "")
