@@ -386,6 +386,7 @@ MORE = {
 """More of them, of which the launcher knows nothing: their processors and `get_image_features` say
 all."""
 
+_WITH_TORCHVISION_IN_5_17 = ("gemma4", "idefics2", "idefics3", "ovis2", "smolvlm")
 NEEDS = {"mistral3": ("torchvision",), "smolvlm": ("num2words",)}
 """Packages that the processors of families need, and the launcher does not."""
 
@@ -464,12 +465,16 @@ def make_image(file: Path, *, size=(84, 56), seed=0):
     return file
 
 
+def needs(family):
+    """Packages that the processor of a family needs, and the launcher does not."""
+    if transformers.__version__ == "5.17.0" and family in _WITH_TORCHVISION_IN_5_17:
+        return ("torchvision", *NEEDS.get(family, ()))
+    return NEEDS.get(family, ())
+
+
 def skip_without_packages(family):
     """Skips a test whose processor of images needs a package that is not installed."""
-    needed = NEEDS.get(family, ())
-    if transformers.__version__ == "5.17.0" and family in ("gemma4", "idefics3", "smolvlm"):
-        needed = ("torchvision", *needed)
-    for package in needed:
+    for package in needs(family):
         pytest.importorskip(package, reason=f"the processor of {family} needs it")
 
 

@@ -42,8 +42,6 @@ _IN_LISTS = ("Idefics3Processor", "SmolVLMProcessor")
 _IN_BYTES = {"do_rescale": False, "do_normalize": False}
 _KEPT_BYTES = 64 << 20
 """Arrays of the images that a process has read last: those of a long row."""
-_REPLACES = "replace_image_token"
-"""The method of a processor that gives the text of an image."""
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 """Keys of a model's config, of which one names the token whose embeddings images replace."""
 _NEED_TWO = ("PixtralProcessor",)
@@ -91,6 +89,8 @@ class ImageProcessor:
 
     def __init__(self, name: str, max_pixels: int | None) -> None:
         """Raises RecipeError."""
+        from transformers.processing_utils import ProcessorMixin
+
         self._processor, config = _load(name)
         self._tokenizer: Any = self._processor.tokenizer
         kind = type(self._processor).__name__
@@ -99,12 +99,9 @@ class ImageProcessor:
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str):
             raise RecipeError(f"images: {name}: {kind} has no placeholder for images")
-        own = [base.__name__ for base in type(self._processor).__mro__ if _REPLACES in vars(base)]
-        if own[:1] in ([], ["ProcessorMixin"]):
-            what = f"{kind} does not say which text takes the place of an image"
-            raise RecipeError(
-                f"images: {name}: {what}; rows of its type with images are not supported"
-            )
+        if type(self._processor).replace_image_token is ProcessorMixin.replace_image_token:
+            what = f"{kind} does not say which text takes the place of an image; rows of its type"
+            raise RecipeError(f"images: {name}: {what} with images are not supported")
         self.placeholder: str = placeholder
         if max_pixels is not None:
             self._limit(max_pixels)

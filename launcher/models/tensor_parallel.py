@@ -297,8 +297,11 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
             problems.setdefault(style, f"{style} for {kind} ({path})")
         elif module is head and _base(module) is not module:
             problems["lora"] = f"adapters of {path}"
-    if head is not None and first.weight is head.weight and EMBEDDING not in styles.values():
-        problems["tied"] = "a head that is tied to an embedding that is not divided"
+    if head is not None and first.weight is head.weight:
+        if EMBEDDING not in styles.values():
+            problems["tied"] = "a head that is tied to an embedding that is not divided"
+        elif not any(modules.get(path) is head for path in styles):  # Gemma 3 in 5.17
+            problems["tied"] = "a head that is not divided and tied to an embedding that is"
     if problems:
         what, instead = ", ".join(problems.values()), "use 1"
         if find_experts(model):

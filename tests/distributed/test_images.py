@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.images_worker import CASES, LONGEST, QUICK
 from tests.distributed.launching import results_of
-from tests.image_models import NEEDS, skip_without_packages
+from tests.image_models import NEEDS, needs, skip_without_packages
 
 
 def check(results, cases):
@@ -34,7 +34,7 @@ def test_rows_with_images_train_as_in_transformers(tmp_path):
 
 @pytest.mark.long
 def test_families_with_images_train_as_in_transformers(tmp_path):
-    cases = [case for case in CASES if case not in QUICK and case.split()[0] not in NEEDS]
+    cases = [case for case in CASES if case not in QUICK and not needs(case.split()[0])]
     results = results_of("images_worker.py", tmp_path, *cases, ranks=2, timeout=900)
     check(results, cases)
 

@@ -130,6 +130,7 @@ def test_tokens_are_those_of_the_processor(folder, family):
 
 
 def test_a_processor_without_the_text_of_an_image_is_refused(tmp_path, monkeypatch):
+    skip_without_packages("idefics2")
     about = FAMILIES["idefics3"] | {
         "config": {"model_type": "idefics2"},
         "processor_class": "Idefics2Processor",
