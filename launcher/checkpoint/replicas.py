@@ -92,9 +92,9 @@ def _describe(everyone: Sequence[tuple[int, Mapping[str, int]]]) -> str:
         names |= dict.fromkeys(differing)
         ranks |= dict.fromkeys([other, rank] if differing else [])
     some = ", ".join(list(names)[:3]) + (", ..." if len(names) > 3 else "")
-    who = ", ".join(map(str, list(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
+    listed = ", ".join(map(str, list(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
     return (
-        f"ranks {who} hold copies of the same parameters, but with other values: {len(names)} of "
+        f"ranks {listed} hold copies of the same parameters, but with other values: {len(names)} of "
         f"{len(everyone[0][1])} parameters ({some}). Faulty hardware, or code that changes "
         "parameters on some ranks only, does that; the older checkpoints were compared and are good"
     )

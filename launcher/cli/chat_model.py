@@ -79,13 +79,13 @@ class ChatModel:
         """Without a template it completes texts. system: the run's system prompt. images: with which
         processor it sees images, if it is a model of images and text."""
         self.template, self.system = template, system
-        self._inputs, self._text_only = TextInputs(length=0), ""
+        self._inputs, self._why_no_images = TextInputs(length=0), ""
         try:
             self._inputs = own_inputs(stored.model, images)
         except RecipeError as error:  # such as a package that is missing; it still reads text
-            self._text_only = str(error)
+            self._why_no_images = str(error)
         if template is None:
-            self._text_only = "an image needs a chat template, which shows it"
+            self._why_no_images = "an image needs a chat template, which shows it"
         self._decoder: Any = hugging_face_tokenizer(tokenizer)
         self._tokenizer: Tokenizer = load_tokenizer(tokenizer)
         self._stored, self._model = stored, stored.model
@@ -115,8 +115,8 @@ class ChatModel:
     def image(self, path: str) -> tuple[Message, str]:
         """The part of a message that shows the image of a file, and a text about it. Raises RowError
         if it cannot be shown."""
-        if self._text_only:
-            raise RowError(self._text_only)
+        if self._why_no_images:
+            raise RowError(self._why_no_images)
         if self.sees_images and not path:
             raise RowError("the path of a file must follow")
         return self._inputs.message_part(path)

@@ -33,7 +33,7 @@ def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes 
     try:
         return _fetch(loaded.recipe)
     except KeyboardInterrupt as request:
-        request.add_note("the same command continues, and keeps what was completed")
+        request.add_note("the same command resumes: what was completed is kept")
         raise
 
 

@@ -152,10 +152,10 @@ class PatchGrid(ImageForm):
         return len(arguments["pixel_values"])
 
     def squares(self, arguments: Mapping[str, Any]) -> tuple[float, float]:
-        windows = arguments.get("image_cu_window_seqlens")
-        return _squares(arguments["image_cu_seqlens"]), 0.0 if windows is None else _squares(
-            windows
-        )
+        images, windows = _squares(arguments["image_cu_seqlens"]), 0.0
+        if self.window is not None:
+            windows = _squares(arguments["image_cu_window_seqlens"])
+        return images, windows
 
     def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
         if max_pixels is not None:
