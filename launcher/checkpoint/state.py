@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.libraries.private import non_persistent_buffers
+from launcher.libraries.private import non_persistent_buffers, version_of
 from launcher.models.initialization import clean_name
 from launcher.models.safetensors_files import Tensors
 
@@ -64,6 +64,40 @@ def rank_state(module: nn.Module, device: torch.device) -> Tensors:
         state["rng.cuda"] = torch.cuda.get_rng_state(device)
     buffers = _persistent_buffers(module)
     return state | {name: buffer.clone() for name, buffer in buffers.items()}
+
+
+class BeforeStep:
+    """What the forward passes of a step change, as it was before the step: random generators and
+    persistent buffers."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device, self._buffers = device, list(_persistent_buffers(module).values())
+        self._copies = [buffer.clone() for buffer in self._buffers]
+        self._versions = list(map(version_of, self._buffers))
+        self.take()
+
+    def take(self) -> None:
+        """Copies them: of the buffers those that were written since the last call. Does not wait for
+        the device."""
+        self._cpu, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy: Any = np.random.get_state()
+        if self._device.type == "cuda":
+            self._cuda = torch.cuda.get_rng_state(self._device)
+        for index, buffer in enumerate(self._buffers):
+            if version_of(buffer) != self._versions[index]:
+                self._copies[index].copy_(buffer)
+        self._versions = list(map(version_of, self._buffers))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restores them."""
+        torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        for buffer, copied in zip(self._buffers, self._copies, strict=True):
+            buffer.copy_(copied)
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from launcher.reliability import hang_report
 from launcher.reliability.causes import describe
 from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
 from launcher.reliability.signals import StopRequest
+from launcher.reliability.stop_agreement import StopAgreement
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ _STORE_LOST_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
 """Time for the ranks to write their stacks when one hangs."""
 _SHORT_STEP_SECONDS = 2.0
-"""A step after whose end a stop needs no explanation."""
+"""After a request to stop, the current step is finished if that takes no longer. Later the ranks
+agree on a micro-batch to stop before."""
+_AGREEING_SECONDS = 0.1
+"""Time between two checks while the ranks wait for that agreement."""
 # Keys of the store
 _SLOW, _LIFE = "watch/slow", "watch/life"
 _HANG, _ANSWER = "watch/hang", "watch/answer_{}".format
@@ -70,10 +74,11 @@ def stop_line(source: str, seconds: float | None) -> str:
     last step; None: not known."""
     if seconds is not None and seconds < _SHORT_STEP_SECONDS:
         return ""
-    took = "" if seconds is None else f", which takes about {seconds_as_text(seconds)}"
+    took = "" if seconds is None else f" ({seconds_as_text(seconds)} a step)"
     repeats = source in ("SIGTERM", "SIGINT")
     again = f"; a second {source} ends it at once" if repeats else ""
-    return f"{source}: the run stops after the current step{took}{again}"
+    text = f"{source}: the run stops after the current micro-batch, and saves the last finished step"
+    return f"{text}{took}{again}"
 
 
 class Watch:
@@ -97,6 +102,8 @@ class Watch:
         self._period = min(_ROUND_SECONDS, max(0.2, hang_timeout / 10))
         self._save_file, self._stop_file = self._run.path / "save", self._run.path / "stop"
         self._save = self._stopped_by_file = self._stop_shown = False
+        self.stop_agreement = StopAgreement(rank=self._rank, ranks=self._ranks)
+        self._stop_requested_at: float | None = None
         self._position = (-1, -1, -1)
         self._idle_seconds = self._waited_seconds = 0.0
         self._lives, self._life_seen, self._life_shown = True, 0, 0.0
@@ -148,7 +155,7 @@ class Watch:
 
     def _watch_until_done(self) -> None:
         before = time.monotonic()
-        while not self._done.wait(self._period):
+        while not self._done.wait(self._seconds_to_wait()):
             now = time.monotonic()
             # At most two periods: time in which this process was stopped does not count
             self._look_at_process(min(now - before, 2 * self._period))
@@ -160,6 +167,9 @@ class Watch:
                 self._store_fails_since = None
             except Exception as error:  # of the store; a single one may be transient
                 self._store_failed(error, lost)
+
+    def _seconds_to_wait(self) -> float:
+        return _AGREEING_SECONDS if self.stop_agreement.under_way else self._period
 
     def _look_at_process(self, elapsed: float) -> None:
         # If no thread of Python can run, because a call keeps the interpreter's lock, a thread of C
@@ -184,6 +194,7 @@ class Watch:
             self._look_for_files()
         if not self._stop.requested():
             return
+        self._stop_requested_at = self._stop_requested_at or time.monotonic()
         if not self._stop_shown and self._rank == 0 and not self._progress.preparing:
             self._stop_shown = True
             if line := stop_line(self._stop.signal or "signal", self._progress.step_seconds):
@@ -209,6 +220,9 @@ class Watch:
             self._failures.report_lost(lost)
         if not self._failures.neighbours.known:
             self._failures.neighbours.find(self._store)
+        asked = self._stop_requested_at
+        wanted = asked is not None and time.monotonic() - asked >= _SHORT_STEP_SECONDS
+        self.stop_agreement.look(self._store, wanted=wanted)
         slow = self._progress.slow_phase is not None
         if slow != self._counted_as_slow:
             self._store.add(_SLOW, 1 if slow else -1)

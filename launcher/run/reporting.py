@@ -110,7 +110,7 @@ class Reporter:
             self._line_at, number = now, self._last_step + 1
             count = self._training.data.sampler.micro_batches(number - 1)
             stops = self._training.hooks.stop_requested()
-            then = "; the run stops after this step" if stops else ""
+            then = "; the run stops after this micro-batch" if stops else ""
             done = self._micro_batch - 1
             logger.info(f"step {number}: {done:,} of {count:,} micro-batches{then}")
 

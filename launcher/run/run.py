@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
+from launcher.checkpoint.state import BeforeStep
 from launcher.console import configure_logging, task
 from launcher.data.batching import Position
 from launcher.data.dataset import MixtureDataset
@@ -144,7 +145,12 @@ class TrainingRun:
             build_data=environment.local_rank == 0,
             skipped_rows=skipped_rows,
             kept_file=prepared.objective.kept_file(directory.path, recipe),
-            hooks=Hooks(rank.stop.requested, rank.watch.save_requested, self._heartbeat),
+            hooks=Hooks(
+                rank.stop.requested,
+                rank.watch.save_requested,
+                self._heartbeat,
+                rank.watch.stop_agreement.reached,
+            ),
             heartbeat=self._progress.heartbeat,
             check_data=self._check_data,
         )
@@ -290,6 +296,9 @@ class TrainingRun:
         self._progress.preparing = False
         if self._early_stopping.over:  # in an earlier start
             return True
+        before_step = BeforeStep(self._training.wrapped.module, self._ranks.device)
+        step: Step | None = None
+        scores: Scores | None = {}
         for step in self._training.steps_from(self._position):
             self._record(step)
             self._check_targets(step)
@@ -303,8 +312,24 @@ class TrainingRun:
                 return early  # after an interrupted evaluation, the next start repeats it
             saved = self._saved_after == step.number
             garbage.step_done(step.number, everything=saved or bool(scores))
+            before_step.take()
+        if self._rank.watch.stop_agreement.stopped:
+            before_step.restore()
+            self._stop_in_step(step, scores)
+            return False
         self._reporter.flush()
         return True
+
+    def _stop_in_step(self, last: Step | None, scores: Scores | None) -> None:
+        """Saves the state after the last finished step, if it is not saved. `last` is None if this
+        start has finished no step, which has then nothing to save."""
+        done = self._progress.step
+        logger.info(f"step {done + 1} is not finished: it begins anew when the run resumes")
+        if last is not None and self._saved_after != done:
+            self._save_if_due(last, scores, stopping=True, requested=False)
+        elif last is None and not done:
+            self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
+        self._reporter.flush()
 
     def _heartbeat(self, phase: str) -> None:
         """The training loop begins a phase."""

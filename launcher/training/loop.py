@@ -84,8 +84,12 @@ def train_steps(
     ranks: int,
     copies: int = 1,
     heartbeat: Callable[[str], None] = lambda phase: None,
+    stop_reached: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
     """Trains on each global batch and yields it as a Step. Calls `heartbeat` with each phase.
+
+    Calls `stop_reached` before each micro-batch. If it returns true, the gradients of the step are
+    dropped and the iteration ends: weights and optimizer state are those after the step before.
 
     The loss of a global batch is the sum of the losses of its tokens, divided by the sum of the
     weights of its tokens with a target, or without weights by their number. Both sums are over all
@@ -105,6 +109,9 @@ def train_steps(
         total = torch.zeros_like(factor)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
+            if stop_reached():
+                wrapped.module.zero_grad(set_to_none=True)
+                return
             with wrapped.micro_batch(last=index == last):
                 heartbeat("forward")
                 with wrapped.forward_context():

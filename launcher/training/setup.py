@@ -71,11 +71,13 @@ class Flops:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that the training loop calls. It passes the phase that begins to `heartbeat`."""
+    """Functions that the training loop calls. It passes the phase that begins to `heartbeat`, and
+    ends a step before a micro-batch if `stop_reached` returns true."""
 
     stop_requested: Callable[[], bool] = lambda: False
     save_requested: Callable[[], bool] = lambda: False
     heartbeat: Callable[[str], None] = lambda phase: None
+    stop_reached: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Training:
             ranks=self.ranks.tensor_parallel_groups,
             copies=self.ranks.tensor_parallel_size,
             heartbeat=hooks.heartbeat,
+            stop_reached=hooks.stop_reached,
         )
 
     def evaluated_weights(self) -> AbstractContextManager[None]:

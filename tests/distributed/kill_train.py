@@ -7,6 +7,8 @@ SAMPLES=FOLDER       Each rank appends the step and a digest of its input ids to
 SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
 KILL=RANK,CALL       This forward pass of this rank kills it (SIGKILL).
 SLOW_STEP=SECONDS    Adds a delay to each step.
+SLOW_FORWARD=CALL,SECONDS,FILE
+                     From this forward pass on, each rank creates FILE, and each pass has a delay.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
 FILL=FOLDER:FROM,TO,FROM,...
                      The file system of FOLDER is full from before step FROM until after step TO.
@@ -162,6 +164,21 @@ def kill_in_forward(rank, at):
     NextToken.loss = loss
 
 
+def delay_forward(first, seconds, file):
+    from launcher.objectives.next_token import NextToken
+
+    original, calls = NextToken.loss, [0]
+
+    def loss(self, model, micro_batch):
+        calls[0] += model.training
+        if calls[0] >= first:
+            Path(file).touch()
+            time.sleep(seconds)
+        return original(self, model, micro_batch)
+
+    NextToken.loss = loss
+
+
 def wait_in_pass(file, at):
     from launcher.objectives import kept_files, reference, teacher
 
@@ -251,6 +268,9 @@ def start():
             save_slowly(float(os.environ["SLOW_SAVE"]))
         if "SLOW_STEP" in os.environ:
             slow_steps(float(os.environ["SLOW_STEP"]))
+        if "SLOW_FORWARD" in os.environ:
+            first, seconds, file = os.environ["SLOW_FORWARD"].split(",")
+            delay_forward(int(first), float(seconds), file)
         if "SLOW_PASS" in os.environ:
             file, _, at = os.environ["SLOW_PASS"].rpartition(":")
             wait_in_pass(file, int(at))

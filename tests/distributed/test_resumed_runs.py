@@ -251,6 +251,49 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
     assert_same_bits(run_dir, whole, steps=steps)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "step", "target"),
+    [
+        ("fsdp", 7, "agent"),
+        pytest.param("ddp", 7, "rank", marks=pytest.mark.long),
+        pytest.param("fsdp", 5, "rank", marks=pytest.mark.long),  # step 4 is saved anyway
+        pytest.param("fsdp", 1, "agent", marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_does_not_wait_for_the_step(folder, strategy, step, target):
+    """A step of eight micro-batches of three seconds ends between two of them. The state of the step
+    before is saved, and the resumed run has the bits of an undisturbed one."""
+    options = [f"strategy.kind={strategy}", "batch.micro_batch_size=1", "run.max_steps=9"]
+    options += ["batch.global_batch_size=16", "optimizer.learning_rate=2e-3"]
+    whole, run_dir = folder / f"whole-{strategy}-16", folder / f"stopped-{strategy}-{step}"
+    if not whole.exists():
+        train(folder, whole, *options, recipe="dropout").check()
+    reached = folder / f"reached-{strategy}-{step}"
+
+    def during(process):
+        assert wait_until(reached.exists, process=process)
+        if target == "rank":
+            os.kill(workers(process.pid)[1], signal.SIGTERM)
+        else:
+            process.send_signal(signal.SIGTERM)
+
+    slow = f"{8 * (step - 1) + 2},3,{reached}"
+    result = train(
+        folder, run_dir, *options, recipe="dropout", during=during, SLOW_FORWARD=slow, timeout=200
+    )
+    if target == "rank":
+        result.check(0)
+    if step > 1:
+        assert f"step {step} is not finished: it begins anew when the run resumes" in result.output
+        saved = [event["step"] for event in events(run_dir, "saved")]
+        assert saved == ([4] if step == 5 else [4, step - 1])
+    else:
+        assert "stopped by SIGTERM before the first step: there is nothing" in result.output
+    assert (status(run_dir)["state"], status(run_dir)["step"]) == ("stopped", step - 1)
+    train(folder, run_dir, *options, recipe="dropout").check()
+    assert_same_bits(run_dir, whole, steps=9)
+
+
 QWEN3_MOE = """model.config={model_type: qwen3_moe, vocab_size: 260, hidden_size: 32, intermediate_size: 48,
   num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, num_experts: 8,
   num_experts_per_tok: 2, moe_intermediate_size: 16, attention_dropout: 0.1}"""

@@ -136,7 +136,12 @@ def test_run_stops_in_every_phase(phase, number, target, tmp_path):
     ("phase", "state", "first", "second"),
     [
         ("import", "failed", "stopping before the first step", "are killed before the first step"),
-        ("save", "failed", "stopping after this step, saving", "are killed; steps since the last"),
+        (
+            "save",
+            "failed",
+            "stopping after this micro-batch, saving",
+            "are killed; steps since the last",
+        ),
         ("export", "failed", "all steps are trained", "are killed; steps since the last"),
         ("end", "finished", "the run is finished already", "the run is finished already"),
     ],

@@ -541,3 +541,23 @@ def test_pickle_in_a_checkpoint_is_not_executed(tmp_path, saved, group):
     assert not (tmp_path / "executed").exists()
     pickle.loads(payload)
     assert (tmp_path / "executed").exists(), "loading the pickle must create the folder"
+
+
+def test_a_step_that_is_not_finished_leaves_no_trace():
+    """Generators and the statistics of BatchNorm are those before the step."""
+    module, _ = module_and_optimizer()
+    before = state.BeforeStep(module, torch.device("cpu"))
+    for finished in range(3):
+        expected = state.rank_state(module, torch.device("cpu"))
+        module(torch.randn(5, 4))
+        torch.rand(1)
+        random.gauss(0, 1)
+        np.random.randn()
+        before.restore()
+        restored = state.rank_state(module, torch.device("cpu"))
+        assert restored.keys() == expected.keys()
+        for name, tensor in restored.items():
+            assert torch.equal(tensor.nan_to_num(), expected[name].nan_to_num()), (finished, name)
+        module(torch.randn(5, 4))
+        random.gauss(0, 1)
+        before.take()

@@ -249,9 +249,9 @@ def test_one_rank_reports_without_the_store(start):
 @pytest.mark.parametrize(
     ("seconds", "source", "line"),
     [
-        (90, "SIGTERM", "which takes about 1 min 30 s; a second SIGTERM ends it at once"),
-        (90, "SIGUSR1", "which takes about 1 min 30 s"),
-        (None, "SIGINT", "; a second SIGINT ends it at once"),
+        (90, "SIGTERM", "step (1 min 30 s a step); a second SIGTERM ends it at once"),
+        (90, "SIGUSR1", "and saves the last finished step (1 min 30 s a step)"),
+        (None, "SIGINT", "finished step; a second SIGINT ends it at once"),
         (0.1, "SIGINT", None),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_request_to_stop_says_how_long_the_step_may_take(start, caplog, second
     rank.watch._stop.ask(source)
 
     def shown():
-        return [text for text in caplog.messages if "stops after the current step" in text]
+        return [text for text in caplog.messages if "stops after the current micro-batch" in text]
 
     deadline = time.monotonic() + (0.5 if line is None else 60)
     while not shown() and time.monotonic() < deadline:

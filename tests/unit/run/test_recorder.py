@@ -323,8 +323,8 @@ def test_a_slow_step_on_a_cpu_shows_its_micro_batches(reporter, clock, monkeypat
     assert [record.getMessage() for record in caplog.records] == [
         "step 1: 1 of 8 micro-batches",
         "step 1: 3 of 8 micro-batches",
-        "step 1: 5 of 8 micro-batches; the run stops after this step",
-        "step 1: 7 of 8 micro-batches; the run stops after this step",
+        "step 1: 5 of 8 micro-batches; the run stops after this micro-batch",
+        "step 1: 7 of 8 micro-batches; the run stops after this micro-batch",
     ]
 
 

@@ -152,3 +152,36 @@ def test_run_without_a_target_is_an_error(position, targets, mask, caplog):
             TrainingRun._check_targets(run, SimpleNamespace(number=number, batch=batch))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith(f"step {position + 1}: no token with loss in its batch: weights and")
+
+
+def test_a_step_ends_before_a_micro_batch_if_the_run_stops():
+    """Weights are those of the step before, and no gradient is left."""
+    torch.manual_seed(2)
+    model = torch.nn.Linear(4, 4)
+    optimizer = make_optimizer(model, schema.Optimizer(learning_rate=0.1), blocks=[model])
+    rows = [torch.randn(2, 4) for _ in range(3)]
+    statistics = [StepStatistics(StepTotals(6, 6), ALONE) for _ in range(3)]
+    batches = (GlobalBatch(n, rows, sums, n, 0.0) for n, sums in enumerate(statistics, start=1))
+    wrapped = SimpleNamespace(
+        model=model,
+        module=model,
+        forward_context=nullcontext,
+        micro_batch=lambda last: nullcontext(),
+        grad_norm=lambda: torch.stack([p.grad.norm() for p in model.parameters()]).norm(),
+    )
+    asked = []
+    steps = train_steps(
+        wrapped,
+        batches,
+        loss=lambda model, row: model(row).square().sum(),
+        update=Update(optimizer, lambda step: 0.1, LossScale(ALONE.device, enabled=False), None),
+        ranks=1,
+        stop_reached=lambda: asked.append(None) or len(asked) == 6,
+    )
+    assert next(steps).number == 1
+    after_one = [parameter.clone() for parameter in model.parameters()]
+    assert list(steps) == []
+    assert len(asked) == 6, "before each micro-batch"
+    for parameter, expected in zip(model.parameters(), after_one, strict=True):
+        assert torch.equal(parameter, expected)
+        assert parameter.grad is None
