@@ -16,7 +16,7 @@ from pathlib import Path
 
 _NAME = "launcher-stack"
 _SECONDS = 1.0
-"""Time for a process to write its stack. One that is stopped does not."""
+"""Time for all processes to write their stacks. Those that are stopped do not."""
 
 
 def offer_stack() -> None:
@@ -29,30 +29,40 @@ def offer_stack() -> None:
 def stacks_of_children() -> dict[int, str]:
     """The stacks of the processes that this process has forked, by process id, innermost call
     first."""
-    found = {}
+    asked: dict[int, tuple[Path, int]] = {}
+    """The file of each process, and its size before."""
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):
-            for child in (thread / "children").read_text().split():
+            for child in map(int, (thread / "children").read_text().split()):
                 with contextlib.suppress(OSError):
-                    if (stack := _stack(int(child))) is not None:
-                        found[int(child)] = stack
+                    if (link := _offered(child)) is not None:
+                        asked[child] = link, link.stat().st_size
+                        os.kill(child, signal.SIGUSR2)
+    deadline = time.monotonic() + _SECONDS
+    while time.monotonic() < deadline and not all(_grown(*file) for file in asked.values()):
+        time.sleep(0.02)
+    time.sleep(0.02)  # a process writes a line at a time
+    found = dict[int, str]()
+    for child, (link, before) in asked.items():
+        with contextlib.suppress(OSError):
+            found[child] = link.read_bytes()[before:].decode(errors="replace")
     return found
 
 
-def _stack(process: int) -> str | None:
-    """None if the process offers none."""
+def _offered(process: int) -> Path | None:
+    """The file to which a process writes its stack; None if it offers none."""
     for link in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if not os.readlink(link).startswith(f"/memfd:{_NAME}"):
-                continue
-            before = link.stat().st_size
-            os.kill(process, signal.SIGUSR2)
-            deadline = time.monotonic() + _SECONDS
-            while link.stat().st_size == before and time.monotonic() < deadline:
-                time.sleep(0.02)
-            time.sleep(0.02)  # it writes a line at a time
-            return link.read_bytes()[before:].decode(errors="replace")
+            if os.readlink(link).startswith(f"/memfd:{_NAME}"):
+                return link
     return None
+
+
+def _grown(link: Path, before: int) -> bool:
+    try:
+        return link.stat().st_size > before
+    except OSError:  # the process has ended
+        return True
 
 
 def last_call(stack: str) -> str:

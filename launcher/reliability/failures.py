@@ -44,6 +44,7 @@ from launcher.reliability.causes import (
     ran_out_of_memory,
     timed_out,
 )
+from launcher.reliability.file_calls import bounded
 from launcher.reliability.lock import Ownership
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
@@ -196,7 +197,7 @@ class FailureWatch:
                     first = self.store.add(CLAIMS, 1) == 1
             if first is None:
                 self._wait_for_turn()
-            status = self.run.read_status()
+            status = bounded(self.run.read_status, self._found)
             state = None if status == self._found else status.get("state")  # of this start
             if first is None:
                 self.claimed = state in (None, "running")
@@ -232,6 +233,10 @@ class FailureWatch:
             return int(self.store.get(_REPORTED))
         return lost
 
+    def reported(self) -> int | None:
+        """The exit status for all ranks, or None if the rank that claimed has not reported yet."""
+        return int(self.store.get(_REPORTED)) if self.is_set(_REPORTED) else None
+
     def _set_reported(self, status: int) -> None:
         with contextlib.suppress(Exception):
             self.store.set(_REPORTED, str(status))
@@ -249,9 +254,17 @@ class FailureWatch:
             self.store.set(_MACHINE, str(self.rank - self.environment.local_rank))
         step = self._last_step()
         noted = account.noted if account is not None else {}
-        try:
+
+        def record() -> bool:
             self.run.write_status("failed", step=step, reason=reason, error=text)
             self.run.note("failed", ranks=self.ranks, step=step, reason=reason, **noted)
+            return True
+
+        try:
+            if not bounded(record, False):
+                self._print(
+                    f"the file system of {self.run.path} does not answer: not recorded there"
+                )
         except (OSError, TrainingError) as error:  # the disk is full, or another job has the folder
             if str(error) not in text:
                 self._print(str(error))
@@ -270,7 +283,7 @@ class FailureWatch:
     def _last_step(self) -> int:
         """The last finished step. Until this start has loaded its checkpoint, it is the last step
         of the previous start."""
-        return self.progress.step or self.run.last_step()
+        return self.progress.step or bounded(self.run.last_step, 0)
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
@@ -436,5 +449,6 @@ class FailureWatch:
         with contextlib.suppress(RuntimeError):  # no thread can be started where memory ran out
             closing.start()
             closing.join(_CLOSE_SECONDS)
-        self.run.release()
+        with contextlib.suppress(OSError):
+            bounded(self.run.release, None)
         end_process(status)

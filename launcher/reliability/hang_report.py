@@ -16,6 +16,7 @@ _WAITS = (
     ("torch/nn/parallel/distributed.py", None),
     ("launcher/data/token_store.py", "_wait"),
     ("launcher/data/loader.py", "_wait"),
+    ("launcher/reliability/stop_agreement.py", "reached"),
 )
 """Files, and functions of them, in which a rank waits for other ranks."""
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})

@@ -8,7 +8,8 @@ The first rank without a heartbeat (`Progress`) for run.hang_timeout asks all ra
 and reports which one is behind. In phases where heartbeats are rare, such as the start or a
 checkpoint, the run hangs if no rank has got further for run.init_timeout; there, tasks that advance
 (`console.task`) are signs of life, too. A rank that does not answer is stopped or swapped out, or a
-call keeps its interpreter's lock. A call of the store blocks while the agent that hosts it is stopped
+call keeps its interpreter's lock. Ranks answer before they write anything, and files are used in
+other threads: the file system may be what the run waits for. A call of the store blocks while the agent that hosts it is stopped
 (SIGSTOP, a frozen node); it then fails after run.hang_timeout (`limit_store_calls`).
 """
 
@@ -31,9 +32,10 @@ from launcher.distributed.child_stacks import last_call, stacks_of_children
 from launcher.distributed.network import KEEPALIVE_SECONDS, limit_store_calls
 from launcher.errors import EXIT_FAILED, TrainingError
 from launcher.libraries.private import flight_recorder
-from launcher.reliability import hang_report
+from launcher.reliability import file_calls, hang_report
 from launcher.reliability.causes import describe
 from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
+from launcher.reliability.file_calls import bounded
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.stop_agreement import StopAgreement
 
@@ -48,12 +50,14 @@ _NEIGHBOUR_LOST_SECONDS = 3.0
 _STORE_LOST_SECONDS = 10.0
 """Time that the store may fail before it counts as gone."""
 _ANSWER_SECONDS = 5.0
-"""Time for the ranks to write their stacks when one hangs."""
+"""Time for the ranks to answer when one hangs."""
+_REPORT_SECONDS = 60.0
+"""Time for the rank that has claimed a failure to report it."""
 _SHORT_STEP_SECONDS = 2.0
 """After a request to stop, the current step is finished if that takes no longer. Later the ranks
 agree on a micro-batch to stop before."""
-_AGREEING_SECONDS = 0.1
-"""Time between two checks while the ranks wait for that agreement."""
+_WAITING_SECONDS = 0.1
+"""Time between two checks while ranks wait for that agreement, or for the report of a failure."""
 # Keys of the store
 _SLOW, _LIFE = "watch/slow", "watch/life"
 _HANG, _ANSWER = "watch/hang", "watch/answer_{}".format
@@ -77,7 +81,9 @@ def stop_line(source: str, seconds: float | None) -> str:
     took = "" if seconds is None else f" ({seconds_as_text(seconds)} a step)"
     repeats = source in ("SIGTERM", "SIGINT")
     again = f"; a second {source} ends it at once" if repeats else ""
-    text = f"{source}: the run stops after the current micro-batch, and saves the last finished step"
+    text = (
+        f"{source}: the run stops after the current micro-batch, and saves the last finished step"
+    )
     return f"{text}{took}{again}"
 
 
@@ -112,6 +118,8 @@ class Watch:
         self._noticed_claim_at: float | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._writing: threading.Thread | None = None
+        """Writes the stacks of this rank."""
 
     def __enter__(self) -> Watch:
         if (meeting_point := self._failures.environment.meeting_point) is not None:
@@ -123,6 +131,8 @@ class Watch:
             self._failures.neighbours.find(self._store)
         self._failures.explain_timeout = self._explain_timeout
         self._thread.start()
+        if self._rank == 0:
+            threading.Thread(target=self._watch_files, name="files", daemon=True).start()
         self._stop.watched.set()
         return self
 
@@ -169,7 +179,8 @@ class Watch:
                 self._store_failed(error, lost)
 
     def _seconds_to_wait(self) -> float:
-        return _AGREEING_SECONDS if self.stop_agreement.under_way else self._period
+        waits = self.stop_agreement.under_way or self._noticed_claim_at is not None
+        return min(_WAITING_SECONDS, self._period) if waits else self._period
 
     def _look_at_process(self, elapsed: float) -> None:
         # If no thread of Python can run, because a call keeps the interpreter's lock, a thread of C
@@ -190,8 +201,6 @@ class Watch:
         if environment.torchrun and os.getppid() != environment.parent:
             agent = f"torchrun's agent (process {environment.parent} on {socket.gethostname()})"
             self._fail("agent_lost", f"{agent} has ended, which would restart or end this rank")
-        if self._rank == 0:
-            self._look_for_files()
         if not self._stop.requested():
             return
         self._stop_requested_at = self._stop_requested_at or time.monotonic()
@@ -202,8 +211,12 @@ class Watch:
         if self._progress.preparing:
             if self._stopped_by_file:
                 with contextlib.suppress(OSError):
-                    self._stop_file.unlink(missing_ok=True)
+                    bounded(lambda: self._stop_file.unlink(missing_ok=True), None)
             self._failures.stop_before_training(self._stop.signal or "signal")
+
+    def _watch_files(self) -> None:
+        while not self._done.wait(self._period):
+            self._look_for_files()
 
     def _look_for_files(self) -> None:
         with contextlib.suppress(OSError):
@@ -256,12 +269,18 @@ class Watch:
             self._store.set(NOTICED(self._rank), "")
         if not self._answered and self._failures.is_set(_HANG):
             self._answer()
-        if self._failures.claimed or time.monotonic() - self._noticed_claim_at <= _GRACE_SECONDS:
+        waited = time.monotonic() - self._noticed_claim_at
+        if self._failures.claimed or waited <= _GRACE_SECONDS:
             return
-        status = self._failures.wait_for_report()
-        if not self._done.is_set():
+        status: int | None = EXIT_FAILED
+        with contextlib.suppress(Exception):  # of the store, which is gone with its agent
+            status = self._failures.reported()
+        if status is None and waited > _GRACE_SECONDS + _REPORT_SECONDS:
+            status = EXIT_FAILED
+        if status is not None and not self._done.is_set():
             text = f"rank {self._rank} ends because another rank failed or was stopped"
-            print(text, file=sys.stderr, flush=True)
+            bounded(lambda: print(text, file=sys.stderr, flush=True), None)
+            self._stacks_written()
             self._failures.end(status)
 
     def _store_failed(self, error: Exception, lost: list[int]) -> None:
@@ -269,7 +288,7 @@ class Watch:
             answer = self._answer()
             text = "the ranks' store does not answer: is torchrun's agent or its node stopped?\n"
             text += f"rank {self._rank} of {self._ranks} is {answer['phase']}, at {answer['where']}"
-            text += f"\nstacks of the ranks are in {self._run.log / 'hang'}"
+            text += f"\n{self._stacks_written()}"
             self._fail("hang", text, ask_store=False)
         self._store_fails_since = self._store_fails_since or time.monotonic()
         seconds = time.monotonic() - self._store_fails_since
@@ -293,15 +312,17 @@ class Watch:
         """Reports the hang and ends the run, unless another rank has claimed a failure."""
         if not self._failures.claim(ends=False):  # the next round answers the rank that reports
             return
-        answers, missing = {self._rank: self._answer()}, list[int]()
+        answers, missing = dict[int, Answer](), list[int]()
         with contextlib.suppress(Exception):  # of the store: this rank has claimed, so must report
-            missing = self._ask_others(answers)
+            self._store.set(_HANG, "")  # first: the other ranks wait for it
+        answers[self._rank] = self._answer()
+        with contextlib.suppress(Exception):
+            missing = self._missing(answers)
         self._failures.report("hang", self._describe(answers, missing))
         self._failures.end(EXIT_FAILED)
 
-    def _ask_others(self, answers: dict[int, Answer]) -> list[int]:
-        """Adds their answers; returns the ranks that do not answer in time."""
-        self._store.set(_HANG, "")
+    def _missing(self, answers: dict[int, Answer]) -> list[int]:
+        """Adds the answers of the other ranks; returns those that do not answer in time."""
         others = [rank for rank in range(self._ranks) if not self._failures.is_set(ENDED(rank))]
         missing, deadline = others, time.monotonic() + _ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
@@ -328,14 +349,15 @@ class Watch:
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
         lines += self._describe_ranks(answers, behind)
-        lines.append(f"stacks and states of the processes are in {self._run.log / 'hang'}")
+        lines.append(self._stacks_written())
         return "\n".join(lines)
 
     def _explain_timeout(self, silent: list[int]) -> list[str]:
         """What the ranks do for which a collective of this rank waited beyond its time limit."""
+        self._store.set(_HANG, "")
         self._answer()
         answers = dict[int, Answer]()
-        missing = [rank for rank in self._ask_others(answers) if rank != self._rank]
+        missing = [rank for rank in self._missing(answers) if rank != self._rank]
         return self._describe_ranks(answers, missing or silent)
 
     def _describe_ranks(self, answers: dict[int, Answer], behind: list[int]) -> list[str]:
@@ -357,10 +379,10 @@ class Watch:
         return lines
 
     def _answer(self) -> Answer:
-        """Writes stacks, states of neighbours and the flight recorder; publishes a summary."""
+        """Publishes what this rank does, and then writes stacks, states of neighbours and the flight
+        recorder, in another thread."""
         self._answered = True
         where, stacks = hang_report.stacks()
-        recorded, folder = flight_recorder(), self._run.log / "hang"
         process = f"process {os.getpid()} on {socket.gethostname()}"
         phase = f"in step {self._progress.step + 1}, {self._progress.phase}"
         neighbours = {
@@ -373,12 +395,6 @@ class Watch:
         children = stacks_of_children()
         for pid, stack in children.items():
             lines += [f"process {pid}, which loads data for rank {self._rank}", stack]
-        with contextlib.suppress(OSError, TrainingError):
-            self._run.check()
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank_{self._rank}.txt").write_text("\n".join(lines))
-            if recorded is not None:
-                (folder / f"flight_recorder_{self._rank}").write_bytes(recorded)
         answer = {
             "position": [self._progress.step, self._progress.beats],
             "process": process,
@@ -393,4 +409,25 @@ class Watch:
         }
         with contextlib.suppress(Exception):
             self._store.set(_ANSWER(self._rank), json.dumps(answer))
+        writing = threading.Thread(target=self._write_stacks, args=("\n".join(lines),), daemon=True)
+        writing.start()
+        self._writing = writing
         return answer
+
+    def _write_stacks(self, text: str) -> None:
+        folder = self._run.log / "hang"
+        with contextlib.suppress(OSError, TrainingError):
+            self._run.check()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank_{self._rank}.txt").write_text(text)
+            if (recorded := flight_recorder()) is not None:
+                (folder / f"flight_recorder_{self._rank}").write_bytes(recorded)
+
+    def _stacks_written(self) -> str:
+        """Waits until the stacks of this rank are written; says where they are."""
+        folder, writing = self._run.log / "hang", self._writing
+        if writing is not None:
+            writing.join(file_calls.FILE_SECONDS)
+            if writing.is_alive():
+                return f"the file system of {folder} does not answer: stacks are not written there"
+        return f"stacks and states of the processes are in {folder}"

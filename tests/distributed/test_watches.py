@@ -3,8 +3,10 @@
 Hanging ranks, killed and stopped agents, the `save` and `stop` files, early signals, lost locks.
 """
 
+import contextlib
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -127,6 +129,49 @@ def test_hanging_ranks_are_reported_and_restarted(tmp_path):
         ("saved", 3),
     ]
     assert events(run_dir)[2]["found"] == "failed"
+
+
+def test_stopped_loader_processes_do_not_make_another_rank_the_culprit(tmp_path):
+    """Each process that cannot write its stack took a second, one after the other; meanwhile the
+    other ranks waited for the report and did not answer, and were reported for it."""
+    run_dir = tmp_path / "run"
+    try:
+        result = start(run_dir, "loaders", during=None, hang_timeout=3)
+    finally:
+        for pid in stopped_processes():
+            os.kill(pid, signal.SIGKILL)
+    assert result.status != 0
+    error = status(run_dir)["error"]
+    assert re.search(r"rank 0 of 2 \(.*\) is behind: it runs without progress; in step 5", error)
+    assert error.count("its loader process") == 4
+    assert "rank 1 waits in step 5, backward; at " in error
+    assert "does not answer" not in error
+    text = (run_dir / "log/hang/rank_0.txt").read_text()
+    assert text.count(", which loads data for rank 0") == 8
+
+
+def stopped_processes():
+    """Process ids of stopped processes of this program that have lost their parent."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state == "T" and str(WATCHED) in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
+
+
+def test_a_hang_is_reported_where_the_file_system_does_not_answer(tmp_path):
+    """The ranks answer before they write, and the run ends."""
+    run_dir = tmp_path / "run"
+    result = start(run_dir, "files", during=None, hang_timeout=3)
+    assert result.status != 0
+    assert "rank 1 of 2" in result.output
+    assert "is behind: it runs without progress; in step 5, forward" in result.output
+    assert "rank 0 waits in step 5, backward; at " in result.output
+    assert "does not answer: stacks are not written there" in result.output
+    assert f"the file system of {run_dir} does not answer: not recorded there" in result.output
+    assert status(run_dir)["state"] == "running"
 
 
 def check_endless_loop(outcome, run_dir):

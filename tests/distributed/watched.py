@@ -10,12 +10,16 @@ evaluate  The run starts with an endless evaluation. A stop request ends the eva
 loop      Rank 1 hangs in step 5 of the first attempt.
 prepare   No step is trained; rank 1 waits in a collective.
 early     No step is trained; rank 1 kills itself immediately.
+loaders   In step 5 rank 0 waits for eight processes that it has forked, which are stopped.
+files     In step 5 the file system of the run's folder does not answer any more, for all ranks, and
+          rank 1 opens a file of it.
 """
 
 import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +30,11 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed import process_group
+from launcher.distributed.child_stacks import offer_stack
 from launcher.distributed.environment import read_environment
 from launcher.distributed.spawn import end_process
 from launcher.recipe.schema import Data
+from launcher.reliability import file_calls
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
@@ -40,6 +46,32 @@ from launcher.training.evaluation import Evaluator
 def spin():
     while True:
         time.sleep(0.01)
+
+
+def fork_stopped(count):
+    """Forks processes that offer their stacks, as loader processes do, and stops them."""
+    for _ in range(count):
+        if (child := os.fork()) == 0:
+            offer_stack()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        os.waitpid(child, os.WUNTRACED)
+
+
+def never_answer(folder):
+    """From now on, calls that use files below this folder never return."""
+    stat = os.stat
+
+    def wait(path):
+        if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(str(folder)):
+            threading.Event().wait()
+
+    def waiting_stat(path, *args, **more):
+        wait(path)
+        return stat(path, *args, **more)
+
+    os.stat = waiting_stat
+    sys.addaudithook(lambda event, args: wait(args[0]) if args else None)
 
 
 def evaluate(ranks, stop, run):
@@ -118,6 +150,14 @@ def main():
             progress.heartbeat("forward")
             if fault == "loop" and environment.restart_count == 0 and ranks.rank == 1 and step == 5:
                 spin()
+            if step == 5 and fault == "loaders" and ranks.rank == 0:
+                fork_stopped(8)
+                spin()
+            if step == 5 and fault == "files":
+                file_calls.FILE_SECONDS = 2.0
+                never_answer(run.path)
+                if ranks.rank == 1:
+                    (run.path / "text.jsonl").read_text()
             progress.heartbeat("backward")
             asked = torch.tensor([float(stop.requested())])
             dist.all_reduce(asked)
