@@ -43,7 +43,7 @@ LOGGERS = {"wandb", "tensorboard"}
 """Requirements that may be missing, because no part imports them."""
 TESTS = "tests/gpu/test_gpu.py"
 SOME_TESTS = {
-    "values": "(varlen and mistral) or (deterministic and fsdp)",
+    "values": "(varlen and mistral) or (deterministic and fsdp) or compiled_dropout",
     "out_of_memory": "out_of_memory",
     "resume": "(resumed and fsdp and true and not offload) or (killed and fsdp)",
     "contexts": "cuda_context",

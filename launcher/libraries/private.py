@@ -323,6 +323,28 @@ def raise_recompile_limit(limit: int) -> None:
 
 # Optional names of torch
 
+
+def draw_each_number_alone() -> None:
+    """Makes compiled CUDA kernels draw each random number by the index of its element.
+
+    From torch 2.13 on, one-dimensional kernels draw four numbers at once (pytorch#184377). Where the
+    indices of a block are not consecutive, as in dropout after a transpose, groups of elements then
+    get equal numbers, and a recomputation that is tiled otherwise draws other ones (pytorch#198333,
+    open in November 2026). `align_random_eager` is no way out: `randn` is then uniform
+    (pytorch#193938). Kernels in caches may have been compiled without this, so the key of the
+    caches changes, too. torch 2.11 and 2.12 do not have the name, and draw each number alone.
+    """
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    if hasattr(TritonOverrides, "_can_use_4x_random"):
+        overrides: Any = TritonOverrides
+        overrides._can_use_4x_random = staticmethod(lambda: False)
+        config: Any = torch.compiler.config
+        if _RANDOM_TAG not in config.cache_key_tag:
+            config.cache_key_tag += _RANDOM_TAG
+
+
+_RANDOM_TAG = "+each_random_number_alone"
 _FSDP_WAITS = ("wait_for_unshard", "post_backward", "finalize_backward")
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from launcher.distributed.triton_support import missing_for_triton
-from launcher.libraries.private import compile_counters, raise_recompile_limit
+from launcher.libraries.private import (
+    compile_counters,
+    draw_each_number_alone,
+    raise_recompile_limit,
+)
 
 RECOMPILE_LIMIT = 64
 """Variants of a function that are compiled; further ones run eager. All blocks share a function, so
@@ -13,9 +17,12 @@ kinds of layers x training or evaluation x packed rows or not x fixed or variabl
 torch's own limit is 8."""
 
 
-def allow_variants() -> None:
-    """Sets the limit for this process, if it is not higher."""
+def prepare_compile(device: torch.device) -> None:
+    """Sets up `torch.compile` in this process: the limit of variants, if it is not higher, and on a
+    GPU the random numbers of kernels."""
     raise_recompile_limit(RECOMPILE_LIMIT)
+    if device.type == "cuda":
+        draw_each_number_alone()
 
 
 def why_eager(device: torch.device | str, *, check_triton: bool = False) -> str | None:

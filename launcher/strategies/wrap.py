@@ -15,7 +15,7 @@ from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, units_without
-from launcher.strategies.compilation import allow_variants
+from launcher.strategies.compilation import prepare_compile
 from launcher.strategies.ddp import Ddp
 from launcher.strategies.fsdp import Fsdp, FsdpPolicy
 from launcher.strategies.one_rank import OneRank
@@ -84,7 +84,7 @@ def wrap(
                 model, tower, replace(checkpointing, mode=mode, budget=None, offload_to_cpu=False)
             )
     if compile:
-        allow_variants()
+        prepare_compile(ranks.device)
         model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
         # In a tower the number of patches is dynamic from the second micro-batch with another one on
         for block in (*tower.values(), *blocks.values()):

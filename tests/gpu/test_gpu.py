@@ -16,8 +16,10 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from launcher.errors import EXIT_DONE, EXIT_NO
+from launcher.strategies.compilation import prepare_compile
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
 from tests.run_files import read_lines
@@ -155,6 +157,26 @@ def test_profile_writes_trace_and_memory_snapshot(tmp_path):
     train("fsdp", tmp_path / "run", "profile={start_step: 3, steps: 2, memory_snapshot: true}")
     assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
     assert (tmp_path / "run/profile/rank_0.pt.trace.json").stat().st_size > 0
+
+
+@pytest.mark.skipif(NULL, reason="null GPUs compute no values")
+def test_compiled_dropout_has_one_mask_of_independent_numbers():
+    """pytorch#198333: after a transpose, torch 2.13 gives groups of four channels equal numbers, and a
+    recomputation other ones than the forward pass."""
+    prepare_compile(torch.device("cuda", 0))
+
+    def dropped(heads):
+        return torch.nn.functional.dropout(heads.transpose(1, 2).contiguous(), 0.5)
+
+    heads = torch.ones(8, 64, 4096, device="cuda", requires_grad=True)
+    output = checkpointed(torch.compile(dropped), heads, use_reentrant=False)
+    output.sum().backward()
+    forward, backward = output > 0, heads.grad.transpose(1, 2) > 0
+    assert torch.equal(forward, backward)
+    share = forward.double().mean().item()
+    assert abs(share - 0.5) < 5 * 0.5 / forward.numel() ** 0.5
+    equal = (forward[..., 0::4] == forward[..., 1::4]).double().mean().item()
+    assert abs(equal - 0.5) < 0.01, "adjacent channels have equal masks"
 
 
 @pytest.mark.parametrize("model_type", quick("mistral", "llama"))

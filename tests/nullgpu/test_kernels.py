@@ -126,6 +126,39 @@ if len(sys.argv) > 1:
     found["calls"] = flash_attn_interface.calls
 print("FOUND", json.dumps(found))
 """
+RANDOM = """
+import json, re
+import torch
+from torch import nn
+from torch.nn import functional
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+from launcher.strategies.compilation import prepare_compile
+
+class OutputProjection(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = (256, 256), (256, 8), (8, 256)
+        self.base, self.down, self.up = (nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, heads):
+        hidden = heads.transpose(1, 2).contiguous().flatten(2)
+        return self.base(hidden) + self.up(self.down(functional.dropout(hidden, 0.05)))
+
+def drawn():
+    torch._dynamo.reset()
+    model = torch.compile(OutputProjection().cuda().bfloat16())
+    options = dict(device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    heads = torch.empty(2, 4, 512, 64, **options)
+    def step():
+        checkpoint(model, heads, use_reentrant=False).sum().backward()
+    _, codes = run_and_get_code(step)
+    return re.findall(r"(\\w+\\.rand\\w*)\\(", "\\n".join(codes))
+
+found = [drawn()]
+prepare_compile(torch.device("cuda", 0))
+print("DRAWN", json.dumps([*found, drawn()]))
+"""
 NF4 = """
 import torch
 from launcher.models import nf4
@@ -205,6 +238,19 @@ def test_optimizer_launches_one_kernel_a_matrix(null_gpus, tmp_path):
     assert counts["kernel"] <= 4 + 16, "one for each matrix, and some for scalars"
     assert counts["operators"] > 100 * counts["kernel"]
     assert counts["kernel bytes"] <= 4096
+
+
+def test_compiled_dropout_draws_each_number_alone(null_gpus, tmp_path):
+    """Dropout on the input of an adapter of o_proj, after a transpose: torch 2.13 draws four numbers
+    at once, by indices that are not consecutive, and elements get equal numbers."""
+    variables = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    variables |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    words = [sys.executable, "-c", RANDOM + EXIT]
+    result = run(words, timeout=300, **null_gpus(count=1).variables, **variables).check()
+    torchs, ours = printed(result.output, "DRAWN")
+    assert set(torchs) == {"triton_helpers.rand4x"}, "torch draws each number alone: is it mended?"
+    assert set(ours) == {"tl.rand"}
 
 
 def test_kernel_of_nf4_has_the_bits_of_the_operators():

@@ -372,6 +372,26 @@ def test_compiled_blocks_run(folder, null_gpus):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("packing", [True, False])
+def test_compiled_dropout_of_adapters_draws_each_number_alone(folder, null_gpus, packing):
+    """pytorch#198333: `lora.dropout` on o_proj, with activation checkpointing."""
+    train(
+        folder,
+        null_gpus(count=1),
+        "model.compile=true",
+        "data.validation=null",
+        f"data.packing={str(packing).lower()}",
+        "activation_checkpointing={mode: full}",
+        "lora={rank: 4, dropout: 0.05}",
+        timeout=400,
+        **caches(folder),
+    ).check()
+    kernels = "\n".join(file.read_text() for file in (folder / "inductor").rglob("*.py"))
+    assert "tl.rand(" in kernels
+    assert "rand4x" not in kernels
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_float8(folder, null_gpus, ranks, compiled):

@@ -240,11 +240,11 @@ def test_variants_are_compiled_up_to_a_limit_that_is_named(caplog):
     assert "compile: a function is not compiled. Dynamo recompile limit exceeded" in line.message
     assert "recompile_limit" in line.message
     caplog.clear()
-    compilation.allow_variants()
+    compilation.prepare_compile(torch.device("cpu"))
     assert run(9) == 9
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
     with torch._dynamo.config.patch(recompile_limit=100):
-        compilation.allow_variants()
+        compilation.prepare_compile(torch.device("cpu"))
         assert torch._dynamo.config.recompile_limit == 100, "a higher limit stays"
 
 
