@@ -56,6 +56,9 @@ class KeptTokenizer:
     """The folder that it comes from; None: it has none."""
     chat_template: str | None = None
     """Takes the place of the tokenizer's own; empty: there is none; None: its own stays."""
+    end: str | None = None
+    """A token that takes the place of the eos_token: one that ends the answers of training, and that
+    other programs do not know as an end. `tokenizer` has it, too."""
     max_pixels: int | None = None
     """Of the processor of images beside it (images.max_pixels); None: its own limit stays."""
 
@@ -74,11 +77,17 @@ class KeptTokenizer:
                 self._add_tokens(folder)
             if self.chat_template is not None:
                 _set_template(folder, self.chat_template)
+        for name in (CONFIG, "special_tokens_map.json"):
+            _edit(folder / name, self._set_end)
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
         self._keep_ids(folder)
         if (most := self.max_pixels) is not None:
             for name in PROCESSOR_FILES:
                 _edit(folder / name, lambda content: limit_pixels(content, most))
+
+    def _set_end(self, config: Json) -> None:
+        if self.end is not None and "eos_token" in config:
+            config["eos_token"] = self.end
 
     def _keep_ids(self, folder: Path) -> None:
         """Changes files that transformers reads otherwise than the run did."""
