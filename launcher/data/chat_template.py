@@ -27,9 +27,11 @@ from launcher.data.messages import (
     RefusedError,
     RowError,
     check_calls,
+    check_mentions,
     check_texts,
     may_lose,
     thought_of,
+    with_opening_marks,
     with_placeholders,
 )
 from launcher.data.template_marks import (
@@ -156,7 +158,8 @@ class ChatTemplate:
         Raises RecipeError if no template can be used."""
         self._tokenizer, self._template, self._day = tokenizer, template, day or today()
         self.values = values or {}
-        self._noted = False
+        self._noted: set[str] = set()
+        self._opens: dict[bool, bool] = {}
         self._in_parts: bool | None = None
         if template is None and not tokenizer.chat_template:
             hint = "set data.chat_template to a file with one"
@@ -175,6 +178,7 @@ class ChatTemplate:
     ) -> Rendered:
         """Renders a conversation. loss_from is the index of the first message that may carry loss.
         Messages with `loss: false` carry none. Raises RowError."""
+        messages = self._opened(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [index for index in turns if index >= loss_from]
         learned = [index for index in wanted if messages[index].get("loss", True)]
@@ -209,7 +213,7 @@ class ChatTemplate:
             learned_turns = {at: turn for at, turn in learned_turns.items() if turn.end <= same}
             learned_turns[last] = served[1]
             unknown = []
-            self._note(
+            self.note(
                 "the chat template never shows an answer after its generation prompt: the last "
                 "turn of a row is written after it (docs/data.md)"
             )
@@ -220,11 +224,12 @@ class ChatTemplate:
             raise problems[max(problems)] if problems else what
         if unlearned := problems.keys() - learned_turns:
             problem = problems[min(unlearned)]
-            self._note(f"turns without loss, such as this {problem} (docs/data.md)")
+            self.note(f"turns without loss, such as this {problem} (docs/data.md)")
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
     def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
         """Renders a conversation with loss on every token. Raises RowError."""
+        messages = self._opened(messages, tools)
         text = self.apply(messages, tools)
         for number, message in enumerate(messages, start=1):
             if not message.get("loss", True):
@@ -234,11 +239,33 @@ class ChatTemplate:
         closed = messages[-1]["role"] == "assistant"
         return Rendered(text, [Turn(0, len(text), stopped=begin < end)], closed)
 
-    def _note(self, text: str) -> None:
-        """Logs the first of such notes."""
-        if not self._noted:
+    def note(self, text: str) -> None:
+        """Logs the first note that begins with these words."""
+        kind = text[:20]
+        if kind not in self._noted:
             logger.info(text)
-        self._noted = True
+        self._noted.add(kind)
+
+    def _opened(self, messages: list[Message], tools: list[object] | None) -> list[Message]:
+        """The messages with `<think>` where a server left it out: a generation prompt that ends in
+        it."""
+        opened = with_opening_marks(messages)
+        if opened == messages:
+            return messages
+        if (known := bool(tools)) not in self._opens:
+            asked = [{"role": "user", "content": _PLACEHOLDER}]
+            try:
+                prompt = self.apply(asked, tools, add_generation_prompt=True)
+            except RowError:
+                prompt = ""
+            self._opens[known] = prompt.rstrip().endswith("<think>")
+        if not self._opens[known]:
+            return messages
+        self.note(
+            "<think> is added to answers that have only </think>: the chat template's generation "
+            "prompt ends in it"
+        )
+        return opened
 
     def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
         """(ids, labels) of each conversation; labels are IGNORED where there is no loss.
@@ -498,6 +525,7 @@ class _Conversation:
     def _check_complete(self, index: int, written: str) -> None:
         message, what = self._messages[index], f"message {index + 1}"
         check_calls(message, written, what)
+        check_mentions(message, written, what)
         if not may_lose(message) and (message["content"] or "").strip() in written:
             return
         if self._probe is None:

@@ -68,6 +68,7 @@ from launcher.recipe.layouts import (
     roles_of,
     typed,
     unused_columns,
+    with_named_parts,
 )
 
 _Tokens = tuple[Any, ...]
@@ -232,9 +233,10 @@ class Encoder:
                     if images is not None:
                         encoder = replace(self, images=images.of_file(row.part.name))
                     try:
-                        usable.append(read_row(encoder, row.values))
+                        values = with_named_parts(row.values, self.columns)
+                        usable.append(read_row(encoder, values))
                         if unused is not None:
-                            self.note_unused(row.values, unused)
+                            self.note_unused(values, unused)
                     except RowError as error:
                         problems[index] = str(error)
             encoded = iter(encode(self, usable) if usable else ())
@@ -364,12 +366,19 @@ def _read_chat(encoder: Encoder, row: Values) -> Rendered:
     value = read_value(row, column, object, "messages", role="messages")
     # Texts of a column of that name need not be turns
     turns = column.lower() != "texts" or encoder.columns.get("messages") == column
-    read = read_messages(value, column, turns=turns, images=encoder.images is not None)
+    read = _messages(encoder, value, column, turns=turns)
     messages = _with_system(encoder, found, row, read)
     rendered, weights = _render(encoder, found, row, messages), encoder.columns.get("weights")
     if weights is None:
         return rendered
     return replace(rendered, weight=float(read_weights(row, weights)[0]))
+
+
+def _messages(
+    encoder: Encoder, value: object, column: str, *, turns: bool = False
+) -> list[Message]:
+    images = encoder.images is not None
+    return read_messages(value, column, turns=turns, images=images, ignored=encoder.ignored)
 
 
 def _with_system(
@@ -507,7 +516,7 @@ def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tu
         return _read_answer(encoder, found, row, "response")
     column = found.columns["messages"]
     value = read_value(row, column, object, "messages", role="messages")
-    read = read_messages(value, column, turns=True, images=encoder.images is not None)
+    read = _messages(encoder, value, column, turns=True)
     messages = _with_system(encoder, found, row, read)
     if messages[-1]["role"] != "assistant":
         raise RowError(f"column {column!r} must end with the answer, a turn of the assistant")
@@ -600,7 +609,7 @@ def _dialogue_before_answer(prompt: str) -> list[Message] | None:
 def _turns(encoder: Encoder, role: str, value: str | list[object], column: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return read_messages(value, column, images=encoder.images is not None)
+    return _messages(encoder, value, column)
 
 
 def _encode_answers(

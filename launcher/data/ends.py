@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from launcher.data.encoder import Encoder, make_encoder, prompt_format
 from launcher.data.messages import Message
 from launcher.data.sources import Row, SourcePart
+from launcher.data.template_marks import variables
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +62,43 @@ def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     ):
         ends.update(_ends_of_turns(make_encoder("chat", data, tokenizer=name)))
     return sorted(ends)
+
+
+KNOWN_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|eom_id|>"),
+        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOT>"),
+        *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"),
+    )
+)
+"""Tokens at which llama.cpp stops by their texts (llama-vocab.cpp). It also stops at the eos_token of
+tokenizer_config.json, and reads no generation_config.json."""
+
+
+def own_end(
+    data: schema.Data, *, tokenizer: str, template: str | None, known: Collection[int]
+) -> str | None:
+    """The token that must be the eos_token of an export, or programs that read only the tokenizer's
+    files would not stop: the only end of answers that is neither the eos_token nor a known one. None:
+    there is none, or the chat template writes the eos_token. template: of the run; None: the
+    tokenizer's own. known: ids at which the model stopped before."""
+    loaded = hugging_face_tokenizer(tokenizer)
+    ids = taught_ends(data, tokenizer=tokenizer)
+    ends: list[str] = loaded.convert_ids_to_tokens(ids)
+    taught = [end for id, end in zip(ids, ends, strict=True) if id not in known]
+    own = [end for end in taught if end != loaded.eos_token and end not in KNOWN_ENDS]
+    if not own:
+        return None
+    source = template or loaded.chat_template
+    written = not isinstance(source, str) or "eos_token" in (variables(source) or ())
+    needed = loaded.eos_token in ends and loaded.eos_token not in KNOWN_ENDS
+    if own[1:] or written or needed or loaded.eos_token is None:
+        logger.warning(
+            f"programs that read no generation_config.json, such as llama.cpp, do not stop at "
+            f"{' and '.join(own)}: name it as a stop word there"
+        )
+        return None
+    return own[0]
 
 
 def _ends_of_turns(encoder: Encoder) -> set[int]:

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import importlib
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from launcher.recipe.hub import model_folder
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+logger = logging.getLogger(__name__)
+
 Arrays = dict[str, npt.NDArray[Any]]
 """What a model takes of an image, by the names of its arguments. The first dimension counts images,
 or parts of images."""
@@ -38,6 +41,12 @@ _OF_TEXT = (
 )
 _IN_LISTS = ("Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
+
+_BOXES = re.compile(
+    r"bbox_2d|\bbbox\b|point_2d|<\|box_start\|>|<\|point_start\|>|<box>|<quad>|<bbox>|<point>"
+    r"|<loc\d{4}>|<\|coord_\w+\|>",
+)
+"""Marks of coordinates in a text."""
 
 _IN_BYTES = {"do_rescale": False, "do_normalize": False}
 _KEPT_BYTES = 64 << 20
@@ -75,6 +84,8 @@ class Processed:
     arrays: Arrays
     grid: tuple[int, int] = (0, 0)
     """The rows and columns of its tokens, for models that give these positions; else 0."""
+    sizes: tuple[tuple[int, int], tuple[int, int] | None] = (0, 0), None
+    """The width and height of the image, and those that the model sees; None: they are not known."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -112,6 +123,7 @@ class ImageProcessor:
         self.token_ids: list[int] = known
         """The tokens that stand for an image, and those between its rows and parts."""
         self._token_texts: list[str] = self._tokenizer.convert_ids_to_tokens(known)
+        self._noted_boxes = False
         self._kept: dict[tuple[int, bool], Processed] = {}
         """The images that were read last, oldest first, by the checksums of their files."""
 
@@ -156,7 +168,8 @@ class ImageProcessor:
             arrays = {name: array[0] for name, array in arrays.items()}
         if in_bytes:
             arrays["pixel_values"] = arrays["pixel_values"].astype(np.uint8)
-        return Processed(replaced["replacement"], arrays, self._grid(arrays))
+        sizes = image.size, self._seen(arrays)
+        return Processed(replaced["replacement"], arrays, self._grid(arrays), sizes)
 
     def read(
         self, source: ImageSource, *, in_bytes: bool, checksum: int | None = None
@@ -189,6 +202,28 @@ class ImageProcessor:
             return 0, 0
         _, rows, columns = grid[0].tolist()
         return rows // self._merge, columns // self._merge
+
+    def _seen(self, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, int] | None:
+        """The width and height of an image for the model."""
+        grid = arrays.get("image_grid_thw")
+        patch = getattr(self._processor.image_processor, "patch_size", None)
+        if grid is None or not isinstance(patch, int):
+            return None
+        _, rows, columns = grid[0].tolist()
+        return columns * patch, rows * patch
+
+    def _note_boxes(self, text: str, made: Processed) -> None:
+        """Logs once that an image with coordinates in its text has another size for the model."""
+        before, after = made.sizes
+        mark = None if self._noted_boxes or before == after else _BOXES.search(text)
+        if mark is not None:
+            self._noted_boxes = True
+            size = "another size" if after is None else f"{after[0]} x {after[1]} pixels"
+            logger.warning(
+                f"rows with coordinates ({mark[0]}): an image of {before[0]} x {before[1]} pixels has "
+                f"{size} for the model, and the coordinates stay as they are: those in pixels must be "
+                "of that size, and those relative to the image need no change (docs/images.md)"
+            )
 
     @functools.cached_property
     def pixel_table(self) -> npt.NDArray[np.float32] | None:
@@ -262,6 +297,7 @@ class ImageProcessor:
         in_bytes = self.pixel_table is not None  # only the text is needed here
         for source in sources:
             made, checksum = self.read(source, in_bytes=in_bytes)
+            self._note_boxes(rendered.text, made)
             texts.append(made.text)
             images.append((self.count_tokens(made.text), made.grid, source, checksum))
         starts = np.array([start for start, _ in spans])

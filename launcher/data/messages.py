@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from launcher.recipe.layouts import typed
@@ -20,10 +22,28 @@ _OTHER_ROLES = {
 """Other names of roles, of ShareGPT and other data sets."""
 _CALLS = ("function_call", "tool_call")
 """Roles of messages that hold the calls of an assistant, as JSON."""
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Keys of a call that may hold its arguments."""
 _ROLE_KEYS = ("role", "from", "speaker")
 _CONTENT_KEYS = ("content", "value", "parts", "text")
-_LOSS_KEYS = ("weight", "loss", "loss_weight", "train", "training")
-"""Keys of a message that say whether it carries loss."""
+_LOSS_KEYS = (
+    *("weight", "loss", "loss_weight", "loss_mask", "loss_scale", "output_with_loss"),
+    *("train", "training", "trainable", "train_on_turn"),
+)
+"""Keys of a message that say whether it carries loss: 0 or false is no loss."""
+_SILENT_KEYS = ("masked",)
+"""Keys that say the opposite."""
+_OTHER_MASKS = ("mask", "train_detail", "training_detail")
+"""Keys whose meaning is not known: a mask may name what is learned or what is not, and a detail
+parts of the content."""
+_NUMBERS = re.compile(
+    r"(.*_)?(id|ids|idx|index|turn|round|step|number|count|counter|tokens|length|len|time|timestamp"
+    r"|date|created|created_at|updated_at|score|rank|rating|votes?|temperature|top_p|top_k|seed"
+    r"|identifier|toxic|toxicity|redacted|is_error|prefix|partial|latency|cost|confidence"
+    r"|probability|logprob|duration|cutoff|depth|level|year)|(num|n|len)_.*",
+    re.IGNORECASE,
+)
+"""Names of keys whose numbers say nothing about loss."""
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 IMAGE_TYPES = ("image", "image_url", "input_image")
 """Types of parts that are images."""
@@ -55,7 +75,12 @@ class NotAsServedError(RowError):
 
 
 def read_messages(
-    value: object, column: str, *, turns: bool = False, images: bool = False
+    value: object,
+    column: str,
+    *,
+    turns: bool = False,
+    images: bool = False,
+    ignored: Collection[str] = (),
 ) -> list[Message]:
     """Messages for a template: of `messages` (role, content), ShareGPT's `conversations` (from,
     value), or Gemini's `contents` (role, parts), also as JSON. Raises RowError.
@@ -64,7 +89,8 @@ def read_messages(
     messages of their own, and those in parts, become `tool_calls`. Keys without a value are dropped;
     other keys stay. `loss` is false in the messages that have a `weight` of 0 (OpenAI) or `loss:
     false` (ShareGPT), and in no other. turns: a list of texts are a user's and an assistant's in
-    turn. images: parts that are images stay parts, among the texts (`place_images`).
+    turn. images: parts that are images stay parts, among the texts (`place_images`). ignored: keys
+    of messages that are not used on purpose (data.ignore_columns).
     """
     value = parsed_messages(value)
     if turns and isinstance(value, list) and value and all(isinstance(t, str) for t in value):
@@ -75,6 +101,7 @@ def read_messages(
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         messages: list[Message] = []
         for number, turn in enumerate(value, start=1):
+            turn = {key: content for key, content in turn.items() if key not in ignored}
             for message in _messages_of(turn, f"message {number}", images=images):
                 _append(messages, message)
         return messages
@@ -84,14 +111,20 @@ def read_messages(
 
 
 def _question_and_answer(turn: object) -> list[object]:
-    """The two messages of a turn that holds both, {"human": ..., "assistant": ...} (ms-swift), perhaps
-    with its "source" (the_cauldron); else the turn."""
+    """The messages of a turn that holds several: {"human": ..., "assistant": ...} (ms-swift), perhaps
+    with its "source" (the_cauldron), or {"system": ..., "input": ..., "output": ...} (xtuner); else
+    the turn."""
     if not isinstance(turn, dict) or not {*_ROLE_KEYS}.isdisjoint(turn):
         return [turn]
     said = {_OTHER_ROLES.get(key, key): text for key, text in turn.items() if key != "source"}
-    if said.keys() != {"user", "assistant"}:
+    if said.keys() == {"user", "assistant"}:
+        return [{"role": role, "content": said[role]} for role in ("user", "assistant")]
+    if not {"input", "output"} <= said.keys() <= {"system", "input", "output", "output_with_loss"}:
         return [turn]
-    return [{"role": role, "content": said[role]} for role in ("user", "assistant")]
+    answer = {"role": "assistant", "content": said["output"]}
+    answer["output_with_loss"] = said.get("output_with_loss")
+    asked = {"system": said.get("system"), "user": said["input"]}
+    return [*({"role": role, "content": text} for role, text in asked.items() if text), answer]
 
 
 def parsed_messages(value: object) -> object:
@@ -164,6 +197,8 @@ def _messages_of(turn: Message, what: str, *, images: bool) -> list[Message]:
         message |= {"role": "assistant", "content": "", "tool_calls": _written_calls(content, what)}
     if not isinstance(message.get("function_call", {}), dict):
         raise RowError(f"{what}: function_call must be an object with name and arguments")
+    if function := message.get("function_call"):
+        message["function_call"] = _with_arguments(function, what)
     if message["role"] not in _ROLES:
         got = "no role" if role is None else f"unknown role {role!r}"
         others = ", ".join([*_ROLES, *_OTHER_ROLES, *_CALLS])
@@ -184,17 +219,34 @@ def _messages_of(turn: Message, what: str, *, images: bool) -> list[Message]:
     if not isinstance(content, str) and not (images and isinstance(content, list)):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
-    if role == "assistant" and isinstance(content, str):
-        content = _with_opening_mark(content)
-    weights = [message.pop(key, 1) for key in _LOSS_KEYS]
-    if any(weight not in (0, 1) for weight in weights):
-        given = [key for key in _LOSS_KEYS if turn.get(key) not in (None, 0, 1)]
-        got = ", ".join(f"{key}: {turn[key]!r}" for key in given)
-        raise RowError(f"{what}: whether it carries loss must be 0 or 1 (false or true); got {got}")
-    silent = {} if all(weights) else {"loss": False}
+    silent = {"loss": False} if _is_silent(message, what) else {}
     if results and not content:
         return results
     return [*results, {**message, "content": content, **silent}]
+
+
+def _is_silent(message: Message, what: str) -> bool:
+    """Takes the keys out of a message that say whether it carries loss; whether it carries none.
+    Raises RowError, also for numbers of which that is not known."""
+    given = {key: message.pop(key) for key in (*_LOSS_KEYS, *_SILENT_KEYS) if key in message}
+    wrong = [f"{key}: {value!r}" for key, value in given.items() if value not in (0, 1)]
+    if wrong:
+        form = "whether it carries loss must be 0 or 1 (false or true)"
+        raise RowError(f"{what}: {form}; got {', '.join(wrong)}")
+    unknown = [
+        key
+        for key, value in message.items()
+        if key in _OTHER_MASKS
+        or (isinstance(value, bool | int | float) and not _NUMBERS.fullmatch(key))
+    ]
+    if unknown:
+        values = ", ".join(f"{key}: {message[key]!r}" for key in unknown)
+        raise RowError(
+            f"{what}: {values}: does it say what carries loss? write loss: false in a message without "
+            f"loss; {typed('data.ignore_columns', unknown)} trains without "
+            f"{'it' if len(unknown) == 1 else 'them'}"
+        )
+    return any(value == (key in _SILENT_KEYS) for key, value in given.items())
 
 
 def _only(images: bool) -> str:
@@ -327,30 +379,32 @@ def read_calls(value: object, what: str) -> list[object]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"{what}: a tool call must be an object with name and arguments")
-        arguments = function.get("arguments", function.get("parameters", {}))
+        arguments = _with_arguments(function, what)["arguments"]
         named = {"name": function["name"], "arguments": arguments}
         made.append({"type": "function", "function": named})
     return made
 
 
-def _with_opening_mark(content: str) -> str:
-    """The content with the `<think>` that is missing where a generation prompt ended in it."""
-    thought, mark, _ = content.partition("</think>")
-    quoted = thought.endswith(("`", "'", '"'))
-    if not mark or quoted or "<think>" in thought:
-        return content
-    return "<think>" + "\n" * thought.endswith("\n") + content
+def _with_arguments(function: Message, what: str) -> Message:
+    """A called function with its arguments under the name that templates read. Raises RowError."""
+    given = {key: function[key] for key in _ARGUMENTS if function.get(key) is not None}
+    if len(given) > 1:
+        raise RowError(f"{what}: a tool call has {' and '.join(given)}; keep one of them")
+    others = {key: value for key, value in function.items() if key not in _ARGUMENTS}
+    return {**others, "arguments": next(iter(given.values()), {})}
 
 
 def _tool_calls(value: object, what: str) -> list[object] | None:
     """A list of calls, or a list as JSON; None: there are none. Raises RowError."""
     calls = read_list(value, f"{what}: tool_calls")
-    functions = [
-        call.get("function", call) if isinstance(call, dict) else 0 for call in calls or []
-    ]
-    if not all(isinstance(function, dict) for function in functions):
-        raise RowError(f"{what}: tool_calls must be a list of objects, each with a function")
-    return calls
+    made: list[object] = []
+    for call in calls or []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            raise RowError(f"{what}: tool_calls must be a list of objects, each with a function")
+        function = _with_arguments(function, what)
+        made.append({**call, "function": function} if "function" in call else function)
+    return made or None
 
 
 def read_tools(value: object, column: str = "tools") -> list[object] | None:
@@ -427,30 +481,85 @@ def read_history(value: object) -> list[tuple[str, str]]:
 
 
 def parse_arguments(messages: list[Message]) -> list[Message]:
-    """The messages with the arguments of tool calls as objects, where they are JSON (OpenAI):
+    """The messages with the arguments of tool calls as objects, also those that are JSON (OpenAI):
     templates write objects as JSON, so JSON would be encoded twice. Raises RowError."""
-    return [_parsed(message, f"message {number}") for number, message in enumerate(messages, 1)]
+    return [
+        _with_changed_arguments(message, partial(_parsed, what=f"message {number}"))
+        for number, message in enumerate(messages, 1)
+    ]
 
 
-def _parsed(value: Any, what: str) -> Any:
-    """A message, call or function with parsed `arguments`."""
+def write_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON."""
+    return [
+        _with_changed_arguments(
+            message,
+            lambda value: value if value and isinstance(value, str) else to_json(value or {}),
+        )
+        for message in messages
+    ]
+
+
+def to_json(value: object) -> str:
+    """The value as templates write it with `tojson`."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def arguments_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """The arguments of all tool calls that are objects."""
+    found: list[dict[str, Any]] = []
+
+    def look(value: object) -> object:
+        if isinstance(value, dict):
+            found.append(value)
+        return value
+
+    for message in messages:
+        _with_changed_arguments(message, look)
+    return found
+
+
+def print_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with each argument of tool calls that is no text or number as JSON, for templates
+    that print them one by one."""
+
+    def printed(value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: to_json(each) if each is None or isinstance(each, bool | dict | list) else each
+            for key, each in value.items()
+        }
+
+    return [_with_changed_arguments(message, printed) for message in messages]
+
+
+def _with_changed_arguments(value: Any, change: Callable[[object], object]) -> Any:
+    """A message, call or function with changed `arguments`."""
     if not isinstance(value, dict):
         return value
-    parsed = dict(value)
+    changed = dict(value)
     for key in ("function_call", "function"):
         if key in value:
-            parsed[key] = _parsed(value[key], what)
+            changed[key] = _with_changed_arguments(value[key], change)
     if isinstance(calls := value.get("tool_calls"), list):
-        parsed["tool_calls"] = [_parsed(call, what) for call in calls]
-    if "role" in value or not isinstance(arguments := value.get("arguments"), str):
-        return parsed
-    try:
-        parsed_arguments = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{what}: the arguments of a tool call are not JSON: {error}") from None
-    if not isinstance(parsed_arguments, dict):
-        raise RowError(f"{what}: the arguments of a tool call must be an object; got {arguments}")
-    return {**parsed, "arguments": parsed_arguments}
+        changed["tool_calls"] = [_with_changed_arguments(call, change) for call in calls]
+    if "role" not in value and "arguments" in value:
+        changed["arguments"] = change(value["arguments"])
+    return changed
+
+
+def _parsed(value: object, what: str) -> object:
+    given = value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{what}: the arguments of a tool call are not JSON: {error}") from None
+    value = {} if value is None or value == [] else value
+    if not isinstance(value, dict):
+        raise RowError(f"{what}: the arguments of a tool call must be an object; got {given}")
+    return value
 
 
 def refuse_empty_answers(messages: list[Message], loss_from: int) -> None:
@@ -505,6 +614,37 @@ def thought_of(message: Message) -> tuple[str, str]:
         return thought[1].strip("\n"), content[thought.end() :]
     reasoning = (message[key] for key in _REASONING if message.get(key))
     return str(next(reasoning, "")).strip("\n"), content
+
+
+def with_opening_marks(messages: list[Message]) -> list[Message]:
+    """The messages with the `<think>` that is missing in answers to a generation prompt that ended
+    in it."""
+    return [
+        {**message, "content": _with_opening_mark(message["content"])}
+        if message["role"] == "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def _with_opening_mark(content: str) -> str:
+    thought, mark, _ = content.partition("</think>")
+    quoted = thought.endswith(("`", "'", '"'))
+    if not mark or quoted or "<think>" in thought:
+        return content
+    return "<think>" + "\n" * thought.endswith("\n") + content
+
+
+def check_mentions(message: Message, written: str, what: str) -> None:
+    """Raises NotAsServedError if the template takes a text that mentions `</think>` for reasoning."""
+    content = message["content"]
+    if not isinstance(content, str) or "</think>" not in content or _THOUGHT.match(content):
+        return
+    if content.strip() not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template takes the text before </think> for reasoning; begin it with "
+            "<think> if it is, or set data.chat_template to a template that does not"
+        )
 
 
 def may_lose(message: Message) -> bool:

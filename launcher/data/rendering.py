@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable
 
 from launcher.data.chat_template import ChatTemplate, Rendered
@@ -12,11 +13,15 @@ from launcher.data.messages import (
     Message,
     RefusedError,
     RowError,
+    arguments_of,
     encodable,
     parse_arguments,
+    print_arguments,
     read_text,
     read_tools,
     refuse_empty_answers,
+    to_json,
+    write_arguments,
 )
 from launcher.data.sources import Values
 from launcher.data.template_marks import uses_tools
@@ -59,7 +64,7 @@ def render(
     apply: Callable[..., Rendered] = template.render_all
     if loss_on != "all":
         apply = functools.partial(template.render, loss_from=loss_from)
-    rendered = _first(apply, _forms(parsed, messages), tools)
+    rendered = _first(template, apply, _forms(parsed, messages), tools)
     encodable(rendered.text, "the conversation")
     return rendered
 
@@ -68,7 +73,7 @@ def _forms(parsed: list[Message], messages: list[Message]) -> list[list[Message]
     """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
     text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
     forms: list[list[Message]] = []
-    for form in (parsed, messages):
+    for form in (parsed, write_arguments(messages)):
         bare = [
             {**message, "content": None}
             if message.get("tool_calls") and not message["content"]
@@ -106,18 +111,75 @@ def _with_ids(messages: list[Message]) -> list[Message]:
 
 
 def _first(
-    apply: Callable[..., Rendered], forms: list[list[Message]], tools: list[object] | None
+    template: ChatTemplate,
+    apply: Callable[..., Rendered],
+    forms: list[list[Message]],
+    tools: list[object] | None,
 ) -> Rendered:
     """The rendering of the first form that the template does not refuse, or else the problem of
     the first one."""
     problem: RefusedError | None = None
     for form in forms:
         try:
-            return apply(form, tools)
+            return _in_json(template, apply, form, tools)
         except RefusedError as error:
             problem = problem or error
     assert problem is not None
     raise problem
+
+
+_WORDS = re.compile(r"\b(True|False|None)\b")
+_JSON = {"True": "true", "False": "false", "None": "null"}
+_CALL_OF_PYTHON = re.compile(r"\[\w+\(\w+=")
+_AS_PYTHON = "the chat template prints arguments of a call as Python does, not as JSON"
+
+
+def _in_json(
+    template: ChatTemplate,
+    apply: Callable[..., Rendered],
+    messages: list[Message],
+    tools: list[object] | None,
+) -> Rendered:
+    """The rendering, with arguments of calls as JSON also where the template prints each one by
+    itself, as Python does. Raises RefusedError if it prints them as a whole, and RowError if it does
+    not print their JSON, either."""
+    rendered, calls = apply(messages, tools), arguments_of(messages)
+    whole = [arguments for arguments in calls if repr(arguments) != to_json(arguments)]
+    if _CALL_OF_PYTHON.search(rendered.text):  # the model's language of calls is Python (LFM2.5)
+        return rendered
+    if any(repr(arguments) in rendered.text for arguments in whole):
+        what = "set data.chat_template to a template that writes them with tojson"
+        raise RefusedError(f"{_AS_PYTHON}; {what}")
+    values = [value for arguments in whole for value in arguments.values()]
+    nested = [repr(value) for value in values if isinstance(value, dict | list) and value]
+    words = {str(value) for value in values if value is None or isinstance(value, bool)}
+    shown = words.intersection(_WORDS.findall(rendered.text))
+    if not shown and not any(text in rendered.text for text in nested):
+        return rendered
+    changed = print_arguments(messages)
+    json_of = {repr(value): to_json(value) for value in values if isinstance(value, dict | list)}
+
+    def as_json(text: str) -> str:
+        for python in sorted(json_of, key=len, reverse=True):
+            text = text.replace(python, json_of[python])
+        return _WORDS.sub(lambda word: _JSON[word[0]], text)
+
+    try:
+        plain, printed = (template.apply(each, tools) for each in (messages, changed))
+    except RefusedError:
+        plain, printed = "plain", "printed"
+    if len(_WORDS.findall(plain)) == len(_WORDS.findall(printed)) and not any(
+        text in plain for text in nested
+    ):
+        return rendered  # the words are in other texts
+    if as_json(plain) != as_json(printed):
+        got = ", ".join(sorted(shown)) or "lists or objects"
+        what = (
+            "leave them out, or set data.chat_template to a template that writes them with tojson"
+        )
+        raise RowError(f"{_AS_PYTHON} ({got}); {what}")
+    template.note(f"{_AS_PYTHON}: each one is written as JSON")
+    return apply(changed, tools)
 
 
 def render_text(

@@ -27,7 +27,7 @@ from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder, prompt_format
-from launcher.data.ends import taught_ends
+from launcher.data.ends import own_end, taught_ends
 from launcher.data.loader import (
     GlobalBatch,
     MicroBatches,
@@ -49,6 +49,7 @@ from launcher.data.tokenizer import (
     tokenizer_name,
 )
 from launcher.data.tokenizer_files import KeptTokenizer
+from launcher.data.tokenizer_json import read_json
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
@@ -318,8 +319,28 @@ def tokenizer_to_keep(
     source = None
     if str(name) != "bytes":
         source = model_folder(name, key="data.tokenizer", weights=False)
+    end = own_end(data, tokenizer=name, template=template, known=_ends_of_source(model))
+    if end is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = end
+        logger.info(f"tokenizer_config.json, eos_token: {end}, which training teaches")
     max_pixels = None if images is None else images.max_pixels
-    return KeptTokenizer(name, tokenizer, source, template, max_pixels)
+    return KeptTokenizer(name, tokenizer, source, template, end, max_pixels)
+
+
+def _ends_of_source(section: schema.Model) -> set[int]:
+    """The ids at which the model of the checkpoint stops."""
+    if section.path is None:
+        return set()
+    try:
+        folder = model_folder(section.path, key="model.path", weights=False)
+    except RecipeError:  # it is gone since the run began
+        return set()
+    config = read_json(folder / "config.json")
+    read = [read_json(folder / "generation_config.json"), config, config.get("text_config")]
+    ends = [each.get("eos_token_id") for each in read if isinstance(each, dict)]
+    ids = [id for end in ends for id in (end if isinstance(end, list) else [end])]
+    return {id for id in ids if isinstance(id, int)}
 
 
 def trained_template(data: schema.Data, tokenizer: str) -> str | None:

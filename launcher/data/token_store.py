@@ -69,7 +69,7 @@ from launcher.reliability.lock import OwnedError, Ownership, Silence, current_ow
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 7
+_FORMAT = 8
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096

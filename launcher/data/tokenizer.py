@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from launcher.data.tokenizer_json import TOKENIZER, open_tokenizer, read_json
 from launcher.distributed.child_stacks import offer_stack
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
@@ -225,20 +226,13 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return _extended(copy.deepcopy(hugging_face_tokenizer(name.without_tokens)), name)
     if name == "bytes":
         return hugging_face_byte_tokenizer()
-    from transformers import AutoTokenizer
-
     folder = model_folder(name, key="data.tokenizer", weights=False)
     try:
         fix = _fix_of_mistral(folder)
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(folder),
-            local_files_only=True,
-            trust_remote_code=trusted,  # None would ask in a terminal
-            **fix,
-        )
+        tokenizer = open_tokenizer(folder, trusted=trusted, **fix)
         tokenizer.corrected = fix.get("fix_mistral_regex", False)
         if not tokenizer.chat_template:  # where processors of images keep theirs
-            tokenizer.chat_template = _json(folder / CHAT_TEMPLATE).get("chat_template")
+            tokenizer.chat_template = read_json(folder / CHAT_TEMPLATE).get("chat_template")
         return cast("PreTrainedTokenizerBase", tokenizer)
     except Exception as error:  # broken files raise many classes
         what = first_line(error)
@@ -252,7 +246,7 @@ def _fix_of_mistral(folder: Path) -> dict[str, bool]:
     """transformers' option for tokenizers of Mistral that older versions stored with Llama 3's
     pattern: they split words otherwise than the model learned. Their older tokenizers have no
     pattern, and the option would break them."""
-    config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer.json"))
+    config, tokenizer = (read_json(folder / name) for name in ("config.json", TOKENIZER))
     major = str(config.get("transformers_version") or "0").partition(".")[0]
     if config.get("model_type") not in _MISTRAL or (major.isdigit() and int(major) >= 5):
         return {}
@@ -263,15 +257,6 @@ def _fix_of_mistral(folder: Path) -> dict[str, bool]:
     if wrong:
         logger.info(f"data.tokenizer: {folder}: Llama 3's pattern is replaced by Mistral's")
     return {"fix_mistral_regex": wrong}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The content of a file; empty if there is none, or if it holds something else."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _extended(tokenizer: PreTrainedTokenizerBase, name: ExtendedName) -> PreTrainedTokenizerBase:
@@ -390,7 +375,7 @@ def _tokenizer_files(name: str) -> Iterator[tuple[str, bytes]]:
             continue
         content = file.read_bytes()
         if file.name == "config.json" and not code:
-            known = _json(file)
+            known = read_json(file)
             content = json.dumps({key: known.get(key) for key in _KEYS_OF_CONFIG}).encode()
         yield str(file.relative_to(folder)), content
 

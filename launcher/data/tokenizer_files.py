@@ -8,18 +8,21 @@ keys that hold them, and no others.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.data.tokenizer import ExtendedName
+from launcher.data.tokenizer_json import CONFIG, TOKENIZER, others_read_alike
 from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONFIG = "tokenizer_config.json"
+logger = logging.getLogger(__name__)
+
 _FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -34,6 +37,8 @@ _FILES = (
 """Files of tokenizers. A class may name others."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a processor of images."""
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""Of tokenizer.json, apart from its tokens."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
 """Keys that transformers 5 writes and does not read."""
 Json = dict[str, Any]
@@ -51,6 +56,9 @@ class KeptTokenizer:
     """The folder that it comes from; None: it has none."""
     chat_template: str | None = None
     """Takes the place of the tokenizer's own; empty: there is none; None: its own stays."""
+    end: str | None = None
+    """A token that takes the place of the eos_token: one that ends the answers of training, and that
+    other programs do not know as an end. `tokenizer` has it, too."""
     max_pixels: int | None = None
     """Of the processor of images beside it (images.max_pixels); None: its own limit stays."""
 
@@ -59,20 +67,62 @@ class KeptTokenizer:
         Raises OSError if they cannot be written."""
         source = self.source
         tokens = self.name.tokens if isinstance(self.name, ExtendedName) else ()
-        needed = "tokenizer.json" if tokens else "."
+        needed = TOKENIZER if tokens else "."
         corrected = getattr(self.tokenizer, "corrected", False)  # by `hugging_face_tokenizer`
         if source is None or corrected or not (source / needed).exists():
             self.tokenizer.save_pretrained(folder)
         else:
             self._copy(source, folder)
             if tokens:
-                self._add(list(tokens), folder)
+                self._add_tokens(folder)
             if self.chat_template is not None:
                 _set_template(folder, self.chat_template)
+        for name in (CONFIG, "special_tokens_map.json"):
+            _edit(folder / name, self._set_end)
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
+        self._keep_ids(folder)
         if (most := self.max_pixels) is not None:
             for name in PROCESSOR_FILES:
                 _edit(folder / name, lambda content: limit_pixels(content, most))
+
+    def _set_end(self, config: Json) -> None:
+        if self.end is not None and "eos_token" in config:
+            config["eos_token"] = self.end
+
+    def _keep_ids(self, folder: Path) -> None:
+        """Changes files that transformers reads otherwise than the run did."""
+        config = _read(folder / CONFIG)
+        if not (folder / TOKENIZER).is_file() or "auto_map" in config:
+            return
+        if others_read_alike(folder, self.tokenizer):
+            return
+        backend: Any = self.tokenizer
+        state = json.loads(backend.backend_tokenizer.to_str())
+        _edit(folder / TOKENIZER, lambda content: content.update({p: state[p] for p in _PARTS}))
+        self._add_tokens(folder)
+        _edit(folder / CONFIG, self._name_no_class)
+        if not others_read_alike(folder, self.tokenizer):
+            kind = _read(folder / "config.json").get("model_type")
+            logger.warning(
+                f"{folder}: transformers.AutoTokenizer makes other ids of a text than the run, for "
+                f"models of type {kind} in this version; PreTrainedTokenizerFast.from_pretrained makes "
+                "those of the run"
+            )
+
+    def _name_no_class(self, config: Json) -> None:
+        """Replaces a class that does not read tokenizer.json as it is. What the class has by default
+        is written beside it."""
+        own = self.tokenizer
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        defaults = {
+            "clean_up_tokenization_spaces": own.clean_up_tokenization_spaces,
+            "model_input_names": own.model_input_names,
+            "padding_side": own.padding_side,
+            **own.special_tokens_map,
+        }
+        for key, value in defaults.items():
+            if config.get(key) is None:
+                config[key] = value
 
     def _copy(self, source: Path, folder: Path) -> None:
         own = getattr(self.tokenizer, "vocab_files_names", {})
@@ -82,8 +132,10 @@ class KeptTokenizer:
             (folder / NAMED_TEMPLATES).mkdir()
             copy_files(source / NAMED_TEMPLATES, ("*.jinja",), folder / NAMED_TEMPLATES)
 
-    def _add(self, tokens: list[str], folder: Path) -> None:
-        """Adds new tokens to copied files."""
+    def _add_tokens(self, folder: Path) -> None:
+        """Adds the tokens that copied files lack: new ones, and those that a class adds by itself,
+        which would move their ids."""
+        known = {token["content"] for token in _read(folder / TOKENIZER).get("added_tokens") or ()}
         added = self.tokenizer.added_tokens_decoder
         entries = {
             str(id): {
@@ -95,7 +147,7 @@ class KeptTokenizer:
                 "special": token.special,
             }
             for id, token in sorted(added.items())
-            if token.content in tokens
+            if token.content not in known
         }
 
         def extend(vocabulary: Json) -> None:
@@ -106,7 +158,7 @@ class KeptTokenizer:
             if "added_tokens_decoder" in config:  # else the tokens are in tokenizer.json alone
                 config["added_tokens_decoder"] |= entries
 
-        _edit(folder / "tokenizer.json", extend)
+        _edit(folder / TOKENIZER, extend)
         _edit(folder / CONFIG, extend_config)
         if (folder / "added_tokens.json").is_file():
             ids = {entry["content"]: int(id) for id, entry in entries.items()}

@@ -26,17 +26,25 @@ from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
 from launcher.models.nf4 import is_packed, parts_of_rows, shape_of, unpacked
-from launcher.models.safetensors_files import write_tensors
+from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
 from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from launcher.models.load import ModelCheckpoint
 
 logger = logging.getLogger(__name__)
+
+_ALWAYS = (
+    *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "bias"),
+    *("use_rslora", "use_dora", "fan_in_fan_out", "init_lora_weights"),
+)
+"""Keys of `adapter_config.json` that peft 0.13 and other readers know."""
 
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
@@ -144,7 +152,7 @@ def write_weights(
     if (adapter := None if merged else peft_config(model)) is not None:
         tensors = ((name, t, dtype) for name, t in exported_tensors(model, read, merged=False))
         write_tensors(folder, tensors, adapter=True)
-        adapter.save_pretrained(folder)
+        _write_adapter_config(adapter, folder)
         write_generation_config(model, folder, source=folder_of_source)
         if adapter.task_type == "SEQ_CLS":
             (folder / LABELS).write_text(json.dumps(model.config.id2label, indent=2) + "\n")
@@ -174,6 +182,21 @@ def write_weights(
     if folder_of_source is not None:
         code = ("*.py",) if hasattr(config, "auto_map") else ()
         copy_files(folder_of_source, (*COMPANIONS, *code), folder)
+
+
+def _write_adapter_config(adapter: LoraConfig, folder: Path) -> None:
+    """Writes `adapter_config.json` without the keys that peft has by default: older versions refuse
+    those that they do not know."""
+    default = type(adapter)().to_dict()
+    adapter.save_pretrained(str(folder))
+    file = folder / ADAPTER_CONFIG
+    config = json.loads(file.read_bytes())
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key in _ALWAYS or key not in default or value != default[key]
+    }
+    file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 
 def _source_folder(model: PreTrainedModel, source: ModelCheckpoint | None) -> Path | None:

@@ -103,6 +103,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "human",
         "message_1",
         "input",
+        "article",
     ),
     "input": ("input", "context", "article", "passage"),
     "response": (
@@ -118,6 +119,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "gpt",
         "message_2",
         "generation",
+        "highlights",
     ),
     "reasoning": ("reasoning_content", "reasoning", "thinking"),
     "history": ("history",),
@@ -324,6 +326,32 @@ def named_columns(data: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
+_PATH = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[\d+\])+")
+
+
+def with_named_parts(row: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, Any]:
+    """The row with the parts of its columns that the recipe names, such as `answers.text[0]`, as
+    columns, in place of the columns that hold them. A part that is not there is null."""
+    paths = [name for name in named.values() if name not in row and _PATH.fullmatch(name)]
+    steps = {path: re.findall(r"[^.\[\]]+", path) for path in paths}
+    steps = {path: keys for path, keys in steps.items() if keys[0] in row}
+    if not steps:
+        return row if isinstance(row, dict) else dict(row)
+    held = {keys[0] for keys in steps.values()}.difference(named.values())
+    parts: dict[str, Any] = {name: value for name, value in row.items() if name not in held}
+    for path, keys in steps.items():
+        value: Any = row
+        for key in keys:
+            if isinstance(value, Mapping):
+                value = value.get(key)
+            elif isinstance(value, Sequence) and not isinstance(value, str) and key.isdecimal():
+                value = value[int(key)] if int(key) < len(value) else None
+            else:
+                value = None
+        parts[path] = value
+    return parts
+
+
 def match(
     columns: Collection[str],
     named: Mapping[str, str],
@@ -345,6 +373,7 @@ def match_row(
 ) -> Match | None:
     """`match` by the columns of a row that are not null, or else by all: rows of several layouts in
     one file have the columns of all of them."""
+    row = with_named_parts(row, named)
     given = [column for column, value in row.items() if value is not None]
     found = match(given, named, kinds, ignored)
     return found or match(row, named, kinds, ignored)

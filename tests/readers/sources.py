@@ -95,7 +95,7 @@ def export_from_scratch(out: Path, kind: str) -> Path:
     return out
 
 
-def export(source: Path, out: Path, kind: str) -> Path:
+def export(source: Path, out: Path, kind: str, data: Data | None = None) -> Path:
     """An export of a model that has been trained: its trained weights are changed."""
     cpu = torch.device("cpu")
     section = Model(path=str(source))
@@ -121,6 +121,6 @@ def export(source: Path, out: Path, kind: str) -> Path:
         dtype=torch.float32 if kind == "adapter" else found.stored.dtype(),
         merged=kind == "merged",
         source=found,
-        tokenizer=tokenizer_to_keep(Data(), section),
+        tokenizer=tokenizer_to_keep(data or Data(), section),
     )
     return out

@@ -12,6 +12,7 @@ import transformers
 
 from launcher.cli.main import main
 from launcher.models.config_files import problems_of_older_readers
+from launcher.recipe.schema import Data
 from tests import REPOSITORY
 from tests.distributed.launching import run
 from tests.readers.sources import (
@@ -210,6 +211,37 @@ def test_llama_cpp_answers_as_transformers(exports, tmp_path, name, kind, figure
         kind,
         f"{len(texts)} texts, {len(PROMPTS)} answers equal",
     )
+
+
+END = NEW_TOKENS[1]
+ENDS_WITH_IT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '"
+    + END
+    + "\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_llama_cpp_stops_at_an_end_of_the_users_own(exports, tmp_path):
+    """The head is set so that each token after the prompt is the new end."""
+    source = exports("Qwen3")["source"]
+    (tmp_path / "t.jinja").write_text(ENDS_WITH_IT)
+    data = Data(kind="chat", train=("a.jsonl",), chat_template=str(tmp_path / "t.jinja"))
+    out = export(source, tmp_path / "out", "new tokens", data=data)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+    assert tokenizer.eos_token == END
+    end = tokenizer.convert_tokens_to_ids(END)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
+    with torch.no_grad():  # all other tokens score 0
+        weight = model.get_input_embeddings().weight
+        hidden = model.model(torch.tensor([PROMPTS[0]])).last_hidden_state[0, -1]
+        model.config.tie_word_embeddings = False
+        head = torch.zeros_like(weight)
+        head[end] = hidden
+        model.lm_head.weight = torch.nn.Parameter(head)
+    model.save_pretrained(out)
+    gguf = convert(out, tmp_path / "model.gguf")
+    assert read_with_llama_cpp(gguf, PROMPTS[:1], 4, tmp_path)["answers"] == [[]]
 
 
 QUESTIONS = ("What is the capital of France?", "Name three colors.", "What is 2 + 3?")

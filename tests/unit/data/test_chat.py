@@ -22,6 +22,7 @@ from launcher.data.messages import (
     read_tools,
     refuse_empty_answers,
 )
+from launcher.data.rendering import render
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -475,6 +476,54 @@ MARKUP = re.compile(
 OF_TRL = importlib.util.find_spec("trl")
 
 
+OF_A_CALL = {
+    "city": 'Zürich\'s "old" town',
+    "metric": True,
+    "never": False,
+    "none": None,
+    "number": 0.5,
+    "small": 1e-7,
+    "nested": {"deep": [True, None, {"x": False}], "é": "ü"},
+}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(OF_TRL is None, reason="needs the package trl")
+def test_stock_templates_write_arguments_as_json(tmp_path):
+    """Or refuse them, as Gemma 4's older ones null. LFM2.5 writes calls in Python."""
+    assert OF_TRL is not None
+    root = next(iter(OF_TRL.submodule_search_locations or ()))
+    wrong, shown = [], []
+    for file in sorted(Path(root, "chat_templates").glob("*.jinja")):
+        template = file.read_text()
+        tokenizer = bpe_tokenizer()
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": sorted({*MARKUP.findall(template)})}
+        )
+        function = {"name": "maybe", "arguments": json.dumps(OF_A_CALL)}
+        call = {"id": "a23456789", "type": "function", "function": function}
+        messages = [
+            *dialogue("a"),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "maybe", "tool_call_id": "a23456789", "content": "it"},
+            *dialogue("", "no")[1:],
+        ]
+        read = read_messages(messages, "messages")
+        chat = ChatTemplate(tokenizer, file.name, template)
+        try:
+            options = {"loss_from": 0, "loss_on": None}
+            text = render(chat, {}, None, read, **options).text
+        except RowError as error:
+            if "as Python does" in str(error) and "gemma4" not in file.name:
+                wrong.append(f"{file.name}: {error}")
+            continue
+        shown.append(file.name)
+        if re.search(r"\b(True|False|None)\b|\{'", text) and "lfm2" not in file.name:
+            wrong.append(f"{file.name}: {text}")
+    assert not wrong, "\n".join(wrong)
+    assert len(shown) > 20
+
+
 @pytest.mark.long
 @pytest.mark.skipif(OF_TRL is None, reason="needs the package trl")
 def test_stock_templates():
@@ -605,8 +654,13 @@ def test_reasoning_is_not_found_in_other_texts():
         assert kept == [f"<think>\n{thought}\n</think>\n\nno<|end|>"]
 
 
-def test_a_thought_without_its_first_mark():
+def test_a_thought_without_its_first_mark(caplog):
     """vLLM returns the answers of DeepSeek-R1 so, because the prompt ends in that mark."""
+    caplog.set_level("INFO")
+    opens = without_marks(THINKING).replace(
+        "assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"
+    )
+    assert opens.count("<think>\n' }}{% endif %}") == 1
     for answers in (
         ("what</think>yes", "maybe</think>no"),
         ("what\n</think>\n\nyes", "maybe\n</think>no"),
@@ -616,12 +670,23 @@ def test_a_thought_without_its_first_mark():
             read_messages(dialogue("a", first, "b", second), "messages")
             for first, second in (answers, opened)
         )
-        assert bare == whole
-        assert loss_texts(bpe_tokenizer(), without_marks(THINKING), bare) == [
-            "<think>\nmaybe\n</think>\n\nno<|end|>"
-        ]
-    quoted = dialogue("a", "The mark is `</think>`.")
-    assert read_messages(quoted, "messages") == quoted
+        assert loss_texts(bpe_tokenizer(), opens, bare) == ["maybe\n</think>\n\nno<|end|>"]
+        assert loss_texts(bpe_tokenizer(), opens, whole) == ["maybe\n</think>\n\nno<|end|>"]
+        assert "<think> is added to answers that have only </think>" in caplog.text
+        caplog.clear()
+
+
+MENTIONS = ("The tag </think> closes a thought.", "In HTML write <b></think></b>", "See `</think>`")
+
+
+@pytest.mark.parametrize("text", MENTIONS)
+def test_a_text_that_mentions_the_mark_stays_as_it_is(text):
+    messages = read_messages(dialogue("a", text), "messages")
+    assert messages == dialogue("a", text)
+    tokenizer = bpe_tokenizer()
+    assert loss_texts(tokenizer, without_marks(CHATML), messages) == [f"{text}<|end|>"]
+    with pytest.raises(RowError, match="takes the text before </think> for reasoning"):
+        encoded(tokenizer, without_marks(THINKING), messages)
 
 
 def test_calls_without_content_and_contents_in_parts(tmp_path, folder):
@@ -788,7 +853,8 @@ def test_message_formats_are_normalized():
     expected = [{"role": role, "content": text} for role, text in roles]
     assert read_messages(turns, "conversations") == expected
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": "x"}
+    calls = [{"name": "f", "arguments": {}}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls, "name": "x"}
     found = read_messages([{"role": "user", "content": parts}, call], "messages")
     assert found == [{"role": "user", "content": "ab"}, call | {"content": ""}]
     assert read_tools('[{"a": 1}]') == [{"a": 1}]
@@ -1368,3 +1434,147 @@ def test_example_of_tool_calls_in_the_documents():
         part = tokenizer.decode([token for token, _ in run])
         parts.append(f"[{part}]" if learned else part)
     assert "".join(parts).rstrip() == shown
+
+
+PRINTED = {
+    "whole": "{{ c.function.arguments }}",
+    "joined": "{{ 'a: ' ~ c.function.arguments }}",
+    "as text": "{{ c.function.arguments | string }}",
+    "as JSON": "{{ c.function.arguments | tojson }}",
+    "only text": "{{ 'a: ' + c.function.arguments }}",
+}
+WRITTEN = '{"city": "Zürich", "metric": true, "n": null, "list": [false, 1e-07, {"x": null}]}'
+
+
+def calling_maybe(arguments, key="arguments"):
+    function = {"name": "maybe", key: arguments}
+    return [*dialogue("a"), {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]  # fmt: skip
+
+
+def template_of_calls(printed):
+    return (
+        "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }} " + printed + "{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize("printed", PRINTED)
+@pytest.mark.parametrize("given", [json.loads, str], ids=["an object", "JSON"])
+@pytest.mark.parametrize("key", ["arguments", "parameters", "args", "input"])
+def test_arguments_of_calls_are_json(tmp_path, folder, printed, given, key):
+    template = str(write(tmp_path / "t.jinja", template_of_calls(PRINTED[printed])))
+    rows = [{"messages": calling_maybe(given(WRITTEN), key)}]
+    (one,) = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+    assert not one.problem
+    learned = bpe_tokenizer().decode(one.labels[one.labels != IGNORED])
+    assert learned in (f"maybe {WRITTEN}<|end|>", f"maybe a: {WRITTEN}<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"), [(None, "{}"), ("", "{}"), ({}, "{}"), ([], "{}")]
+)
+def test_calls_without_arguments(tmp_path, folder, arguments, wanted):
+    template = str(write(tmp_path / "t.jinja", template_of_calls(PRINTED["whole"])))
+    rows = [{"messages": calling_maybe(arguments)}]
+    (one,) = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+    learned = bpe_tokenizer().decode(one.labels[one.labels != IGNORED])
+    assert learned == f"maybe {wanted}<|end|>"
+
+
+def test_arguments_that_are_printed_one_by_one(tmp_path, folder, caplog):
+    """As in Qwen3-Coder's template. Where true would become a text, the row is refused."""
+    caplog.set_level("INFO")
+    each = "{% for k, v in c.function.arguments | items %}{{ k }}=VALUE;{% endfor %}"
+    value = (
+        "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}"
+    )
+    template = str(write(tmp_path / "t.jinja", template_of_calls(each.replace("VALUE", value))))
+    rows = [{"messages": calling_maybe(WRITTEN)}, {"messages": calling_maybe({"text": "True"})}]
+    one, two = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+    wanted = ['city=Zürich;metric=true;n=null;list=[false, 1e-07, {"x": null}];', "text=True;"]
+    for row, text in zip((one, two), wanted, strict=True):
+        assert bpe_tokenizer().decode(row.labels[row.labels != IGNORED]) == f"maybe {text}<|end|>"
+    assert caplog.text.count("each one is written as JSON") == 1
+    quoted = "{{ '\"' ~ v ~ '\"' if v is string else v }}"
+    template = str(write(tmp_path / "t.jinja", template_of_calls(each.replace("VALUE", quoted))))
+    (one, _) = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+    assert one.problem.startswith("the chat template prints arguments of a call as Python does")
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "3", 3, True, [1]])
+def test_arguments_that_are_no_object_are_refused(tmp_path, folder, arguments):
+    template = str(write(tmp_path / "t.jinja", template_of_calls(PRINTED["whole"])))
+    rows = [{"messages": calling_maybe(arguments)}]
+    (one,) = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+    assert one.problem.startswith("message 2: the arguments of a tool call must be an object; got")
+
+
+def test_a_call_with_arguments_twice_is_refused():
+    messages = calling_maybe("{}")
+    messages[1]["tool_calls"][0]["function"]["parameters"] = {"a": 1}
+    with pytest.raises(
+        RowError, match=r"^message 2: a tool call has arguments and parameters; keep"
+    ):
+        read_messages(messages, "messages")
+
+
+@pytest.mark.parametrize(
+    ("key", "without", "with_loss"),
+    [
+        *((key, 0, 1) for key in ("loss_mask", "loss_scale", "loss_weight", "weight")),
+        *((key, False, True) for key in ("loss", "train", "training", "trainable")),
+        ("masked", True, False),
+    ],
+)
+def test_keys_that_say_whether_a_message_carries_loss(key, without, with_loss):
+    messages = dialogue("a", "5", "b", "4")
+    messages[1] |= {key: without}
+    messages[3] |= {key: with_loss}
+    found = read_messages(messages, "messages")
+    assert [message.get("loss", True) for message in found] == [True, False, True, True]
+    assert all(key not in message for message in found if key != "loss")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mask", 1),
+        ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]),
+        ("supervise", False),
+        ("learn", 0),
+        ("importance", 0.5),
+    ],
+)
+def test_keys_that_may_say_it_are_refused_unless_they_are_named(tmp_path, folder, key, value):
+    messages = dialogue("a", "5")
+    messages[1][key] = value
+    rows = [{"messages": messages}]
+    (one,) = encode_file(tmp_path, rows, "chat", folder)
+    assert one.problem.startswith(f"message 2: {key}: ")
+    assert f"data.ignore_columns='[{key}]' trains without it" in one.problem
+    (one,) = encode_file(tmp_path, rows, "chat", folder, ignore_columns=(key,))
+    assert not one.problem
+
+
+def test_numbers_that_say_nothing_about_loss():
+    """Of WildChat, OpenAssistant and others."""
+    more = {"turn_identifier": 7, "toxic": False, "token_counter": 3, "temperature": 0.5}
+    more |= {"message_id": 1, "timestamp": 1.5, "redacted": False, "top_p": 1}
+    messages = [message | more for message in dialogue("a", "5")]
+    assert [message["content"] for message in read_messages(messages, "messages")] == ["a", "5"]
+
+
+def test_turns_of_xtuner():
+    turns = [
+        {"system": "s", "input": "a", "output": "b"},
+        {"input": "c", "output": "d", "output_with_loss": False},
+        {"input": "", "output": "e"},
+    ]
+    assert read_messages(turns, "conversation") == [
+        {"role": "system", "content": "s"},
+        *dialogue("a", "b", "c"),
+        {"role": "assistant", "content": "d", "loss": False},
+        {"role": "assistant", "content": "e"},
+    ]

@@ -22,7 +22,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.recipe.columns import first_row
-from launcher.recipe.layouts import guess
+from launcher.recipe.layouts import guess, match_row, named_columns
 from tests.unit.data.rows import write
 
 TEMPLATE = """\
@@ -575,3 +575,34 @@ def test_inspect_counts_only_the_documents_of_a_set(tmp_path, tokenizers):
     lengths = [*training.document_lengths.tolist(), *held_out.document_lengths.tolist()]
     assert sorted(lengths) == [size + 5 for size in range(3, 23)]
     assert len(held_out.document_lengths) == held_out.sequences.documents > 0
+
+
+def test_parts_of_columns_count_as_columns(tmp_path, tokenizers):
+    """SQuAD's answers. A part that is not there is null."""
+    rows = [
+        {"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [1, 2]}},
+        {"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
+    ]
+    columns = {"response": "answers.text[0]"}
+    data = schema.Data(kind="instruct", columns=columns, prompt_format="text")
+    encoder = make_encoder("instruct", data, tokenizer="bytes")
+    unused: dict[str, str] = {}
+    file = write(tmp_path / "squad.jsonl", rows)
+    one, two = encoder.encode_rows(read_rows(file_part(file)), unused=unused)
+    text = "### Instruction:\nq\n\n### Input:\nc\n\n### Response:\na"
+    assert bytes(one.ids[:-1].astype("uint8")).decode() == text
+    assert (
+        two.problem
+        == "column 'answers.text[0]' is empty (null); it must hold text or a list of messages"
+    )
+    assert not unused
+    named = named_columns({"columns": columns})
+    assert guess(rows[0], named).layout.needs == ("instruction", "response")
+
+
+def test_articles_and_their_highlights():
+    """CNN/DailyMail; an article beside a question stays its input."""
+    found = match_row({"article": "a", "highlights": "h", "id": "1"}, {}, ["instruct"])
+    assert found.columns == {"instruction": "article", "response": "highlights"}
+    found = match_row({"article": "a", "question": "q", "answer": "b"}, {}, ["instruct"])
+    assert found.columns == {"instruction": "question", "response": "answer", "input": "article"}

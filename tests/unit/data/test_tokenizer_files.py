@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from launcher.data.run_data import tokenizer_to_keep
-from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.models.config_files import problems_of_older_readers
 from launcher.recipe.schema import Data, Model
 
@@ -136,13 +135,23 @@ def test_tokenizers_without_files_are_readable_too(tmp_path, tokens):
     assert "<|user|>" in read(out)["additional_special_tokens"]
 
 
-def test_a_tokenizer_whose_class_follows_from_config_json_names_it_elsewhere(source, tmp_path):
-    """The folder of an adapter has no config.json."""
+@pytest.mark.parametrize(
+    ("model_type", "wanted"), [("gpt2", "GPT2Tokenizer"), ("qwen2", "PreTrainedTokenizerFast")]
+)
+def test_a_tokenizer_whose_class_follows_from_config_json_names_it_elsewhere(
+    source, tmp_path, model_type, wanted
+):
+    """The folder of an adapter has no config.json. A class that reads other ids is not named."""
     write(source, config_of_the_hub(tokenizer_class="left out"))
-    (source / "config.json").write_text('{"model_type": "qwen2"}')
-    loaded = type(hugging_face_tokenizer(str(source))).__name__
+    (source / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if model_type == "gpt2":
+        made = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3}, [("a", "b")]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens(["<end>"])
+        made.save(str(source / "tokenizer.json"))
     out = exported(source, tmp_path)
-    assert read(out)["tokenizer_class"] == loaded
+    assert read(out)["tokenizer_class"] == wanted
 
 
 def test_a_source_that_is_gone_is_written_from_memory(source, tmp_path):

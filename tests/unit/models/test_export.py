@@ -224,6 +224,18 @@ def test_export_replaces_an_older_export_completely(llama, tmp_path):
     config = json.loads((out / "adapter_config.json").read_text())
     keys = ("r", "lora_alpha", "task_type", "base_model_name_or_path")
     assert [config[key] for key in keys] == [4, 6, "CAUSAL_LM", str(llama)]
+    known = {  # by peft 0.13, which refuses other keys
+        *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "r"),
+        *("lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "bias", "use_dora"),
+        *("use_rslora", "fan_in_fan_out", "init_lora_weights"),
+    }
+    assert config.keys() <= known
+    from peft import LoraConfig
+
+    written = vars(load_with_adapters(llama).peft_config["default"])
+    assert vars(LoraConfig.from_pretrained(out)) == written | {
+        "inference_mode": config["inference_mode"]
+    }
 
 
 def test_interrupted_export_keeps_a_complete_folder(tmp_path, monkeypatch):
