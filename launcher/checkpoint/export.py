@@ -44,6 +44,7 @@ from launcher.models.safetensors_files import (
     StoredTensors,
     open_files,
     open_folder,
+    refuse_absent,
     write_tensors,
 )
 from launcher.models.ties import adapted_ties, untie
@@ -251,6 +252,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
     stored = _open_adapter(source) if adapter else open_folder(source, key="export")
+    refuse_absent(stored, source, key="export")
     most = stored.dtype()
     written = (
         (name, stored.read(name), dtype if dtype and tensor.dtype == most else tensor.dtype)
