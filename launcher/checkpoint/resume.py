@@ -169,6 +169,8 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
     known = (before.keys() & now.keys()) - {"parts", "content", "sample"}
+    if _moved(before, now):
+        known -= {"files"}
     old, new = ({key: data[key] for key in before if key in known} for data in (before, now))
     lines = [_line(key.removeprefix("files."), *values) for key, *values in _differences(old, new)]
     digests = ((before.get(key), now.get(key)) for key in ("content", "sample"))
@@ -177,6 +179,20 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
         listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
         lines = [f"{listed}: other content in as many bytes"]
     yield from lines
+
+
+def _moved(before: Json, now: Json) -> bool:
+    """Whether the files of a stream are the same but for their names. A data set of the hub, without
+    a size, has only its name."""
+    if before.get("sample") is None or before["sample"] != now.get("sample"):
+        return False
+    sizes, sizes_now = ([*each.get("files", {}).values()] for each in (before, now))
+    return sizes == sizes_now and all(sizes)
+
+
+def _version(order: str) -> str:
+    """Of the digest of a stream's order. Earlier versions wrote none."""
+    return order.rpartition("-")[0]
 
 
 def _line(key: str, old: object, new: object) -> str:
@@ -215,10 +231,12 @@ def check_content(
                 raise _refusal(what, changes, "restore the weights")
     saved = state["stream"]
     if stream is not None and not allow and (saved is None or saved["order"] != stream):
+        what = "the files, or what decides the order of their samples, have changed. Restore them"
+        if saved is not None and _version(saved["order"]) != _version(stream):
+            what = "another version of the launcher wrote it. Resume with that version"
         raise RecipeError(
-            f"{path} cannot be resumed with data.streaming: the files, or what decides the "
-            f"order of their samples, have changed. Restore them; {_OTHERWISE}, which first reads "
-            "and tokenizes as many samples as were seen"
+            f"{path} cannot be resumed with data.streaming: {what}; {_OTHERWISE}, which first "
+            "reads and tokenizes as many samples as were seen"
         )
     return changes
 

@@ -43,7 +43,7 @@ from launcher.data.collation import (
 )
 from launcher.data.encoder import Encoded, Encoder
 from launcher.data.file_ranges import split
-from launcher.data.image_processor import Images, join_images, processor_identity
+from launcher.data.image_processor import Images, join_images
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.sources import Row, SourcePart, content_sample, read_rows
@@ -55,8 +55,8 @@ from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import KINDS, unused_line
 
-VERSION = 5
-"""Version of the order of samples, part of its digest."""
+VERSION = 6
+"""Version of the order of samples, and of its digest."""
 SHARDS = 64
 """Most shards. More would let more ranks share the work, and make each start slower."""
 _SHARD_BYTES = 1 << 16
@@ -319,16 +319,20 @@ class StreamingDataset(IterableDataset[Collated]):
             raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
         self.fingerprint = {"files": self._files, "sample": sample, **encoder.fingerprint()}
         self.skipped: list[dict[str, str]] = []
-        shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
+        # Files by number, not by path: in another folder they have the same order
+        names = {part.name: at for at, part in enumerate(parts) if part.form != "hub" or part.size}
+        shards = [
+            [(names.get(part.name, part.name), part.start, part.size) for part in shard]
+            for shard in self.shards
+        ]
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
         settings.append(data.drops_overlong)
-        order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
-        order += [encoder.settings] if encoder.settings else []
-        order += [] if encoder.images is None else processor_identity(encoder.images)
+        order = [shards, seed, *settings, data.on_error == "skip", *encoder.identity()]
         if data.on_error == "skip" and data.max_document != schema.Data.max_document:
             order.append(data.max_document)  # larger documents are skipped
-        self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
-        """Digest of all that the order of samples depends on."""
+        digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
+        self.order = f"{VERSION}-{digest}"
+        """Digest of all that the order of samples depends on, after its version."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
 
     def starting(
