@@ -14,9 +14,9 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from launcher.data import packing
+from launcher.data import packing, token_store
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.encoder import make_encoder
+from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.file_ranges import split
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import file_part, find_parts, read_rows
@@ -929,6 +929,44 @@ def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
         RecipeError, match=r"b.jsonl:1: token id 12 is beyond the model's .* of 10 "
     ):
         dataset_from_file(label, cache, kind="tokens", vocabulary=10)
+
+
+def test_an_id_beyond_the_vocabulary_ends_the_start_at_once(tmp_path, cache, monkeypatch):
+    """No file is read to its end, the next start reads none, and a store of a larger model is read
+    up to the row by the process that builds alone."""
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 12]}, *[{"input_ids": [4]}] * 300]
+    file = write(tmp_path / "a.jsonl", rows)
+    monkeypatch.setattr(token_store, "_STORE_ROWS", 1)
+    read = []
+    original = Encoder.read
+
+    def counted(encoder, parts):
+        for row in original(encoder, parts):
+            read.append(row.number)
+            yield row
+
+    monkeypatch.setattr(Encoder, "read", counted)
+
+    def opened(vocabulary, *, build=True):
+        read.clear()
+        data = schema.Data(train=(str(file),), kind="tokens", cache=str(cache), sequence_length=8)
+        model = ModelInputs(vocabulary=vocabulary)
+        return open_store(data.train, data, tokenizer=None, model=model, build=build)
+
+    message = r"a.jsonl:2: token id 12 is beyond the model's vocabulary of 10 "
+    with pytest.raises(RecipeError, match=message):
+        opened(10)
+    assert max(read) < 100
+    for build in (True, False):
+        with pytest.raises(RecipeError, match=message):
+            opened(10, build=build)
+        assert read == []
+    assert opened(13).documents == 302, "a larger model"
+    with pytest.raises(RecipeError, match=r"a.jsonl:2: token id 12 .* of 11 "):
+        opened(11)
+    assert read == [1, 2]
+    opened(11, build=False)
+    assert read == []
 
 
 def answer_rows(*prompts):
