@@ -15,7 +15,12 @@ from torch import nn
 from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.checkpoint.state import AVERAGE
-from launcher.data.run_data import teach_ends, tokenizer_to_keep
+from launcher.data.run_data import (
+    TrainedPrompts,
+    recorded_prompts,
+    teach_ends,
+    tokenizer_to_keep,
+)
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.files import replace_folder
@@ -86,7 +91,8 @@ def export_checkpoint(
         )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
-    teach_ends(stored.model, recipe.data, recipe.model)
+    prompts = prompts_of(checkpoint, recipe)
+    teach_ends(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else stored.dtype)
     with replace_folder(out, written=WRITTEN) as scratch:
@@ -98,7 +104,9 @@ def export_checkpoint(
             merged=merged,
             source=stored.source,
         )
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
+        tokenizer = tokenizer_to_keep(
+            recipe.data, recipe.model, recipe.images, template=prompts.template
+        )
         if tokenizer is not None:
             tokenizer.save(scratch)
     return adapter
@@ -138,6 +146,14 @@ class StoredModel:
 def recipe_of(checkpoint: Path) -> Recipe:
     """The recipe that a checkpoint was written with."""
     return recorded_recipe(str(read_state(checkpoint).get("recipe")), file=checkpoint / STATE)
+
+
+def prompts_of(checkpoint: Path, recipe: Recipe) -> TrainedPrompts:
+    """How the run of a checkpoint trained prompts. Raises RecipeError if that is not known."""
+    try:
+        return recorded_prompts(read_state(checkpoint).get("prompts"), recipe.data, recipe.model)
+    except RecipeError as error:
+        raise RecipeError(f"{checkpoint}: {error}") from None
 
 
 def open_checkpoint_weights(

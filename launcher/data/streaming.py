@@ -41,7 +41,7 @@ from launcher.data.collation import (
     Sample,
     make_sample,
 )
-from launcher.data.encoder import Encoded, Encoder
+from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
 from launcher.data.file_ranges import split
 from launcher.data.image_processor import Images, join_images
 from launcher.data.messages import RowError
@@ -319,6 +319,8 @@ class StreamingDataset(IterableDataset[Collated]):
             raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
         self.fingerprint = {"files": self._files, "sample": sample, **encoder.fingerprint()}
         self.skipped: list[dict[str, str]] = []
+        form = prompt_form(encoder, parts)
+        self.prompt_forms: set[PromptForm] = set() if form is None else {form}
         # Files by number, not by path: in another folder they have the same order
         names = {part.name: at for at, part in enumerate(parts) if part.form != "hub" or part.size}
         shards = [

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from launcher.console import advanced, task
 from launcher.data.collation import TextInputs
 from launcher.data.columns import Weights
-from launcher.data.encoder import Encoded, Encoder, make_encoder
+from launcher.data.encoder import Encoded, Encoder, PromptForm, make_encoder, prompt_form
 from launcher.data.file_ranges import first_rows, split
 from launcher.data.image_inputs import ImageInputs, ModelImages
 from launcher.data.image_processor import IMAGE, Images, join_images
@@ -168,6 +168,7 @@ class TokenStore:
     """Columns with content that are not used, each with what it might be."""
     notes: list[str] = field(default_factory=list)
     """What to say at the start of how the rows are read."""
+    prompt_form: PromptForm | None = None
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
@@ -419,7 +420,8 @@ def _build(
             f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
             f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
         )
-        about = {"kind": encoder.kind, "files": [part.name for part in parts]}
+        about: dict[str, Any] = {"kind": encoder.kind, "files": [part.name for part in parts]}
+        about["prompt_form"] = prompt_form(encoder, parts)
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         commit(scratch, folder)
     except RecipeError:
@@ -481,6 +483,8 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
+        # Earlier versions did not record it
+        prompt_form=meta.get("prompt_form") or prompt_form(encoder, parts),
         **{name: meta[name] for name in ("largest_id", "skipped", "unused", *COUNTS)},
     )
 

@@ -212,6 +212,7 @@ class CheckpointManager:
         if metric and value is not None and is_better(metric, value, best.get(metric)):
             best = {"step": step, metric: value}
         self._candidate = best
+        prompts = self._training.prompts
         state = {
             "step": step,
             "samples": position.samples,
@@ -220,6 +221,7 @@ class CheckpointManager:
             "recipe": self._recipe_yaml,
             "environment": self._environment,
             "data": self._data.fingerprint,
+            "prompts": None if prompts is None else prompts.record(),
             "weights": self._weights,
             "adapter": self._adapter,
             "loss_scale": self._training.loss_scale.state(),

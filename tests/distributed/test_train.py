@@ -1,5 +1,6 @@
 """Runs started as by a user: with torchrun, plain python, on several nodes, in other folders."""
 
+import io
 import json
 import os
 import platform
@@ -699,6 +700,33 @@ def test_selftest_sees_a_planted_fault(tmp_path, fault, overrides, mark):
     if overrides:  # by less than the tolerance of losses
         assert all("fsdp, layers over 2 ranks" in line for line in marked)
         assert "TOO MUCH" not in result.output
+
+
+@pytest.mark.long
+def test_export_and_chat_need_no_data(tmp_path, capsys, monkeypatch):
+    """The template of a run is recorded when its rows are tokenized, and the data moves."""
+    rows = [{"instruction": f"Say {n}", "output": f"{n}"} for n in range(8)]
+    file, run_dir = tmp_path / "a.jsonl", tmp_path / "run"
+    write_lines(file, rows)
+    arguments = [*SMALL, f"data.train={file}", "data.kind=instruct", "data.prompt_format=text"]
+    arguments += ["run.max_steps=1", f"run.dir={run_dir}", f"data.cache={tmp_path / 'cache'}"]
+    arguments += [
+        "data.tokenizer=bytes",
+        "model.config.vocab_size=260",
+        "model.config.eos_token_id=256",
+    ]
+    run_python(*arguments, "batch.global_batch_size=2", "batch.micro_batch_size=2")
+    file.unlink()
+    out = tmp_path / "out"
+    assert main.main(["export", str(run_dir), str(out), "--verify"]) == 0
+    template = (out / "chat_template.jinja").read_text()
+    assert "### Instruction" in template
+    (state,) = run_dir.glob("checkpoints/*/state.json")
+    assert json.loads(state.read_text())["prompts"]["template"] == template
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say 3\n"))
+    assert main.main(["chat", str(run_dir), "max_new_tokens=2"]) == 0
+    assert "### Instruction:\\nLINE\\n\\n### Response:\\n" in capsys.readouterr().err
 
 
 @pytest.mark.long
