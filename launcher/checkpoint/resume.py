@@ -165,10 +165,15 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
     """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
     for name, source in before.get("parts", {}).items():
         yield from data_changes(source, now.get("parts", {}).get(name, {}))
+    if now.get("held_out") is not None and before.get("held_out") is None:
+        yield (
+            "data.validation_split: an earlier version chose the rows that are held out by their "
+            "number, this one chooses them by their content: others are trained, in another order"
+        )
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
-    known = (before.keys() & now.keys()) - {"parts", "content", "sample"}
+    known = (before.keys() & now.keys()) - {"parts", "content", "sample", "held_out"}
     if _moved(before, now):
         known -= {"files"}
     old, new = ({key: data[key] for key in before if key in known} for data in (before, now))

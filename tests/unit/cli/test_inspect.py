@@ -443,7 +443,11 @@ def test_images_are_counted_that_are_trained(folder, capsys):
         for count in (1, 60)
     ]
     write(folder / "rows.jsonl", rows)
-    write(folder / "many.jsonl", rows[:1] * 50)
+    asked = [
+        {"messages": [{"role": "user", "content": f"{row}<image>"}, answer], "images": ["a.png"]}
+        for row in range(50)
+    ]
+    write(folder / "many.jsonl", asked)
     (folder / "x.yaml").write_text(
         "run: {name: x, max_steps: 1}\nmodel: {path: model}\nimages: {train: none}\n"
         "data: {train: rows.jsonl, sequence_length: 64, workers: 0, cache: null, kind: chat}\n"
