@@ -64,6 +64,8 @@ class Resumed:
     """What `Reporter.state` returned when the checkpoint was written."""
     changes: list[str]
     """Changes of the recipe and the data since then, one line each."""
+    other_validation: bool
+    """Evaluations before are of other data: their values are not compared with new ones."""
     evaluation_due: bool
     """The evaluation after this step was interrupted because the run was stopped."""
     origin: Path | None
@@ -184,6 +186,20 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
         listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
         lines = [f"{listed}: other content in as many bytes"]
     yield from lines
+
+
+def validation_changes(before: Json, now: Json) -> Iterator[str]:
+    """How what is evaluated (`RunData.evaluated`) has changed, one line each."""
+    sets, sets_now = before["sets"], now["sets"]
+    for name in dict.fromkeys([*sets, *sets_now]):
+        if name in sets and name in sets_now:
+            lines = data_changes(sets[name], sets_now[name])
+            yield from (f"data.validation, set {name!r}: {line}" for line in lines)
+        else:
+            yield f"data.validation, set {name!r}: {'added' if name in sets_now else 'removed'}"
+    limits = (each["max_batches"] for each in (before, now))
+    if (old := next(limits)) != (new := next(limits)):
+        yield _line("evaluation.max_batches", old, new)
 
 
 def _moved(before: Json, now: Json) -> bool:

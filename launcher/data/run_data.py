@@ -91,6 +91,11 @@ class RunData:
         """For checkpoints, to detect changed training data."""
         return self.training.fingerprint
 
+    @property
+    def evaluated(self) -> dict[str, Any]:
+        """The fingerprint of each validation set, by name."""
+        return {name: dataset.fingerprint for name, dataset in self.validation.items()}
+
     def starting(self, position: Position) -> RunData:
         """The same data from a position of the run on. With epochs, the number of steps follows
         from the samples that are left."""

@@ -246,7 +246,7 @@ class TrainingRun:
     def _resume(self, resumed: Resumed, diverged: DivergedError | None = None) -> None:
         """Continues from a checkpoint that was loaded."""
         self._saved_after = resumed.position.step
-        self._early_stopping.restore(resumed.observed)
+        self._early_stopping.restore({} if resumed.other_validation else resumed.observed)
         self._reporter.resumed(resumed, self._training.data, diverged=diverged)
 
     def execute(self) -> bool:
