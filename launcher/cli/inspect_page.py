@@ -143,14 +143,15 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
         return opened
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
-    parts = find_parts(patterns, kind=data.kind, max_document=most)
+    notes: list[str] = []
+    parts = find_parts(patterns, kind=data.kind, max_document=most, notes=notes)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
     unused: dict[str, str] = {}
     store = store_rows(list(encoder.encode_rows(rows, unused=unused)))
     if data.on_error == "fail" and store.skipped:
         raise RecipeError(list(problem_lines(store.skipped, rows=_STREAMED, complete=False)))
-    store = replace(store, unused=unused, notes=encoder.notes)
+    store = replace(store, unused=unused, notes=encoder.notes, file_notes=notes)
     if not store.documents:
         raise RecipeError(
             f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"

@@ -149,7 +149,7 @@ class SequenceDataset:
     @property
     def notes(self) -> list[str]:
         """How the rows are read, and which columns are not used: lines for the log."""
-        notes = list(self.store.notes)
+        notes = [*self.store.notes, *self.store.file_notes]
         if self.store.unused:
             notes.append(f"note: {unused_line(self.store.unused)}")
         return notes

@@ -258,8 +258,10 @@ def open_run_data(
     if training is None:
         assert isinstance(data.train, tuple)
         assert isinstance(sampler, RankBatchSampler)
+        notes: list[str] = []
+        most = data.max_document_bytes
         training = StreamingDataset(
-            find_parts(data.train, kind=data.kind, max_document=data.max_document_bytes),
+            find_parts(data.train, kind=data.kind, max_document=most, notes=notes),
             make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images),
             objective=objective,
             sampler=sampler,
@@ -267,6 +269,7 @@ def open_run_data(
             seed=run.seed,
             model=model,
             skipped_rows=skipped_rows,
+            file_notes=notes,
         )
     return RunData(training, validation, order, sampler, steps, data, run.seed)
 

@@ -303,14 +303,15 @@ class StreamingDataset(IterableDataset[Collated]):
         seed: int,
         model: ModelInputs,
         skipped_rows: Path | None,
+        file_notes: Sequence[str] = (),
     ) -> None:
-        """skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
+        """file_notes: see `find_parts`. skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
         self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
         self.objective = objective
         """An `Objective` (`launcher/objectives/base.py`), which makes the micro-batches."""
         self._inputs = model.inputs(data.sequence_length, packed=data.packing)
-        self.seed, self.skipped_rows = seed, skipped_rows
+        self.seed, self.skipped_rows, self.file_notes = seed, skipped_rows, file_notes
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}
         try:
@@ -434,7 +435,7 @@ class StreamingDataset(IterableDataset[Collated]):
                 f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
                 f"better, {hint}, up to {SHARDS} shards"
             )
-        lines += self.encoder.notes
+        lines += [*self.encoder.notes, *self.file_notes]
         if unused := self._unused():
             lines.append(f"note: {unused_line(unused)}")
         return lines

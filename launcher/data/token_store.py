@@ -168,6 +168,8 @@ class TokenStore:
     """Columns with content that are not used, each with what it might be."""
     notes: list[str] = field(default_factory=list)
     """What to say at the start of how the rows are read."""
+    file_notes: list[str] = field(default_factory=list)
+    """What to say of the files: see `find_parts`."""
     prompt_form: PromptForm | None = None
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
@@ -226,7 +228,10 @@ def open_store(
     """
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
-    parts = find_parts(patterns, kind=data.kind, validation=validation, max_document=most)
+    notes: list[str] = []
+    parts = find_parts(
+        patterns, kind=data.kind, validation=validation, max_document=most, notes=notes
+    )
     limit = None if validation else data.limit
     try:
         files = [file_states(parts), content_sample(parts)]
@@ -254,7 +259,7 @@ def open_store(
                     raise
         finally:
             lock.release()
-    store = _load(folder, parts, encoder)
+    store = replace(_load(folder, parts, encoder), file_notes=notes)
     if _out_of_range(store, model) and build:  # its error ends the ranks that do not build
         rows = encoder.read(parts)
         if store.empty or store.skipped:
