@@ -39,13 +39,15 @@ def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
         raise RecipeError(f"data.validation_split: {what}; give data.validation, or null")
     mask = hashes < np.uint64(int(share * 2.0**64))
     if not mask.any():
-        return hashes == smallest
-    return hashes != largest if mask.all() else mask
+        mask = hashes == smallest
+    elif mask.all():
+        mask = hashes != largest
+    return np.asarray(mask)
 
 
 def document_hashes(store: TokenStore) -> Hashes:
     """A hash of the tokens and images of each document, (documents,)."""
-    tokens = memoryview(np.ascontiguousarray(store.ids)).cast("B")
+    tokens = np.ascontiguousarray(store.ids).data.cast("B")
     bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
     hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
     hashes = np.fromiter(hashed, dtype=np.uint64, count=store.documents)
