@@ -18,7 +18,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from launcher.data import packing, token_store
+from launcher.data import packing, sources, token_store
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.file_ranges import split
@@ -974,6 +974,32 @@ def test_arrow_files(tmp_path, written, arrays):
 
 def guess_of(file):
     return guess(first_row([str(file)])[1], {}).layout.kind
+
+
+def test_null_lists_with_the_oldest_pyarrow():
+    """In pyarrow 17 each scalar is true: `bool(pyarrow.scalar(False))`."""
+
+    class Scalars:
+        def __init__(self, array):
+            self.to_pylist = array.to_pylist
+
+        def __iter__(self):
+            return iter([object()] * len(self.to_pylist()))
+
+    class Column:
+        def __init__(self, array):
+            self.array = array
+
+        def __getattr__(self, name):
+            return getattr(self.array, name)
+
+        def is_valid(self):
+            return Scalars(self.array.is_valid())
+
+    column = pyarrow.array([None, [1, 2], []], type=pyarrow.list_(pyarrow.int64()))
+    first, *others = sources._column(Column(column))
+    assert first is None
+    assert [value.tolist() for value in others] == [[1, 2], []]
 
 
 OTHER_CONTENT = {
