@@ -398,7 +398,7 @@ class TrainingRun:
                     evaluated=scores is not None,
                 )
             self._reporter.warn(checkpoints.trouble)
-        if requested:
+        if requested and self._saved_after == step.number:  # else a new request, or an echo, waits
             self._rank.watch.save_done()
 
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:
