@@ -63,13 +63,16 @@ def replace_file(file: Path, *, only_writer: bool = False) -> Iterator[Path]:
         raise
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Replaces a file atomically. On a full disk the file is overwritten instead, if the text fits
+def replace_text(file: Path, text: str, *, durable: bool = False) -> None:
+    """Replaces a file atomically. durable: it is on the disk before it has its name: without it, a
+    crash of the machine may leave an empty file. On a full disk the file is overwritten instead, if the text fits
     into the blocks that the file has. Raises OSError."""
     data = text.encode()
     try:
         with replace_file(file) as scratch:
             scratch.write_bytes(data)
+            if durable:
+                flush_path(scratch)
     except OSError as problem:
         size = file.stat().st_size if file.exists() else 0
         if problem.errno not in _NO_SPACE or not size or len(data) > max(size, _BLOCK):

@@ -15,7 +15,12 @@ from torch import nn
 from launcher.checkpoint.files import STATE
 from launcher.checkpoint.reader import open_tensors, read_state
 from launcher.checkpoint.state import AVERAGE
-from launcher.data.run_data import teach_ends, tokenizer_to_keep
+from launcher.data.run_data import (
+    TrainedPrompts,
+    recorded_prompts,
+    teach_ends,
+    tokenizer_to_keep,
+)
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.files import replace_folder
@@ -44,6 +49,7 @@ from launcher.models.safetensors_files import (
     StoredTensors,
     open_files,
     open_folder,
+    refuse_absent,
     write_tensors,
 )
 from launcher.models.ties import adapted_ties, untie
@@ -85,7 +91,8 @@ def export_checkpoint(
         )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
-    teach_ends(stored.model, recipe.data, recipe.model)
+    prompts = prompts_of(checkpoint, recipe)
+    teach_ends(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else stored.dtype)
     with replace_folder(out, written=WRITTEN) as scratch:
@@ -97,7 +104,13 @@ def export_checkpoint(
             merged=merged,
             source=stored.source,
         )
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
+        tokenizer = tokenizer_to_keep(
+            recipe.data,
+            recipe.model,
+            recipe.images,
+            template=prompts.template,
+            ends=prompts.ends,
+        )
         if tokenizer is not None:
             tokenizer.save(scratch)
     return adapter
@@ -137,6 +150,14 @@ class StoredModel:
 def recipe_of(checkpoint: Path) -> Recipe:
     """The recipe that a checkpoint was written with."""
     return recorded_recipe(str(read_state(checkpoint).get("recipe")), file=checkpoint / STATE)
+
+
+def prompts_of(checkpoint: Path, recipe: Recipe) -> TrainedPrompts:
+    """How the run of a checkpoint trained prompts. Raises RecipeError if that is not known."""
+    try:
+        return recorded_prompts(read_state(checkpoint).get("prompts"), recipe.data, recipe.model)
+    except RecipeError as error:
+        raise RecipeError(f"{checkpoint}: {error}") from None
 
 
 def open_checkpoint_weights(
@@ -251,6 +272,7 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
     stored = _open_adapter(source) if adapter else open_folder(source, key="export")
+    refuse_absent(stored, source, key="export")
     most = stored.dtype()
     written = (
         (name, stored.read(name), dtype if dtype and tensor.dtype == most else tensor.dtype)

@@ -21,7 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -318,13 +318,17 @@ def discard_newer(folder: Path, step: int, *, refused: float = -1) -> None:
 
 
 def prune(
-    folder: Path, keep_last: int, keep_every: int | None = None, best_step: int | None = None
+    folder: Path,
+    keep_last: int,
+    keep_every: int | None = None,
+    best_step: int | None = None,
+    earlier_best: Collection[int] = (),
 ) -> dict[str, str]:
     """Deletes scratch folders and old checkpoints. No save may be in progress. Returns what could
     not be deleted, and why. Raises OSError if the folder cannot be read.
 
     Keeps the `keep_last` newest valid checkpoints (by marker and file sizes), the checkpoints of
-    `best_step` and of multiples of `keep_every`, and all checkpoints that are not valid. Keeps a
+    `best_step`, of `earlier_best` and of multiples of `keep_every`, and all checkpoints that are not valid. Keeps a
     checkpoint that another process reads (`reading`) until the next call. Deletes a link, and not
     what it points to.
     """
@@ -335,7 +339,7 @@ def prune(
         path
         for path in valid[:-keep_last]
         if not (keep_every is not None and step_of(path) % keep_every == 0)
-        and step_of(path) != best_step
+        and step_of(path) not in (best_step, *earlier_best)
     ]
     problems = {}
     for path in (*leftovers, *old):

@@ -64,6 +64,8 @@ class Resumed:
     """What `Reporter.state` returned when the checkpoint was written."""
     changes: list[str]
     """Changes of the recipe and the data since then, one line each."""
+    other_validation: bool
+    """Evaluations before are of other data: their values are not compared with new ones."""
     evaluation_due: bool
     """The evaluation after this step was interrupted because the run was stopped."""
     origin: Path | None
@@ -165,10 +167,17 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
     """How two fingerprints of training data (`TokenStore.fingerprint`) differ, one line each."""
     for name, source in before.get("parts", {}).items():
         yield from data_changes(source, now.get("parts", {}).get(name, {}))
+    if now.get("held_out") is not None and before.get("held_out") is None:
+        yield (
+            "data.validation_split: an earlier version chose the rows that are held out by their "
+            "number, this one chooses them by their content: others are trained, in another order"
+        )
     content, content_now = before.get("content"), now.get("content")
     if content is not None and content == content_now:
         return  # the same tokens, whatever the files' names
-    known = (before.keys() & now.keys()) - {"parts", "content", "sample"}
+    known = (before.keys() & now.keys()) - {"parts", "content", "sample", "held_out"}
+    if _moved(before, now):
+        known -= {"files"}
     old, new = ({key: data[key] for key in before if key in known} for data in (before, now))
     lines = [_line(key.removeprefix("files."), *values) for key, *values in _differences(old, new)]
     digests = ((before.get(key), now.get(key)) for key in ("content", "sample"))
@@ -177,6 +186,34 @@ def data_changes(before: Json, now: Json) -> Iterator[str]:
         listed = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
         lines = [f"{listed}: other content in as many bytes"]
     yield from lines
+
+
+def validation_changes(before: Json, now: Json) -> Iterator[str]:
+    """How what is evaluated (`RunData.evaluated`) has changed, one line each."""
+    sets, sets_now = before["sets"], now["sets"]
+    for name in dict.fromkeys([*sets, *sets_now]):
+        if name in sets and name in sets_now:
+            lines = data_changes(sets[name], sets_now[name])
+            yield from (f"data.validation, set {name!r}: {line}" for line in lines)
+        else:
+            yield f"data.validation, set {name!r}: {'added' if name in sets_now else 'removed'}"
+    limits = (each["max_batches"] for each in (before, now))
+    if (old := next(limits)) != (new := next(limits)):
+        yield _line("evaluation.max_batches", old, new)
+
+
+def _moved(before: Json, now: Json) -> bool:
+    """Whether the files of a stream are the same but for their names. A data set of the hub, without
+    a size, has only its name."""
+    if before.get("sample") is None or before["sample"] != now.get("sample"):
+        return False
+    sizes, sizes_now = ([*each.get("files", {}).values()] for each in (before, now))
+    return sizes == sizes_now and all(sizes)
+
+
+def _version(order: str) -> str:
+    """Of the digest of a stream's order. Earlier versions wrote none."""
+    return order.rpartition("-")[0]
 
 
 def _line(key: str, old: object, new: object) -> str:
@@ -215,10 +252,12 @@ def check_content(
                 raise _refusal(what, changes, "restore the weights")
     saved = state["stream"]
     if stream is not None and not allow and (saved is None or saved["order"] != stream):
+        what = "the files, or what decides the order of their samples, have changed. Restore them"
+        if saved is not None and _version(saved["order"]) != _version(stream):
+            what = "another version of the launcher wrote it. Resume with that version"
         raise RecipeError(
-            f"{path} cannot be resumed with data.streaming: the files, or what decides the "
-            f"order of their samples, have changed. Restore them; {_OTHERWISE}, which first reads "
-            "and tokenizes as many samples as were seen"
+            f"{path} cannot be resumed with data.streaming: {what}; {_OTHERWISE}, which first "
+            "reads and tokenizes as many samples as were seen"
         )
     return changes
 

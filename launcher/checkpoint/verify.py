@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from launcher.checkpoint.export import StoredModel, open_checkpoint_weights, recipe_of
+from launcher.checkpoint.export import (
+    StoredModel,
+    open_checkpoint_weights,
+    prompts_of,
+    recipe_of,
+)
 from launcher.data.image_inputs import example_image, images_of
 from launcher.data.image_processor import Arrays
 from launcher.data.images import RowImages
 from launcher.data.run_data import teach_ends, tokenizer_to_keep
+from launcher.data.tokenizer import tokenizer_name
 from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
@@ -60,10 +66,13 @@ def verify_export(
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     if (out / ADAPTER_CONFIG).is_file() and recipe.lora is None:
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
-    teach_ends(stored.model, recipe.data, recipe.model)
+    prompts = prompts_of(checkpoint, recipe)
+    teach_ends(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     differences, dtype = _compare_tensors(stored, out)
     differences += problems_of_older_readers(out)
-    kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
+    kept = tokenizer_to_keep(
+        recipe.data, recipe.model, recipe.images, template=prompts.template, ends=prompts.ends
+    )
     tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)

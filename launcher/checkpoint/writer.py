@@ -135,6 +135,8 @@ class Checkpointer:
         self.folder = folder
         self.best_step: int | None = None
         """Step of a checkpoint that is kept for the result of its evaluation."""
+        self.earlier_best: list[int] = []
+        """Steps of checkpoints that are kept for results on other validation data."""
         self.failures = 0
         """Failed saves in a row, updated by `save` and `finish`: the same on every rank."""
         self._group, self._device, self._settings = group, device, settings
@@ -329,7 +331,9 @@ class Checkpointer:
             return
         keep_last, keep_every = self._settings.keep_last, self._settings.keep_every
         try:
-            problems = files.prune(self.folder, keep_last, keep_every, self.best_step)
+            problems = files.prune(
+                self.folder, keep_last, keep_every, self.best_step, self.earlier_best
+            )
             free = shutil.disk_usage(self.folder).free
         except OSError as problem:
             logger.warning(f"old checkpoints could not be deleted: {problem}")

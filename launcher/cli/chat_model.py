@@ -20,6 +20,7 @@ from launcher.checkpoint.export import (
     base_of_adapter,
     open_checkpoint_weights,
     open_exported_weights,
+    prompts_of,
     recipe_of,
 )
 from launcher.data.chat_template import ChatTemplate
@@ -30,7 +31,8 @@ from launcher.data.images import RowImages
 from launcher.data.loader import to_device
 from launcher.data.messages import Message, RowError
 from launcher.data.rendering import load_template
-from launcher.data.run_data import teach_ends, trained_template
+from launcher.data.run_data import teach_ends
+from launcher.data.template_marks import today, uses_date
 from launcher.data.token_store import one_document
 from launcher.data.tokenizer import (
     Tokenizer,
@@ -188,12 +190,12 @@ def open_chat_model(
         stored = open_checkpoint_weights(folder, trust_run=trust_run)
         name = tokenizer_name(recipe.data, recipe.model)
         _check(stored, folder, name)
-        teach_ends(stored.model, recipe.data, recipe.model)
         assert name is not None
-        written = trained_template(recipe.data, name)
+        prompts = prompts_of(folder, recipe)
+        teach_ends(stored.model, prompts.ends, name)
         if plain is None:
-            plain = not _with_template(recipe.data, name)
-        template = None if plain else _template_of(recipe.data, name, written or None)
+            plain = not _with_template(recipe.data, prompts.template)
+        template = None if plain else _template_of(recipe.data, name, prompts.template or None)
         images = images_of(recipe.images, recipe.model)
         rows = RowImages(recipe.model.path or "") if images is None else images.rows
         return ChatModel(stored, name, template, recipe.data.system, rows)
@@ -210,8 +212,7 @@ def open_chat_model(
     if plain or data is None or not _has_turns(data):
         template = None if plain else ChatTemplate(tokenizer, name, None)
         return ChatModel(stored, name, template, None, _images_of_export(folder))
-    own = replace(data, chat_template=None, tokenizer=name)  # the export has the trained template
-    template = _template_of(own, name, None)
+    template = _template_of(data, name, None)  # the export has the trained template
     return ChatModel(stored, name, template, data.system, _images_of_export(folder))
 
 
@@ -249,9 +250,9 @@ def _check(stored: StoredModel, folder: Path, tokenizer: str | None) -> None:
         raise RecipeError(f"chat: {folder}: the run has no tokenizer (data.tokenizer)")
 
 
-def _with_template(data: schema.Data, tokenizer: str) -> bool:
-    """Whether the run trained with a chat template."""
-    if written := trained_template(data, tokenizer):
+def _with_template(data: schema.Data, written: str | None) -> bool:
+    """Whether the run trained with a chat template. written: see `TrainedPrompts.template`."""
+    if written:
         return True
     kinds = [KINDS[source.kind] for source in data.sources().values()]
     prompts = written is None and any(kind.answers for kind in kinds)
@@ -260,6 +261,10 @@ def _with_template(data: schema.Data, tokenizer: str) -> bool:
 
 def _template_of(data: schema.Data, tokenizer: str, written: str | None) -> ChatTemplate:
     """written: the template that the run trained with, if it is not the tokenizer's own."""
-    encoder = make_encoder("chat", data, tokenizer=tokenizer)
+    # Without the file of the template, which may have moved
+    encoder = make_encoder("chat", replace(data, chat_template=None), tokenizer=tokenizer)
     values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
-    return load_template(tokenizer, written, encoder.day, values)
+    day = encoder.day
+    if written is not None:
+        day = (data.date or today()) if uses_date(written) else None
+    return load_template(tokenizer, written, day, values)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from rich.console import Console
 from rich.rule import Rule
 from rich.style import Style
@@ -37,6 +38,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_images
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
+from launcher.training.model import width_multiple
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -123,7 +125,7 @@ def print_page(
 
 def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
-    data, model = files.data, model_inputs(recipe)
+    data, model = files.data, replace(model_inputs(recipe), width_multiple=_width_multiple(recipe))
     tokenizer, patterns = tokenizer_name(data, recipe.model), files.patterns
     objective = make_objective(replace(recipe, data=data), trained=False).for_validation()
     if not (files.validation or files.held_out):
@@ -143,14 +145,15 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
         return opened
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
-    parts = find_parts(patterns, kind=data.kind, max_document=most)
+    notes: list[str] = []
+    parts = find_parts(patterns, kind=data.kind, max_document=most, notes=notes)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
     unused: dict[str, str] = {}
     store = store_rows(list(encoder.encode_rows(rows, unused=unused)))
     if data.on_error == "fail" and store.skipped:
         raise RecipeError(list(problem_lines(store.skipped, rows=_STREAMED, complete=False)))
-    store = replace(store, unused=unused, notes=encoder.notes)
+    store = replace(store, unused=unused, notes=encoder.notes, file_notes=notes)
     if not store.documents:
         raise RecipeError(
             f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"
@@ -171,6 +174,14 @@ def _order(
     return (mixture.locate(order.sample(position)) for position in itertools.count())
 
 
+def _width_multiple(recipe: Recipe) -> int:
+    """That of the run's rows, if it trains here."""
+    cuda = recipe.run.device == "cuda" or (
+        recipe.run.device == "auto" and torch.cuda.is_available()
+    )
+    return width_multiple(torch.device("cuda" if cuda else "cpu"))
+
+
 def _padding(dataset: SequenceDataset, recipe: Recipe, *, shuffle: bool) -> str:
     """Share of padding; estimated over 64 micro-batches if rows are padded to the longest."""
     if dataset.packed:
@@ -185,7 +196,9 @@ def _padding(dataset: SequenceDataset, recipe: Recipe, *, shuffle: bool) -> str:
         epochs=None,
         similar_lengths=recipe.data.similar_lengths,
     )
-    sampler = make_batch_sampler(batch, order=order, lengths=dataset.lengths, steps=64)
+    sampler = make_batch_sampler(
+        batch, order=order, lengths=dataset.lengths, width=dataset.width, steps=64
+    )
     return f"{expected_padding(dataset, sampler):.1%}"
 
 

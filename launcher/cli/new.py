@@ -24,7 +24,7 @@ from launcher.console import bytes_as_text, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
-from launcher.recipe.columns import first_row
+from launcher.recipe.columns import first_row, rows_as_text
 from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import TOKEN_KINDS, guess, has_content, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
@@ -186,6 +186,9 @@ def _kind(data: str, method: str) -> tuple[str, bool]:
     the method is for others."""
     first = first_row([data], hub=True)
     if first is None:
+        if (file := rows_as_text([data])) is not None:
+            what = "its lines are JSON objects, and its name says that it is text: name it .jsonl"
+            raise RecipeError(f"command line: data={data}: {file}: {what}")
         return "text", False
     row, where = first[1], f"command line: data={data}"
     wanted = (_ROWS[method][0],) if method in _ROWS else TOKEN_KINDS

@@ -7,6 +7,7 @@ status is 3 if the planned peak is more than 5 % above or 2 % below the measured
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -95,8 +96,10 @@ def plan(
       launcher plan recipe=qwen3_8b gpu=a100-40gb gpus=8
       launcher plan recipe=quickstart gpu=cpu gpus=2 --measure
     """
-    if gpu is None and "run.device=cpu" in overrides:
-        gpu = "cpu"
+    if gpu is None:
+        with contextlib.suppress(RecipeError):  # raised below, with the rules about ranks
+            given = load_recipe(overrides, ranks=None, files=False).recipe
+            gpu = "cpu" if given.run.device == "cpu" else None
     machine, notes = machine_to_plan(
         gpu,
         gpus_per_node,

@@ -80,7 +80,7 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     assert store.folder is not None
     what = f"{store.documents:,} documents, {len(store.ids):,} tokens"
     _print(f"{files.key}: {what}: {store.folder} ({_size(store.folder)})")
-    for note in store.notes:
+    for note in (*store.notes, *store.file_notes):
         _print(f"{files.key}: {note}")
     if store.unused:
         _print(f"{files.key}: {unused_line(store.unused)}")

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from launcher.data.batching import NO_SAMPLE
+from launcher.data.encoder import PromptForm
 from launcher.errors import RecipeError
 from launcher.models.philox import derived_seed
 from launcher.recipe.functions import call_function
@@ -73,6 +74,7 @@ class CustomDataset:
     packed: ClassVar[bool] = False
     lengths: ClassVar[None] = None
     skipped: ClassVar[list[dict[str, str]]] = []
+    prompt_forms: ClassVar[frozenset[PromptForm]] = frozenset()
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -13,6 +13,7 @@ import numpy as np
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import EMPTY, Collated, Piece, Sample, TextInputs, make_sample
 from launcher.data.custom import CustomDataset
+from launcher.data.encoder import PromptForm
 from launcher.data.messages import RowError
 from launcher.data.packing import Integers, Sequences
 from launcher.data.problems import causes
@@ -72,6 +73,11 @@ class SequenceDataset:
     def fingerprint(self) -> dict[str, Any]:
         """See `TokenStore`."""
         return self.store.fingerprint
+
+    @property
+    def prompt_forms(self) -> set[PromptForm]:
+        """The forms of prompts in the rows."""
+        return set() if self.store.prompt_form is None else {self.store.prompt_form}
 
     @property
     def skipped(self) -> list[dict[str, str]]:
@@ -143,7 +149,7 @@ class SequenceDataset:
     @property
     def notes(self) -> list[str]:
         """How the rows are read, and which columns are not used: lines for the log."""
-        notes = list(self.store.notes)
+        notes = [*self.store.notes, *self.store.file_notes]
         if self.store.unused:
             notes.append(f"note: {unused_line(self.store.unused)}")
         return notes
@@ -243,6 +249,11 @@ class MixtureDataset:
         """Tokens of each sample."""
         lengths = [np.asarray(part.lengths) for part in self.parts.values()]
         return np.concatenate(lengths)  # type: ignore[return-value]
+
+    @property
+    def prompt_forms(self) -> set[PromptForm]:
+        """Those of all sources."""
+        return {form for part in self.parts.values() for form in part.prompt_forms}
 
     @property
     def skipped(self) -> list[dict[str, str]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -71,6 +72,8 @@ from launcher.recipe.layouts import (
     with_named_parts,
 )
 
+_LOOKED_AT = 100
+"""First rows among which `prompt_form` looks for one that can be used."""
 _Tokens = tuple[Any, ...]
 """Ids, labels, category and perhaps cut_tokens, weights and images of a row, as in Encoded."""
 _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
@@ -265,6 +268,31 @@ def encode_prompt(
         rendered = processor.expand(rendered, sources)
     [(ids, _)] = template.tokens([rendered])
     return ids, None if processor is None else processor.table(ids, rendered.images)
+
+
+PromptForm = Literal["messages", "instruction", "text"]
+"""What rows with a prompt hold: messages, an instruction, which is trained under a heading, or a
+prompt, to which nothing is added."""
+
+
+def prompt_form(encoder: Encoder, parts: Iterable[SourcePart]) -> PromptForm | None:
+    """The form of the first row that fits the kind; None: it has no prompt, or none is found."""
+    if not KINDS[encoder.kind].answers:
+        return None
+    for row in itertools.islice(encoder.read(parts), _LOOKED_AT):
+        with contextlib.suppress(RowError):  # reported when the rows are read
+            if row.values is not None:
+                return form_of_row(row.values, encoder.match(row.values))
+    return None
+
+
+def form_of_row(row: Mapping[str, Any], found: Match) -> PromptForm:
+    """The form of a row of this layout."""
+    roles = ("prompt", "instruction", "messages", "response", "chosen")
+    values = [row.get(found.get(role) or "") for role in roles]
+    if any(isinstance(parsed_messages(value), list) for value in values):
+        return "messages"
+    return "instruction" if found.get("instruction") is not None else "text"
 
 
 def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -76,15 +76,14 @@ tokenizer_config.json, and reads no generation_config.json."""
 
 
 def own_end(
-    data: schema.Data, *, tokenizer: str, template: str | None, known: Collection[int]
+    ids: Sequence[int], *, tokenizer: str, template: str | None, known: Collection[int]
 ) -> str | None:
     """The token that must be the eos_token of an export, or programs that read only the tokenizer's
     files would not stop: the only end of answers that is neither the eos_token nor a known one. None:
-    there is none, or the chat template writes the eos_token. template: of the run; None: the
-    tokenizer's own. known: ids at which the model stopped before."""
+    there is none, or the chat template writes the eos_token. ids: see `taught_ends`. template: of the
+    run; None: the tokenizer's own. known: ids at which the model stopped before."""
     loaded = hugging_face_tokenizer(tokenizer)
-    ids = taught_ends(data, tokenizer=tokenizer)
-    ends: list[str] = loaded.convert_ids_to_tokens(ids)
+    ends: list[str] = loaded.convert_ids_to_tokens([*ids])
     taught = [end for id, end in zip(ids, ends, strict=True) if id not in known]
     own = [end for end in taught if end != loaded.eos_token and end not in KNOWN_ENDS]
     if not own:

@@ -3,30 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from launcher.data.image_processor import moved_images
 from launcher.data.packing import Integers
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
+from launcher.files import checksum_of
+
+Hashes = npt.NDArray[np.uint64]
 
 
-def held_out(documents: int, share: float) -> npt.NDArray[np.bool_]:
-    """Which of the documents of a store are held out, (documents,): at least one, and not all.
+CHOSEN = "by content"
+"""How documents are chosen, for the fingerprint of the data. Earlier versions chose them by their
+number, and recorded nothing."""
 
-    It depends on nothing but their number and the share, so it is the same on every rank and after
-    a resume. Raises RecipeError if there is a single document.
+
+def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
+    """Which of the documents with these hashes are held out, (documents,): about this share of them,
+    at least one, and not all.
+
+    A document decides for itself, so it stays where it is if others are added or removed, and equal
+    ones are on one side. Raises RecipeError if there is no second document, or none that differs.
     """
-    if documents < 2:
+    smallest, largest = hashes.min(), hashes.max()
+    if smallest == largest:
         what = "the data is a single document, of which no part can be held out"
+        if len(hashes) > 1:
+            what = "all rows of the data are equal, so none can be held out"
         raise RecipeError(f"data.validation_split: {what}; give data.validation, or null")
-    number = min(max(1, round(share * documents)), documents - 1)
-    mask = np.zeros(documents, dtype=bool)
-    mask[np.argpartition(_hashes(documents), number - 1)[:number]] = True
-    return mask
+    mask = hashes < np.uint64(int(share * 2.0**64))
+    if not mask.any():
+        mask = hashes == smallest
+    elif mask.all():
+        mask = hashes != largest
+    return np.asarray(mask)
+
+
+def document_hashes(store: TokenStore) -> Hashes:
+    """A hash of the tokens and images of each document, (documents,)."""
+    tokens = np.ascontiguousarray(store.ids).data.cast("B")
+    bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
+    hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
+    hashes = np.fromiter(hashed, dtype=np.uint64, count=store.documents)
+    if store.images is not None:  # their tokens are equal
+        documents = np.searchsorted(store.offsets, store.images["first"], side="right") - 1
+        numbers = [
+            xxh3_64_intdigest(str(image).encode()) for image in store.images["checksum"].tolist()
+        ]
+        np.add.at(hashes, documents, np.array(numbers, dtype=np.uint64))
+    return hashes
 
 
 def split_documents(
@@ -39,20 +70,11 @@ def split_documents(
     """
     tokens = int(store.offsets[-1])
     if store.documents != 1 or not divide or tokens < 4:
-        return store, held_out(store.documents, share)
+        chosen = dataclasses.replace(store, fingerprint=store.fingerprint | {"held_out": CHOSEN})
+        return chosen, held_out(document_hashes(store), share)
     held = min(max(2, round(share * tokens)), tokens - 2)
     both = dataclasses.replace(store, offsets=np.array([0, tokens - held, tokens]))
     return both, np.array([False, True])
-
-
-def _hashes(count: int) -> npt.NDArray[np.uint64]:
-    """A different number for each document, in random order: splitmix64 (Steele et al., "Fast
-    splittable pseudorandom number generators", OOPSLA 2014)."""
-    hashes = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        hashes ^= hashes >> np.uint64(shift)
-        hashes *= np.uint64(factor)
-    return hashes ^ (hashes >> np.uint64(31))
 
 
 def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
@@ -74,11 +96,12 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
             for begin, end, tokens in zip(first, last, moved, strict=True)
         ]
         images = np.concatenate(tables) if tables else store.images[:0]
-    content = f"{store.fingerprint.get('content')}, {len(documents)} documents"
+    offsets = np.cumsum(np.append(0, ends - starts))
+    content = checksum_of([offsets.data, *(array.data for array in tokens.values())])
     return dataclasses.replace(
         store,
         **tokens,
-        offsets=np.cumsum(np.append(0, ends - starts)),
+        offsets=offsets,
         classes=None if store.classes is None else store.classes[documents],
         images=images,
         skipped=[],

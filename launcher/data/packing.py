@@ -132,7 +132,7 @@ def pack_pairs(
     `documents` the numbers of the pairs to pack; None: all."""
     ends, middles, lengths = offsets[1:], offsets[:-1] + first, np.diff(offsets)
     begins = np.stack([offsets[:-1], middles], axis=1).flatten()
-    targets = _count_labels(labels, begins + 1, np.stack([middles, ends], axis=1).flatten())
+    targets = count_labels(labels, begins + 1, np.stack([middles, ends], axis=1).flatten())
     fits, trained = lengths <= sequence_length, targets.reshape(-1, 2).min(1) > 0
     wanted = np.ones(len(lengths), dtype=bool)
     if documents is not None:
@@ -160,7 +160,7 @@ def with_targets(
     ends = np.minimum(sequences.starts + sequences.lengths + 1, offsets[number])
     counts = ends - sequences.starts - 1
     if labels is not None:
-        counts = _count_labels(labels, sequences.starts + 1, ends)
+        counts = count_labels(labels, sequences.starts + 1, ends)
     bounds = sequences.bounds
     kept = np.add.reduceat(counts, bounds[:-1]) > 0
     pieces = np.diff(bounds)
@@ -176,7 +176,7 @@ def with_targets(
     )
 
 
-def _count_labels(labels: npt.NDArray[np.int32], starts: Integers, ends: Integers) -> Integers:
+def count_labels(labels: npt.NDArray[np.int32], starts: Integers, ends: Integers) -> Integers:
     """Labels with loss in each range. The ranges are in order and do not overlap."""
     counts = np.zeros(len(starts), dtype=np.int64)
     first = 0

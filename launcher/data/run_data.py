@@ -6,11 +6,11 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from launcher.data.chat_template import read_template
 from launcher.data.collation import Collated
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
-from launcher.data.encoder import make_encoder, prompt_format
+from launcher.data.encoder import PromptForm, form_of_row, make_encoder, prompt_format
 from launcher.data.ends import own_end, taught_ends
 from launcher.data.loader import (
     GlobalBatch,
@@ -37,7 +37,6 @@ from launcher.data.loader import (
     make_loader,
     to_device,
 )
-from launcher.data.messages import parsed_messages
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
@@ -58,6 +57,7 @@ from launcher.recipe import schema
 from launcher.recipe.columns import first_row
 from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import KINDS, match_row, named_columns
+from launcher.reliability.json_files import Json
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,11 @@ class RunData:
     def fingerprint(self) -> dict[str, Any]:
         """For checkpoints, to detect changed training data."""
         return self.training.fingerprint
+
+    @property
+    def evaluated(self) -> dict[str, Any]:
+        """The fingerprint of each validation set, by name."""
+        return {name: dataset.fingerprint for name, dataset in self.validation.items()}
 
     def starting(self, position: Position) -> RunData:
         """The same data from a position of the run on. With epochs, the number of steps follows
@@ -254,8 +259,10 @@ def open_run_data(
     if training is None:
         assert isinstance(data.train, tuple)
         assert isinstance(sampler, RankBatchSampler)
+        notes: list[str] = []
+        most = data.max_document_bytes
         training = StreamingDataset(
-            find_parts(data.train, kind=data.kind, max_document=data.max_document_bytes),
+            find_parts(data.train, kind=data.kind, max_document=most, notes=notes),
             make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images),
             objective=objective,
             sampler=sampler,
@@ -263,6 +270,7 @@ def open_run_data(
             seed=run.seed,
             model=model,
             skipped_rows=skipped_rows,
+            file_notes=notes,
         )
     return RunData(training, validation, order, sampler, steps, data, run.seed)
 
@@ -289,18 +297,57 @@ def _by_name(sets: _Set | dict[str, _Set] | None) -> dict[str, _Set]:
     return {name: files for name, files in named.items() if files is not None}
 
 
-def teach_ends(model: nn.Module, data: schema.Data, section: schema.Model) -> None:
+@dataclass(frozen=True)
+class TrainedPrompts:
+    """How the model of a run is prompted, and where it stops. Checkpoints record it: the data and
+    the file of the template may have moved when the model is exported."""
+
+    template: str | None
+    """The chat template that renders what the run trained; None: the tokenizer's own, if it has one;
+    empty: there is none, because the run trained prompts as they are."""
+    ends: tuple[int, ...]
+    """The tokens that end answers in the training data."""
+
+    def record(self) -> Json:
+        """For a checkpoint."""
+        return {"template": self.template, "ends": list(self.ends)}
+
+
+def trained_prompts(
+    data: schema.Data, model: schema.Model, forms: Collection[PromptForm]
+) -> TrainedPrompts:
+    """forms: of the prompts in the training data."""
+    name = tokenizer_name(data, model)
+    if name is None:
+        return TrainedPrompts(None, ())
+    return TrainedPrompts(_template(data, name, forms), (*taught_ends(data, tokenizer=name),))
+
+
+def recorded_prompts(record: Json | None, data: schema.Data, model: schema.Model) -> TrainedPrompts:
+    """What a checkpoint recorded. record: None: an earlier version wrote none, and the first rows of
+    the training data decide. Raises RecipeError if these are not there any more."""
+    if record is not None:
+        return TrainedPrompts(record["template"], (*record["ends"],))
+    forms = () if _template_without_rows(data) else map(_form_of_files, _with_prompts(data))
+    return trained_prompts(data, model, set(forms))
+
+
+def teach_ends(model: nn.Module, ends: Sequence[int], tokenizer: str | None) -> None:
     """Adds the tokens that end answers in the training data to the model's generation config."""
-    name = tokenizer_name(data, section)
-    if name is not None and (ends := taught_ends(data, tokenizer=name)):
-        add_ends(model, ends, hugging_face_tokenizer(name).convert_ids_to_tokens)
+    if tokenizer is not None and ends:
+        add_ends(model, ends, hugging_face_tokenizer(tokenizer).convert_ids_to_tokens)
 
 
 def tokenizer_to_keep(
-    data: schema.Data, model: schema.Model, images: schema.Images | None = None
+    data: schema.Data,
+    model: schema.Model,
+    images: schema.Images | None = None,
+    *,
+    template: str | None = None,
+    ends: Sequence[int] | None = None,
 ) -> KeptTokenizer | None:
-    """The tokenizer of an exported model: that of the data, with its chat template, or the model's
-    own; None if there is none."""
+    """The tokenizer of an exported model: that of the data, with the run's chat template and end
+    (`TrainedPrompts`), or the model's own; None if there is none. ends: None: those of the data."""
     name = tokenizer_name(data, model)
     if name is None:
         return None
@@ -312,14 +359,14 @@ def tokenizer_to_keep(
         # Token rows, and a model whose folder has none, or one with code of its own
         logger.warning(f"the model is exported without its tokenizer: {error}")
         return None
-    template = trained_template(data, name)
     if template is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template or None
     source = None
     if str(name) != "bytes":
         source = model_folder(name, key="data.tokenizer", weights=False)
-    end = own_end(data, tokenizer=name, template=template, known=_ends_of_source(model))
+    ids = taught_ends(data, tokenizer=name) if ends is None else ends
+    end = own_end(ids, tokenizer=name, template=template, known=_ends_of_source(model))
     if end is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.eos_token = end
@@ -343,18 +390,25 @@ def _ends_of_source(section: schema.Model) -> set[int]:
     return {id for id in ids if isinstance(id, int)}
 
 
-def trained_template(data: schema.Data, tokenizer: str) -> str | None:
-    """The chat template that renders what the run trained; None: the tokenizer's own, if it has one;
-    empty: there is none, because the run trained prompts as they are."""
+def _with_prompts(data: schema.Data) -> list[schema.Data]:
+    """The sources whose rows have a prompt and answers."""
+    return [source for source in data.sources().values() if KINDS[source.kind].answers]
+
+
+def _template_without_rows(data: schema.Data) -> bool:
+    """Whether the recipe alone says which chat template is trained."""
+    conversations = any(KINDS[source.kind].conversation for source in data.sources().values())
+    return data.chat_template is not None or conversations or not _with_prompts(data)
+
+
+def _template(data: schema.Data, tokenizer: str, forms: Collection[PromptForm]) -> str | None:
+    """See `TrainedPrompts.template`."""
     if data.chat_template is not None:
         return read_template(data.chat_template)
-    sources = data.sources().values()
-    prompts = [source for source in sources if KINDS[source.kind].answers]
-    if not prompts or any(KINDS[source.kind].conversation for source in sources):
+    if _template_without_rows(data):
         return None
-    if any(prompt_format(source, tokenizer) == "chat" for source in prompts):
+    if any(prompt_format(source, tokenizer) == "chat" for source in _with_prompts(data)):
         return None
-    forms = {_form_of_prompts(source) for source in prompts}
     if "messages" in forms:
         return None
     if "instruction" in forms:
@@ -363,17 +417,14 @@ def trained_template(data: schema.Data, tokenizer: str) -> str | None:
     return ""
 
 
-def _form_of_prompts(data: schema.Data) -> Literal["messages", "instruction", "text"]:
-    """What the first row holds: messages, an instruction, which is trained under a heading, or a
-    prompt, to which nothing is added."""
+def _form_of_files(data: schema.Data) -> PromptForm:
+    """The form of the first row of the training data."""
     assert isinstance(data.train, tuple)
     first = first_row(data.train, hub=True)
-    named, ignored = named_columns(vars(data)), data.ignore_columns or ()
-    found = None if first is None else match_row(first[1], named, [data.kind], ignored)
-    if first is None or found is None:
-        return "text"
-    roles = ("prompt", "instruction", "messages", "response", "chosen")
-    values = [first[1].get(found.get(role) or "") for role in roles]
-    if any(isinstance(parsed_messages(value), list) for value in values):
-        return "messages"
-    return "instruction" if found.get("instruction") is not None else "text"
+    if first is None:
+        raise RecipeError(
+            f"{', '.join(data.train)}: cannot be read, and the run, of an earlier version, does not "
+            "record in which form it trained prompts; put the data back to where it was"
+        )
+    found = match_row(first[1], named_columns(vars(data)), [data.kind], data.ignore_columns or ())
+    return "text" if found is None else form_of_row(first[1], found)

@@ -15,15 +15,15 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from launcher.console import bytes_as_text
-from launcher.data.compression import COMPRESSED, open_binary, suffixes
 from launcher.errors import RecipeError
 from launcher.recipe.columns import matching, no_list, problem_of_header
 from launcher.recipe.hub import (
@@ -33,9 +33,18 @@ from launcher.recipe.hub import (
     load_data_set,
     saved_bytes,
 )
-
-ROW_FILES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
-"""Files of rows. Every other file is one document."""
+from launcher.recipe.row_files import (
+    COMPRESSED,
+    FORMS,
+    OF_BLOCKS,
+    READ_ERRORS,
+    ROW_FILES,
+    RowForm,
+    arrow_batches,
+    open_binary,
+    other_content,
+    suffixes,
+)
 
 _NOT_TEXT = {
     ".pyc",
@@ -60,8 +69,11 @@ COMPRESSED_ROWS = 16
 """A compressed .json file, which is read as a whole, has at most this many times data.max_document."""
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
+_SUFFIXES = 5
+"""Suffixes that a line about files lists."""
 
-Form = Literal["text", "jsonl", "json", "parquet", "csv", "tsv", "hub", "hub_stream"]
+Form = RowForm | Literal["text", "hub", "hub_stream"]
+_OF_TEXT = ("text", "jsonl", "json", "csv", "tsv")
 Values = dict[str, Any]
 """A row: the value of each column."""
 
@@ -145,14 +157,17 @@ def find_parts(
     kind: str,
     validation: bool = False,
     max_document: int = MAX_DOCUMENT,
+    notes: list[str] | None = None,
 ) -> list[SourcePart]:
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
     A folder means all files below it, except hidden files, caches and binaries. For kinds
-    (data.kind) other than text, it means only files of rows. max_document: in bytes. Raises
+    (data.kind) other than text, it means only files of rows. max_document: in bytes. notes: gains
+    what folders hold and is not read, and which files are documents by their suffix. Raises
     RecipeError if a pattern matches nothing, or a text file where rows are needed.
     """
     parts: dict[str, SourcePart] = {}
+    unread: dict[str, list[Path]] = {}
     for pattern in patterns:
         matches = matching(pattern)
         if not matches and is_hub_id(pattern):
@@ -160,45 +175,84 @@ def find_parts(
             continue
         files: list[Path] = []
         for path in map(Path, matches or [pattern]):
-            files += _inside(path, kind) if path.is_dir() else [path]
+            if not path.is_dir():
+                files.append(path)
+                continue
+            inside, others = _inside(path, kind)
+            files += inside
+            if others:
+                unread[str(path)] = others
         files = [file for file in files if file.is_file() or is_saved_data_set(file)]
         if not files:
             raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
         for file in files:
             part = replace(file_part(file), validation=validation and file.is_dir())
             if part.form == "text" and kind != "text":
-                what = f"kind {kind} reads {', '.join(ROW_FILES)}; use kind text for text files"
+                what = f"kind {kind} reads {ROW_FILES}; use kind text for text files"
                 raise RecipeError(f"{file}: {what}")
             parts.setdefault(part.name, part)
+    if notes is not None:
+        notes += _file_notes([*parts.values()], unread)
     return [replace(part, max_document=max_document) for part in parts.values()]
 
 
-def _inside(folder: Path, kind: str) -> list[Path]:
-    """The files below a folder, and the folders of `save_to_disk` instead of their files."""
+def _inside(folder: Path, kind: str) -> tuple[list[Path], list[Path]]:
+    """The files below a folder, and the folders of `save_to_disk` instead of their files; and the
+    files that are not read, without hidden ones and caches."""
     if is_saved_data_set(folder):
-        return [folder]
+        return [folder], []
     inside = sorted(folder.rglob("*"))
     infos = {path.parent for path in inside if path.name in ("dataset_info.json", SAVED_DICT)}
     saved = {parent for parent in infos if is_saved_data_set(parent)}
-    outside = (path for path in inside if saved.isdisjoint(path.parents))
-    return [path for path in outside if path in saved or _wanted(path.relative_to(folder), kind)]
+    outside = [path for path in inside if saved.isdisjoint(path.parents)]
+    shown = [path for path in outside if not _is_hidden(path.relative_to(folder))]
+    read = [path for path in outside if path in saved]
+    read += [path for path in shown if path not in saved and _wanted(path, kind)]
+    unread = {*shown}.difference(read)
+    return sorted(read), sorted(path for path in unread if path.is_file())
 
 
-def _wanted(relative: Path, kind: str) -> bool:
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
-    suffix, compression = suffixes(relative)
-    if compression and suffix in ("", ".parquet"):
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+
+
+def _wanted(file: Path, kind: str) -> bool:
+    suffix, compression = suffixes(file)
+    if compression and suffix in ("", *OF_BLOCKS):
         return False
-    return not hidden and (suffix not in _NOT_TEXT if kind == "text" else suffix in ROW_FILES)
+    return suffix not in _NOT_TEXT if kind == "text" else suffix in FORMS
+
+
+def _file_notes(parts: Sequence[SourcePart], unread: dict[str, list[Path]]) -> Iterator[str]:
+    """Lines about files that a user may have thought to be read, or read as rows."""
+    documents = [Path(part.name) for part in parts if part.form == "text"]
+    if documents:
+        what = "is no file of rows, and is one document"
+        if len(documents) > 1:
+            what = "are no files of rows, and are one document each"
+        yield f"note: {_listing(documents)} {what}"
+    for folder, files in unread.items():
+        yield f"note: of {folder}, {_listing(files)} {'is' if len(files) == 1 else 'are'} not read"
+
+
+def _listing(files: Sequence[Path]) -> str:
+    """The number of files by suffix, and an example."""
+    if len(files) == 1:
+        return str(files[0])
+    counts = Counter("".join(suffixes(file)) or "without a suffix" for file in files).most_common()
+    most, others = counts[:_SUFFIXES], sum(count for _, count in counts[_SUFFIXES:])
+    by_suffix = ", ".join(f"{count:,} {suffix}" for suffix, count in most)
+    by_suffix += f", {others:,} others" if others else ""
+    return f"{len(files):,} files ({by_suffix}; such as {files[0].name})"
 
 
 def file_part(file: Path) -> SourcePart:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix, compression = suffixes(file)
-    form = cast(Form, suffix[1:] if suffix in ROW_FILES else "text")
-    if compression and form == "parquet":
-        hint = "decompress it; parquet compresses its own columns"
-        raise RecipeError(f"{file}: a compressed .parquet cannot be read: {hint}")
+    form: Form = FORMS.get(suffix, "text")
+    if compression and suffix in OF_BLOCKS:
+        hint = f"decompress it; {form} compresses its own columns"
+        raise RecipeError(f"{file}: a compressed {suffix} cannot be read: {hint}")
     try:
         if file.is_dir():
             return SourcePart(str(file), "hub", size=saved_bytes(file))
@@ -280,6 +334,9 @@ def read_rows(part: SourcePart, *, column: str = "text", arrays: bool = False) -
     not lists, which take many times longer. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
+        if part.form in _OF_TEXT and not part.start and (what := other_content(part.name)):
+            yield Row(part, 0, None, f"it holds {what}")
+            return
         if part.form == "text":
             rows = _text(part, column)
         elif arrays and part.form in _ARRAY_READERS:
@@ -289,8 +346,9 @@ def read_rows(part: SourcePart, *, column: str = "text", arrays: bool = False) -
         for row in itertools.islice(rows, part.most):
             empty = False
             yield row
-    except OSError as error:
-        raise RecipeError(f"{part.name}: cannot be read: {error.strerror or error}") from None
+    except READ_ERRORS as error:
+        why = getattr(error, "strerror", None) or error
+        raise RecipeError(f"{part.name}: cannot be read: {why}") from None
     if empty and part.form not in ("text", "hub_stream") and not part.start:
         yield Row(part, 0, None, "it has no rows; remove it, or leave it out of the patterns")
 
@@ -470,6 +528,28 @@ def _parquet(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
         yield Row(part, 0, None, problem)
 
 
+def _arrow(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        with pyarrow.memory_map(part.name) as stream:
+            for batch in arrow_batches(stream):
+                size = batch.nbytes / max(1, batch.num_rows)
+                at_once = max(1, min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, size))))
+                for start in range(0, batch.num_rows, at_once):
+                    rows = batch.slice(start, at_once)
+                    if arrays:  # alone: `_column` looks at all numbers that a column holds
+                        rows = batch.take(pyarrow.array(range(start, start + rows.num_rows)))
+                    yield from _arrow_rows(part, rows, number, arrays=arrays)
+                    number += rows.num_rows
+    except FileNotFoundError:
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        problem = f"not an Arrow file, or a damaged one: {str(error).splitlines()[0]}"
+        yield Row(part, 0, None, problem)
+
+
 def _rows_at_once(groups: Iterable[Any]) -> int:
     """Rows of these row groups that have about _MOST_BYTES."""
     sizes = [group.total_byte_size / max(1, group.num_rows) for group in groups]
@@ -514,9 +594,8 @@ def _column(column: Any) -> Sequence[Any]:
             values = values.astype(np.int32, copy=False)
     lists = [values[start:end] for start, end in itertools.pairwise(bounds)]
     if column.null_count:
-        lists = [
-            one if there else None for one, there in zip(lists, column.is_valid(), strict=True)
-        ]
+        valid = column.is_valid().to_pylist()  # a scalar of pyarrow 17 is always true
+        lists = [one if there else None for one, there in zip(lists, valid, strict=True)]
     return lists
 
 
@@ -588,6 +667,7 @@ _READERS = {
     "jsonl": _jsonl,
     "json": _json,
     "parquet": _parquet,
+    "arrow": _arrow,
     "csv": _csv,
     "tsv": _csv,
     "hub": _hub,
@@ -595,5 +675,6 @@ _READERS = {
 }
 _ARRAY_READERS: dict[str, Callable[[SourcePart], Iterator[Row]]] = {
     "parquet": functools.partial(_parquet, arrays=True),
+    "arrow": functools.partial(_arrow, arrays=True),
     "hub": _hub_arrays,
 }

@@ -147,8 +147,7 @@ class StoreWriter:
             self._append("classes", store.classes)
         for row in store.skipped:
             self._open(_SKIPPED).write(json.dumps(row).encode() + b"\n")
-        largest = (int(ids.max(initial=-1)) for ids in (store.ids, store.targets))
-        self.sums["largest_id"] = max(self.sums["largest_id"], *largest)
+        self.sums["largest_id"] = max(self.sums["largest_id"], store.largest_id)
         for name in COUNTS:
             self.sums[name] = self.sums.get(name, 0) + getattr(store, name)
         self.unused = store.unused | self.unused

@@ -41,9 +41,9 @@ from launcher.data.collation import (
     Sample,
     make_sample,
 )
-from launcher.data.encoder import Encoded, Encoder
+from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
 from launcher.data.file_ranges import split
-from launcher.data.image_processor import Images, join_images, processor_identity
+from launcher.data.image_processor import Images, join_images
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.sources import Row, SourcePart, content_sample, read_rows
@@ -55,8 +55,8 @@ from launcher.recipe import schema
 from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import KINDS, unused_line
 
-VERSION = 5
-"""Version of the order of samples, part of its digest."""
+VERSION = 6
+"""Version of the order of samples, and of its digest."""
 SHARDS = 64
 """Most shards. More would let more ranks share the work, and make each start slower."""
 _SHARD_BYTES = 1 << 16
@@ -303,14 +303,15 @@ class StreamingDataset(IterableDataset[Collated]):
         seed: int,
         model: ModelInputs,
         skipped_rows: Path | None,
+        file_notes: Sequence[str] = (),
     ) -> None:
-        """skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
+        """file_notes: see `find_parts`. skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
         self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
         self.objective = objective
         """An `Objective` (`launcher/objectives/base.py`), which makes the micro-batches."""
         self._inputs = model.inputs(data.sequence_length, packed=data.packing)
-        self.seed, self.skipped_rows = seed, skipped_rows
+        self.seed, self.skipped_rows, self.file_notes = seed, skipped_rows, file_notes
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
         self._files = {part.name: part.size for part in parts}
         try:
@@ -319,16 +320,22 @@ class StreamingDataset(IterableDataset[Collated]):
             raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
         self.fingerprint = {"files": self._files, "sample": sample, **encoder.fingerprint()}
         self.skipped: list[dict[str, str]] = []
-        shards = [[(part.name, part.start, part.size) for part in shard] for shard in self.shards]
+        form = prompt_form(encoder, parts)
+        self.prompt_forms: set[PromptForm] = set() if form is None else {form}
+        # Files by number, not by path: in another folder they have the same order
+        names = {part.name: at for at, part in enumerate(parts) if part.form != "hub" or part.size}
+        shards = [
+            [(names.get(part.name, part.name), part.start, part.size) for part in shard]
+            for shard in self.shards
+        ]
         settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
         settings.append(data.drops_overlong)
-        order = [VERSION, shards, seed, *settings, data.on_error == "skip", repr(encoder)]
-        order += [encoder.settings] if encoder.settings else []
-        order += [] if encoder.images is None else processor_identity(encoder.images)
+        order = [shards, seed, *settings, data.on_error == "skip", *encoder.identity()]
         if data.on_error == "skip" and data.max_document != schema.Data.max_document:
             order.append(data.max_document)  # larger documents are skipped
-        self.order = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
-        """Digest of all that the order of samples depends on."""
+        digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
+        self.order = f"{VERSION}-{digest}"
+        """Digest of all that the order of samples depends on, after its version."""
         self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
 
     def starting(
@@ -428,7 +435,7 @@ class StreamingDataset(IterableDataset[Collated]):
                 f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
                 f"better, {hint}, up to {SHARDS} shards"
             )
-        lines += self.encoder.notes
+        lines += [*self.encoder.notes, *self.file_notes]
         if unused := self._unused():
             lines.append(f"note: {unused_line(unused)}")
         return lines

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from launcher.console import advanced, task
 from launcher.data.collation import TextInputs
 from launcher.data.columns import Weights
-from launcher.data.encoder import Encoded, Encoder, make_encoder
+from launcher.data.encoder import Encoded, Encoder, PromptForm, make_encoder, prompt_form
 from launcher.data.file_ranges import first_rows, split
 from launcher.data.image_inputs import ImageInputs, ModelImages
 from launcher.data.image_processor import IMAGE, Images, join_images
@@ -63,6 +63,7 @@ from launcher.data.store_files import (
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
+from launcher.files import replace_text
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
@@ -80,6 +81,8 @@ _SPILL = "spill-"
 """Beginning of the names of files with the documents of a large task."""
 _COUNTED_ROWS = 10_000
 """Rows that are read, after a part with rows that cannot be used, to count these."""
+_COUNTED_TOKENS = 1 << 22
+"""Tokens that are looked at at a time."""
 _POLL_SECONDS = 5.0
 """The longest pause between two checks of the cache: a thousand ranks may wait."""
 _LOGGED_SECONDS = 60.0
@@ -109,6 +112,11 @@ class ModelInputs:
     data.sequence_length."""
     images: ModelImages | None = None
     """How it takes images; None: rows are text."""
+
+    @property
+    def range(self) -> list[int | None]:
+        """The numbers of tokens and of classes that it has; None: not known."""
+        return [self.vocabulary, self.classes]
 
     @property
     def row_images(self) -> RowImages | None:
@@ -160,6 +168,9 @@ class TokenStore:
     """Columns with content that are not used, each with what it might be."""
     notes: list[str] = field(default_factory=list)
     """What to say at the start of how the rows are read."""
+    file_notes: list[str] = field(default_factory=list)
+    """What to say of the files: see `find_parts`."""
+    prompt_form: PromptForm | None = None
     folder: Path | None = None
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
@@ -217,7 +228,10 @@ def open_store(
     """
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
     most = data.max_document_bytes
-    parts = find_parts(patterns, kind=data.kind, validation=validation, max_document=most)
+    notes: list[str] = []
+    parts = find_parts(
+        patterns, kind=data.kind, validation=validation, max_document=most, notes=notes
+    )
     limit = None if validation else data.limit
     try:
         files = [file_states(parts), content_sample(parts)]
@@ -228,23 +242,71 @@ def open_store(
     content += [] if data.on_error == "fail" else [most]  # those rows are not in the store
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
     folder = cache_folder(data.cache) / name
+    refused = folder.with_name(f"{name}.refused.json")
+    _refuse_again(refused, model)
     lock = _wait(folder, build=build)
     if lock is not None:
         try:
             scratch = folder.with_name(f".{name}-{lock.name}")
             remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
             if not folder.is_dir():
-                _build(folder, scratch, parts, encoder, replace(data, limit=limit), lock=lock)
+                data = replace(data, limit=limit)
+                try:
+                    _build(folder, scratch, parts, encoder, data, model=model, lock=lock)
+                except OutOfRangeError as error:
+                    with contextlib.suppress(OSError):
+                        replace_text(refused, json.dumps([*model.range, str(error)]))
+                    raise
         finally:
             lock.release()
-    store = _load(folder, parts, encoder)
-    classes = 0 if store.classes is None else int(store.classes.max()) + 1
-    too_large = model.vocabulary is not None and store.largest_id >= model.vocabulary
-    if too_large or (model.classes is not None and classes > model.classes):
-        # A store does not record the origin of its documents: read the rows again
-        for encoded in encoder.encode_rows(encoder.read(parts)):
-            check_range(encoded, model)
+    store = replace(_load(folder, parts, encoder), file_notes=notes)
+    if _out_of_range(store, model) and build:  # its error ends the ranks that do not build
+        rows = encoder.read(parts)
+        if store.empty or store.skipped:
+            rows = (encoded.row for encoded in encoder.encode_rows(rows) if encoded.ids.size)
+        # A store does not record the origin of its documents: read the rows up to this one again
+        row = next(itertools.islice(rows, _first_out_of_range(store, model), None))
+        check_range(next(encoder.encode_rows([row])), model)
     return store
+
+
+class OutOfRangeError(RecipeError):
+    """A row has a token or a class that the model does not have."""
+
+
+def _refuse_again(refused: Path, model: ModelInputs) -> None:
+    """Raises OutOfRangeError if a start has found it in these files for a model of this size."""
+    try:
+        *limits, problem = json.loads(refused.read_bytes())
+    except (OSError, ValueError):
+        return
+    if limits == model.range:
+        raise OutOfRangeError(problem)
+
+
+def _out_of_range(store: TokenStore, model: ModelInputs) -> bool:
+    """Whether a document has a token or a class that the model does not have."""
+    classes = 0 if store.classes is None else int(store.classes.max(initial=-1)) + 1
+    largest = store.largest_id
+    if model.vocabulary is not None and largest >= model.vocabulary:
+        return True
+    return model.classes is not None and classes > model.classes
+
+
+def _first_out_of_range(store: TokenStore, model: ModelInputs) -> int:
+    """The number of the first such document."""
+    first = store.documents
+    if model.classes is not None and store.classes is not None:
+        first = int(np.argmax(np.append(store.classes >= model.classes, True)))
+    tokens = 0 if model.vocabulary is None else int(store.offsets[first])
+    for begin in range(0, tokens, _COUNTED_TOKENS):
+        ids, targets = (
+            array[begin : begin + _COUNTED_TOKENS] for array in (store.ids, store.targets)
+        )
+        beyond = np.flatnonzero(np.maximum(ids, targets) >= model.vocabulary)
+        if beyond.size:
+            return int(np.searchsorted(store.offsets, begin + beyond[0], side="right")) - 1
+    return first
 
 
 def rows_of_documents(
@@ -271,15 +333,15 @@ def rows_of_documents(
 
 
 def check_range(encoded: Encoded, model: ModelInputs) -> None:
-    """Raises RecipeError if the model has no such token or class."""
+    """Raises OutOfRangeError if the model has no such token or class."""
     row, category = encoded.row, encoded.category
     largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.targets))
     if model.vocabulary is not None and largest >= model.vocabulary:
         what = f"is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
-        raise RecipeError(f"{row.where}: token id {largest} {what}")
+        raise OutOfRangeError(f"{row.where}: token id {largest} {what}")
     if model.classes is not None and (category or 0) >= model.classes:
         what = f"{model.classes} classes, 0 to {model.classes - 1} (model.num_labels)"
-        raise RecipeError(f"{row.where}: label {category}, but the model has {what}")
+        raise OutOfRangeError(f"{row.where}: label {category}, but the model has {what}")
 
 
 def _wait(folder: Path, *, build: bool) -> Ownership | None:
@@ -332,6 +394,7 @@ def _build(
     encoder: Encoder,
     data: schema.Data,
     *,
+    model: ModelInputs,
     lock: Ownership,
 ) -> None:
     """Tokenizes into `scratch`, which becomes `folder`. If this process is killed or interrupted,
@@ -342,7 +405,8 @@ def _build(
     started, keep, tasks = time.monotonic(), True, _tasks(parts, data.limit)
     try:
         with _continued(folder, scratch, len(tasks), lock) as writer:
-            for stores in _tokenize(tasks, encoder, data, done=writer.done, spill=scratch):
+            made = _tokenize(tasks, encoder, data, model=model, done=writer.done, spill=scratch)
+            for stores in made:
                 for store in stores:
                     writer.add(store)
                     remove_spilled(store)
@@ -361,7 +425,8 @@ def _build(
             f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
             f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
         )
-        about = {"kind": encoder.kind, "files": [part.name for part in parts]}
+        about: dict[str, Any] = {"kind": encoder.kind, "files": [part.name for part in parts]}
+        about["prompt_form"] = prompt_form(encoder, parts)
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         commit(scratch, folder)
     except RecipeError:
@@ -423,6 +488,8 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
+        # Earlier versions did not record it
+        prompt_form=meta.get("prompt_form") or prompt_form(encoder, parts),
         **{name: meta[name] for name in ("largest_id", "skipped", "unused", *COUNTS)},
     )
 
@@ -436,6 +503,7 @@ def _tokenize(
     encoder: Encoder,
     data: schema.Data,
     *,
+    model: ModelInputs,
     done: int,
     spill: Path,
 ) -> Iterator[list[TokenStore]]:
@@ -448,7 +516,7 @@ def _tokenize(
     loader: DataLoader[Any] = DataLoader(
         tasks[done:],  # type: ignore[arg-type]
         batch_size=None,
-        collate_fn=partial(_run_task, encoder, data.on_error, spill),
+        collate_fn=partial(_run_task, encoder, model, data.on_error, spill),
         num_workers=processes if processes > 1 else 0,
         worker_init_fn=prepare_worker_process,
         multiprocessing_context="fork" if processes > 1 else None,
@@ -459,7 +527,8 @@ def _tokenize(
         with task("tokenizing", len(tasks)) as advance:
             advance(done)
             skipped: list[dict[str, str]] = []
-            failed, rows, number = "", 0, done
+            failed: RecipeError | None = None
+            rows, number = 0, done
             for stores, of_task, problem in loader:
                 number += 1
                 rows += of_task
@@ -478,7 +547,7 @@ def _tokenize(
                 complete = number == len(tasks) and not failed and rows < _COUNTED_ROWS
                 raise RecipeError(list(problem_lines(skipped, rows=rows, complete=complete)))
             if failed:
-                raise RecipeError(failed)
+                raise failed
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
             raise
@@ -500,10 +569,10 @@ def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]
 
 
 def _run_task(
-    encoder: Encoder, on_error: str, spill: Path, parts: list[SourcePart]
-) -> tuple[list[TokenStore], int, str]:
-    """The documents of a task, the number of its rows, and a problem of a file or the tokenizer: a
-    loader would wrap a RecipeError. A compressed file is one task, whatever its size: what exceeds
+    encoder: Encoder, model: ModelInputs, on_error: str, spill: Path, parts: list[SourcePart]
+) -> tuple[list[TokenStore], int, RecipeError | None]:
+    """The documents of a task, the number of its rows, and a problem of a file or the tokenizer, or
+    with the model's range: a loader would wrap the error. A compressed file is one task, whatever its size: what exceeds
     _MEMORY_BYTES goes to files in `spill`. With on_error: fail, the documents are of no use after a
     row that cannot be used, and at most _COUNTED_ROWS further rows are read."""
     stores: list[TokenStore] = []
@@ -514,6 +583,9 @@ def _run_task(
         for some in in_batches(rows, most=_STORE_ROWS, size=lambda one: one.row.size):
             count += len(some)
             store = store_rows(some)
+            if _out_of_range(store, model):  # at once, not after all files are tokenized
+                for encoded in some:
+                    check_range(encoded, model)
             held += store.ids.nbytes
             held += 0 if store.image_data is None else store.image_data.nbytes
             if held > _MEMORY_BYTES:
@@ -522,10 +594,10 @@ def _run_task(
             if on_error == "fail" and count >= _COUNTED_ROWS and any(s.skipped for s in stores):
                 break
     except RecipeError as error:
-        return stores, count, str(error)
+        return stores, count, error
     if stores:
         stores[-1] = replace(stores[-1], unused=unused)
-    return stores, count, ""
+    return stores, count, None
 
 
 def store_rows(rows: list[Encoded]) -> TokenStore:
@@ -546,6 +618,10 @@ def store_rows(rows: list[Encoded]) -> TokenStore:
         images=None if images is None else images[0],
         image_data=None if images is None else np.frombuffer(images[1], dtype=np.uint8),
         skipped=skipped,
+        largest_id=max(
+            (int(ids.max(initial=-1)) for row in documents for ids in (row.ids, row.targets)),
+            default=-1,
+        ),
         empty=len(rows) - len(skipped) - len(documents),
         cut_documents=sum(row.cut_tokens > 0 for row in documents),
         cut_tokens=sum(row.cut_tokens for row in documents),

@@ -27,6 +27,8 @@ class Gpu:
     float8: bool = True
     """Whether it multiplies matrices in float8: Nvidia's from compute capability 8.9, AMD's from
     the MI300."""
+    flash: bool = True
+    """Whether FlashAttention has kernels for it: Nvidia's from compute capability 8.0."""
 
     @property
     def memory(self) -> int:
@@ -64,11 +66,11 @@ GPUS = (
     Gpu("GH200 144G", 139, 989, 494, 4.9, 450, 450),  # 144 GB HBM3e
     Gpu("GB200", 183, 2500, 1250, 8, 900, 225),  # two GPUs share NVLink-C2C
     Gpu("B300", 267, 2250, 1125, 8, 900, 64),  # an eighth of the HGX B300's
-    Gpu("V100 32GB PCIe", 31.7, 112, 14, 0.9, 0, 16, float8=False),
-    Gpu("V100 16GB PCIe", 15.7, 112, 14, 0.9, 0, 16, float8=False),
-    Gpu("V100 32GB", 31.7, 125, 15.7, 0.9, 150, 16, float8=False),
-    Gpu("V100 16GB", 15.7, 125, 15.7, 0.9, 150, 16, float8=False),
-    Gpu("T4", 14.5, 65, 8.1, 0.3, 0, 16, float8=False),
+    Gpu("V100 32GB PCIe", 31.7, 112, 14, 0.9, 0, 16, float8=False, flash=False),
+    Gpu("V100 16GB PCIe", 15.7, 112, 14, 0.9, 0, 16, float8=False, flash=False),
+    Gpu("V100 32GB", 31.7, 125, 15.7, 0.9, 150, 16, float8=False, flash=False),
+    Gpu("V100 16GB", 15.7, 125, 15.7, 0.9, 150, 16, float8=False, flash=False),
+    Gpu("T4", 14.5, 65, 8.1, 0.3, 0, 16, float8=False, flash=False),
     Gpu("A10", 22, 125, 62.5, 0.6, 0, 32, float8=False),
     Gpu("A30", 23.5, 165, 82, 0.933, 0, 32, float8=False),
     Gpu("A40", 44.3, 149.7, 74.8, 0.696, 0, 32, float8=False),

@@ -7,12 +7,12 @@ torch's variable-length kernel on CUDA, elsewhere one dense attention per docume
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.util
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import varlen
 
+from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import (
     attention_choice,
@@ -65,6 +66,8 @@ _NOT_ATTENDING = {"linear_attention", "conv", *_OF_ONE_TOKEN}
 _WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
 """Types of text models that do not show `position_ids` to the masks that they make, so that these
 do not keep documents apart (transformers 5.23)."""
+
+logger = logging.getLogger(__name__)
 
 planned_gpu = ContextVar[str | None]("planned_gpu", default=None)
 """The name of the GPU that a plan is for; None: the one that is present."""
@@ -226,7 +229,8 @@ def without_flash(device: torch.device) -> bool:
     """Whether the GPU, or that of the plan, is too old for FlashAttention (compute capability 8.0).
     Without either, a recent one is assumed."""
     if (planned := planned_gpu.get()) is not None:
-        return planned.startswith(("T4", "V100"))
+        known = find_gpu(planned)
+        return known is not None and not known.flash
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
 
 
@@ -394,13 +398,17 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     ALL_ATTENTION_FUNCTIONS.register(name, trial)
     # Models raise anything: if they do not take these arguments, or cannot run on meta beyond the
     # recorded layers
-    with contextlib.suppress(Exception):
+    try:
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         tried = copy.deepcopy(model)
         for module in tried.modules():
             if hasattr(module, "has_gate"):  # experts: they read how many tokens each one has
                 module.forward = _same_shape
         tried(input_ids=ids, use_cache=False, **inputs)
+    except StopIteration:  # by the trial, which has seen enough
+        pass
+    except Exception as error:  # also of the trial itself, so that a bug of it can be seen
+        logger.debug(f"the trial of attention ended: {type(error).__name__}: {first_line(error)}")
     ALL_ATTENTION_FUNCTIONS.register(name, before)
     return bool(fitting) and all(fitting)
 
@@ -699,7 +707,9 @@ def check_isolation(
         after_first, after_other = (
             model(input_ids=pair, **inputs, use_cache=False).logits[:, 8:].float() for pair in pairs
         )
-        difference = float((after_first - after_other).abs().max() / after_first.abs().max())
+        # Logits of a head that begins with zeros are all 0
+        largest = after_first.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        difference = float((after_first - after_other).abs().max() / largest)
     except TypeError as error:
         if "position_ids" not in str(error):
             raise RecipeError(

@@ -25,7 +25,7 @@ from launcher.models.expert_adapters import file_form
 from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
 from launcher.models.new_rows import PARAMETER
-from launcher.models.nf4 import is_packed, parts_of_rows, shape_of, unpacked
+from launcher.models.nf4 import packed_names, parts_of_rows, shape_of, unpacked
 from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import adapted_ties, config_untied
@@ -100,10 +100,11 @@ def export_hugging_face(
     in NF4 only if `export_base` is original.
     """
     tensors = named_weights(module)
+    packed = {clean_name(name) for name in packed_names(module)}
     read_source = None if source is None else source.reader()
 
     def is_rounded(name: str, tensor: torch.Tensor) -> bool:
-        if is_packed(tensor):
+        if name in packed:
             return export_base == "original"
         stored = source.loaded_dtypes.get(name) if source is not None else None
         return stored is not None and tensor.dtype.itemsize < stored.itemsize
@@ -111,11 +112,13 @@ def export_hugging_face(
     def read(name: str) -> torch.Tensor:
         tensor = tensors[name]
         if read_source is not None and is_rounded(name, tensor):
-            return read_source(name) if rank == 0 else torch.zeros(()).expand(shape_of(tensor))
+            shape = shape_of(tensor) if name in packed else tensor.shape
+            return read_source(name) if rank == 0 else torch.zeros(()).expand(shape)
         parts = parts_of_rows(tensor)
         if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
             tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
-        return unpacked(tensor.cpu(), torch.float32, parts)
+        tensor = tensor.cpu()
+        return unpacked(tensor, torch.float32, parts) if name in packed else tensor
 
     if rank != 0:
         for _ in exported_tensors(module, read, merged=merged, convert=False):

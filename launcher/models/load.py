@@ -32,7 +32,7 @@ from launcher.models.build import (
 from launcher.models.dequantized import dequantized, without_quantization
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.new_rows import PARAMETER, vocabulary_names
-from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder
+from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder, refuse_absent
 from launcher.models.shards import copy_local_rows, local_rows
 from launcher.models.tensor_names import Conversion, load_conversions
 from launcher.models.ties import tied_names, untie
@@ -109,7 +109,9 @@ def open_checkpoint(
     Logs what is not loaded and what is initialized. Raises RecipeError with every tensor that is
     missing, unexpected or of another shape.
     """
-    stored = dequantized(open_folder(folder, key=key), folder, key=key)
+    stored = open_folder(folder, key=key)
+    refuse_absent(stored, folder, key=key, tied=tied_names(model))
+    stored = dequantized(stored, folder, key=key)
     without_quantization(model.config)
     conversions, unexpected, problems = load_conversions(model, stored.tensors)
     state: dict[str, torch.Tensor] = model.state_dict()

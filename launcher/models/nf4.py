@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -45,8 +46,26 @@ AT_ONCE = 2**24
 _TINY = torch.finfo(torch.float32).tiny
 
 
+_MARK = "weights_in_nf4"
+"""Attribute of a module: the names of its parameters in NF4."""
+
+
+def mark_packed(module: nn.Module, name: str) -> None:
+    """Notes that a parameter of this module is in NF4. Sharding replaces the parameter, and keeps
+    the module."""
+    setattr(module, _MARK, (*getattr(module, _MARK, ()), name))
+
+
+def packed_names(model: nn.Module) -> Iterator[str]:
+    """The names of the model's parameters in NF4. Other tensors may hold bytes of their own."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in getattr(module, _MARK, ()):
+            yield f"{path}.{name}" if path else name
+
+
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a parameter of a model is in NF4."""
+    """Whether a weight that a layer multiplies with is in NF4. Of any tensor of a model,
+    `packed_names` says it."""
     return tensor.dtype == torch.uint8 and tensor.ndim >= 2
 
 

@@ -20,6 +20,7 @@ from launcher.models.nf4 import (
     has_kernel,
     is_packed,
     linear,
+    mark_packed,
     row_bytes,
     shape_of,
 )
@@ -69,6 +70,7 @@ def quantize_blocks(blocks: Mapping[str, nn.Module], kept: Container[str] = ()) 
         packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
         parameter = made.setdefault(id(weight), nn.Parameter(packed, requires_grad=False))
         setattr(module, name, parameter)
+        mark_packed(module, name)
         if isinstance(module, nn.Linear):
             module.__class__ = Nf4Linear  # as in `compute_in_groups`
         else:

@@ -72,6 +72,8 @@ class StoredTensors:
     def __init__(self, parts: Mapping[str, Sequence[StoredRows]], tensors: Tensors) -> None:
         """`tensors` have shapes and dtypes only: they are on meta."""
         self._parts, self.tensors = parts, tensors
+        self.absent: tuple[str, ...] = ()
+        """Names in the index of the files that none of these holds."""
         self._open: dict[Path, Any] = {}
         self._new: dict[str, range] = {}
 
@@ -211,7 +213,7 @@ def _sampled_blocks(begin: int, end: int, blocks: int) -> list[tuple[int, int]]:
 
 def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     """The weights in a model's folder: one file, or several with an index. Raises RecipeError,
-    which begins with `key`, if weights are missing or damaged."""
+    which begins with `key`, if files are missing or damaged. See `refuse_absent`."""
     if (folder / SINGLE).is_file():
         return open_files([folder / SINGLE], key=key)
     if not (folder / INDEX).is_file():
@@ -233,11 +235,27 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
         raise RecipeError(f"{key}: {folder / INDEX} names {outside[0]}, outside of the folder")
     absent = sorted(name for name in names if not (folder / name).is_file())
     stored = open_files([folder / name for name in sorted(names.difference(absent))], key=key)
-    if lost := absent or sorted(file_of.keys() - stored.tensors.keys()):
+    _refuse_lost(absent, folder, key)
+    stored.absent = tuple(sorted(file_of.keys() - stored.tensors.keys()))
+    return stored
+
+
+def refuse_absent(
+    stored: StoredTensors, folder: Path, *, key: str, tied: Sequence[Sequence[str]] = ()
+) -> None:
+    """Raises RecipeError if the index of a folder names tensors that no file holds. Some programs
+    write each of the `tied` names of a parameter to the index, and the parameter once to a file."""
+    names = tuple(name for names in tied for name in names)
+    inner = tuple(f".{name}" for name in names)
+    lost = [name for name in stored.absent if name not in names and not name.endswith(inner)]
+    _refuse_lost(lost, folder, key)
+
+
+def _refuse_lost(lost: Sequence[str], folder: Path, key: str) -> None:
+    if lost:
         raise RecipeError(
             f"{key}: {folder} lacks {', '.join(lost)}, which its index names; download it again"
         )
-    return stored
 
 
 def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTensors:

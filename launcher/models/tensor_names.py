@@ -17,7 +17,7 @@ import torch
 
 from launcher.models.applied import applied
 from launcher.models.initialization import clean_name
-from launcher.models.nf4 import shape_of
+from launcher.models.nf4 import packed_names, shape_of
 from launcher.models.safetensors_files import Tensors
 
 if TYPE_CHECKING:
@@ -86,8 +86,11 @@ class Conversion:
 
 def _shapes_of(model: PreTrainedModel) -> SimpleNamespace:
     """The config of a model, sharded or not, and the whole shapes of its parameters."""
+    packed = {*packed_names(model)}
     shapes = {
-        clean_name(name): torch.empty(shape_of(tensor), device="meta")
+        clean_name(name): torch.empty(
+            shape_of(tensor) if name in packed else tensor.shape, device="meta"
+        )
         for name, tensor in model.state_dict().items()
     }
     return SimpleNamespace(config=model.config, get_parameter=shapes.__getitem__)

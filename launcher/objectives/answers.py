@@ -64,7 +64,7 @@ class Answers(Objective):
     def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
         """Changes nothing. Raises RecipeError if answers cannot share a row, or if the model has
         dropout or noise in its routers."""
-        check_model(model, sequence_length)
+        check_model(model, sequence_length, pairs=self.answers > 1)
 
     def bounds(self, dataset: SequenceDataset, index: int) -> Iterator[tuple[int, Bounds]]:
         """The number of each document of a sequence, and the places of its answers."""
@@ -229,13 +229,16 @@ def answer_log_probabilities(
     return sums.index_add(0, micro_batch["answers"], -losses)[:-1].view(counts.shape), outputs
 
 
-def check_model(model: PreTrainedModel, sequence_length: int) -> None:
-    """Raises RecipeError if the two answers of a pair cannot share a row, or if the model has
+def check_model(model: PreTrainedModel, sequence_length: int, *, pairs: bool = True) -> None:
+    """Raises RecipeError if the answers (pairs: two of each prompt) cannot share a row, or if the model has
     dropout or noise in its routers: its log-probabilities would be compared with those of a
     reference without it."""
+    section, kind = ("preference", "preference") if pairs else ("kto", "unpaired")
     instead = "both answers of a pair are in one row, so it cannot be trained on pairs"
+    if not pairs:
+        instead = "several answers are in one row, so it cannot be trained on them"
     refuse_other_layers(
-        model, sequence_length, key="data.kind: preference", instead=instead, packed=True
+        model, sequence_length, key=f"data.kind: {kind}", instead=instead, packed=True
     )
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -245,6 +248,6 @@ def check_model(model: PreTrainedModel, sequence_length: int) -> None:
                 what = "noise in routers" if noise else "dropout"
                 own = key if noise else "the model's dropout"
                 raise RecipeError(
-                    f"preference: not available with {what}, and {name}.{key} is {value}: set "
+                    f"{section}: not available with {what}, and {name}.{key} is {value}: set "
                     f"{own} to 0 in model.config, or in config.json of model.path"
                 )

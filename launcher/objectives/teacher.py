@@ -25,6 +25,7 @@ from launcher.console import bytes_as_text, seconds_as_text
 from launcher.data.collation import Collated, with_positions
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import to_device
+from launcher.data.packing import count_labels
 from launcher.data.run_data import RunData
 from launcher.data.store_files import MappedArray
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
@@ -34,7 +35,7 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
 from launcher.models.build import vocabulary_size
 from launcher.models.chunked_loss import computes_loss
-from launcher.models.micro_batch import IGNORED, Masking
+from launcher.models.micro_batch import Masking
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.loss import MicroBatch
 from launcher.objectives.passes import rows_in_order
@@ -108,11 +109,13 @@ def with_teacher(
 def first_targets(dataset: SequenceDataset) -> npt.NDArray[np.int64]:
     """The number of targets before each sequence, and of all: (sequences + 1,)."""
     store, sequences = dataset.store, dataset.sequences
-    counted = np.append(0, np.cumsum(store.targets != IGNORED))
     starts = sequences.starts.astype(np.int64)
     ends = store.offsets[np.searchsorted(store.offsets, starts, side="right")]
     last = np.minimum(starts + sequences.lengths + 1, ends)
-    counts = counted[last] - counted[starts + 1]
+    counts = last - starts - 1
+    if store.labels is not None:  # in blocks: a store may be larger than the memory
+        order = np.argsort(starts)
+        counts[order] = count_labels(store.labels, starts[order] + 1, last[order])
     return np.append(0, np.cumsum(np.add.reduceat(counts, sequences.bounds[:-1])))
 
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from launcher.models.initialization import clean_name
 
-_VECTORS = re.compile(r"bias|norm\d*$|^(A_log|D|dt_bias|A|scale|gamma)$", re.IGNORECASE)
-"""Parts of names: of the parameter, and of its module unless that is a linear layer."""
+_VECTORS = re.compile(r"(?i:bias|norm\d*$|^(A_log|dt_bias|scale|gamma)$)|^[AD]$")
+"""Parts of names: of the parameter, and of its module unless that is a linear layer. `a` and `d`
+may be matrices, as in `a @ b`."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -1,16 +1,17 @@
 """Estimates the time of a training step with closed formulas, to rank configurations.
 
 - A block's forward pass takes the time of its products and attention, plus the time that all other
-traffic takes at the memory bandwidth; at least the time to launch its kernels. The backward pass
-computes the products twice where weights are trained. Recomputation is another forward pass;
-selective checkpointing saves attention and half of the products. - `model.compile` fuses the other
-operators: less traffic, fewer kernels. - A collective over n ranks moves (n - 1) / n of its bytes
-through each of them. It overlaps with compute, which it slows down. DDP's reduction overlaps with
-the backward pass of the last micro-batch only. - FSDP copies weights out of, and gradients into,
-the buffers of its collectives. Nothing overlaps with that. On one rank, where it has no
-collectives, it casts and copies weights (10 bytes for a parameter in 16 bits) and gradients (14
-bytes; torch 2.11 to 2.13, `foreach_reduce`). - Copies between host and device run beside compute:
-only the time by which they exceed it counts.
+  traffic takes at the memory bandwidth; at least the time to launch its kernels. The backward pass
+  computes the products twice where weights are trained. Recomputation is another forward pass;
+  selective checkpointing saves attention and half of the products.
+- `model.compile` fuses the other operators: less traffic, fewer kernels.
+- A collective over n ranks moves (n - 1) / n of its bytes through each of them. It overlaps with
+  compute, which it slows down. DDP's reduction overlaps with the backward pass of the last
+  micro-batch only.
+- FSDP copies weights out of, and gradients into, the buffers of its collectives. Nothing overlaps
+  with that. On one rank, where it has no collectives, it casts and copies weights (10 bytes for a
+  parameter in 16 bits) and gradients (14 bytes; torch 2.11 to 2.13, `foreach_reduce`).
+- Copies between host and device run beside compute: only the time by which they exceed it counts.
 
 docs/speed.md compares the estimates with published figures.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import glob
-import gzip
 import io
 import itertools
 import json
@@ -12,10 +11,19 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from launcher.errors import RecipeError
 from launcher.recipe.hub import SAVED_DICT, is_hub_id, is_saved_data_set, load_data_set
+from launcher.recipe.row_files import (
+    FORMS,
+    ROW_FILES,
+    RowForm,
+    arrow_batches,
+    holds_json_lines,
+    open_binary,
+    suffixes,
+)
 
 _FIRST_LINE = 1 << 28
 """Most bytes of a line that are read: a small compressed file may hold many gigabytes."""
@@ -61,9 +69,32 @@ def why_text(patterns: Iterable[str]) -> str | None:
             return None
         for match in map(Path, matching(pattern)):
             if not match.is_dir():
-                row_file = _suffix(match) in _READERS
-                return None if row_file else f"{match} is no file of rows ({ROW_FILES})"
+                return (
+                    None
+                    if _form(match) is not None
+                    else f"{match} is no file of rows ({ROW_FILES})"
+                )
             return None if _files(match) else f"{match} holds no file of rows ({ROW_FILES})"
+    return None
+
+
+def rows_as_text(patterns: Iterable[str]) -> str | None:
+    """A text file among these files whose lines are JSON objects, one of each suffix is looked at:
+    it would be trained with its braces. None: there is none."""
+    seen: set[str] = set()
+    for pattern in patterns:
+        if is_of_system(pattern):
+            continue
+        for match in map(Path, matching(pattern)):
+            inside = match.is_dir() and not is_saved_data_set(match)
+            for file in sorted(match.rglob("*")) if inside else [match]:
+                hidden = any(part.startswith(".") for part in file.relative_to(match).parts)
+                suffix = "".join(suffixes(file))
+                if hidden or suffix in seen or _form(file) is not None or not file.is_file():
+                    continue
+                seen.add(suffix)
+                if holds_json_lines(file):
+                    return str(file)
     return None
 
 
@@ -82,11 +113,12 @@ def _files(folder: Path) -> list[Path]:
     if is_saved_data_set(folder):
         return [folder]
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in files if not path.name.startswith(".") and _suffix(path) in _READERS]
+    return [path for path in files if not path.name.startswith(".") and _form(path) is not None]
 
 
-def _suffix(file: Path) -> str:
-    return Path(file.stem if file.suffix in (".gz", ".zst") else file.name).suffix.lower()
+def _form(file: Path) -> RowForm | None:
+    """None: it is no file of rows."""
+    return FORMS.get(suffixes(file)[0])
 
 
 def _row(file: Path) -> Mapping[str, Any] | None:
@@ -95,11 +127,11 @@ def _row(file: Path) -> Mapping[str, Any] | None:
             file /= "train"
         names = json.loads((file / "dataset_info.json").read_text())["features"]
         return dict.fromkeys(names) | _first_of_arrow(file)
-    read = _READERS.get(_suffix(file))
-    if read is None or not file.is_file():  # a named pipe is read only once
+    form = _form(file)
+    if form is None or not file.is_file():  # a named pipe is read only once
         return None
-    with _open(file) as stream:
-        return read(stream)
+    with open_binary(os.fspath(file)) as stream:
+        return _READERS[form](stream)
 
 
 def _first_of_arrow(folder: Path) -> dict[str, Any]:
@@ -115,16 +147,6 @@ def _first_of_arrow(folder: Path) -> dict[str, Any]:
             row: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
             return row
     return {}
-
-
-def _open(file: Path) -> BinaryIO:
-    if file.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(file))
-    if file.suffix == ".zst":
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.input_stream(os.fspath(file), compression="zstd"))
-    return file.open("rb")
 
 
 def _jsonl(stream: BinaryIO) -> Mapping[str, Any]:
@@ -210,11 +232,19 @@ def _parquet(stream: BinaryIO) -> Mapping[str, Any]:
         return row
 
 
-_READERS: dict[str, Callable[[BinaryIO], Mapping[str, Any]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".tsv": partial(_csv, dialect="excel-tab"),
-    ".parquet": _parquet,
+def _arrow(stream: BinaryIO) -> Mapping[str, Any]:
+    for batch in arrow_batches(stream):
+        if batch.num_rows:
+            row: dict[str, Any] = batch.slice(0, 1).to_pylist()[0]
+            return row
+    raise ValueError("it has no rows")
+
+
+_READERS: dict[RowForm, Callable[[BinaryIO], Mapping[str, Any]]] = {
+    "jsonl": _jsonl,
+    "json": _json,
+    "csv": _csv,
+    "tsv": partial(_csv, dialect="excel-tab"),
+    "parquet": _parquet,
+    "arrow": _arrow,
 }
-ROW_FILES = ", ".join(_READERS)

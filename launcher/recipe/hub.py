@@ -15,22 +15,18 @@ from typing import Any
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
 from launcher.recipe.find import no_such
+from launcher.recipe.row_files import COMPRESSED, FORMS
 
 logger = logging.getLogger(__name__)
 
 _FILE_ENDINGS = (
-    ".jsonl",
-    ".json",
-    ".parquet",
-    ".csv",
-    ".tsv",
+    *FORMS,
+    *COMPRESSED,
     ".txt",
     ".py",
     ".md",
     ".yaml",
     ".yml",
-    ".gz",
-    ".zst",
     ".jinja",
 )
 _WITHOUT_OWNER = (

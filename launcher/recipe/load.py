@@ -29,7 +29,7 @@ from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.recipe.columns import first_row, why_text
+from launcher.recipe.columns import first_row, rows_as_text, why_text
 from launcher.recipe.combinations import ALTERNATIVES, excludes_compile, kind_by_keys
 from launcher.recipe.decode import (
     ARGUMENTS,
@@ -452,6 +452,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             origins.as_text["data", "kind"] = f"text, as {shown(text)}"
         elif found is None:
             kind, why = assumed, by_keys
+        if kind == "text" and source.get("kind") is None:
+            yield from _refuse_rows_as_text(where, files)
         path: KeyPath = (
             ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
         )
@@ -461,8 +463,23 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 origins.derived[path] = why
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
+    sets = data.get("validation")
+    if data.get("kind") in (None, "text"):  # then it was not given
+        for name, files in (sets if isinstance(sets, dict) else {"": sets}).items():
+            files = [files] if isinstance(files, str) else files
+            if isinstance(files, list) and all(isinstance(file, str) for file in files):
+                where = ("data", "validation", name) if name else ("data", "validation")
+                yield from _refuse_rows_as_text(where, files)
     if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
         plain["data"], origins.derived["data", "kind"] = data | {"kind": assumed}, by_keys
+
+
+def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
+    if (file := rows_as_text(files)) is not None:
+        what = "its lines are JSON objects, and its name says that it is text: name it .jsonl, or "
+        yield Problem(
+            where, f"{shown(file)}: {what}set data.kind=text to train it as it is written"
+        )
 
 
 def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:

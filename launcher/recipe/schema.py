@@ -87,8 +87,8 @@ class Run(Section):
     """Consecutive steps, at most all of the run, with gradients that are not finite before
     on_divergence applies; a float16 loss scale causes up to 16."""
     max_loss_ratio: Annotated[PositiveFloat, Field(gt=1)] | None = None
-    """A loss above this multiple of the median of the last 10 to 50 logged ones counts as divergence;
-    null: only gradients that are not finite."""
+    """A loss above this multiple of the median of the last 10 to 50 logged ones counts as divergence,
+    unless one of these is zero or negative; null: only gradients that are not finite."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """stop: end the run. rewind: resume from the checkpoint before it, without the samples of the
     steps that diverged."""

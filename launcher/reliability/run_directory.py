@@ -220,7 +220,7 @@ class RunFolder:
         self.check()
         try:
             self.log.mkdir(parents=True, exist_ok=True)
-            replace_text(self.path / "recipe.yaml", recipe_yaml)
+            replace_text(self.path / "recipe.yaml", recipe_yaml, durable=True)
             if from_scratch:
                 self.metrics.write_text("")
                 (self.path / "samples.jsonl").unlink(missing_ok=True)

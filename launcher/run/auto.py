@@ -169,7 +169,7 @@ def resolve_auto(
         recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
     if recipe is not written and ranks.rank == 0:
         run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(recipe))
+        replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
     return recipe
 
 
@@ -247,7 +247,7 @@ def resolve_collectives(
             reasons.append(why)
         if reasons:
             run.check()
-            replace_text(run.path / "recipe.yaml", to_yaml(chosen))
+            replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
         answer = chosen, reasons
     chosen, reasons = cast("tuple[Recipe, list[str]]", from_rank_0(answer, ranks.group))
     for why in reasons:

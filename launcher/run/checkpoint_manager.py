@@ -32,6 +32,7 @@ from launcher.checkpoint.resume import (
     recipe_of_state,
     recipe_to_compare,
     saved_position,
+    validation_changes,
 )
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
@@ -60,6 +61,10 @@ class CheckpointManager:
         self._training, self._settings = training, training.recipe.checkpoint
         self._recipe_yaml, self._data = to_yaml(training.recipe), training.data
         self._environment = argument_digests(training.recipe)
+        self._evaluated: Json = {
+            "sets": training.data.evaluated,
+            "max_batches": training.recipe.evaluation.max_batches,
+        }
         self._module, self._ranks = training.wrapped.module, training.ranks
         self._group = checkpoint_group(self._ranks)
         self._tensors = model_and_optimizer(self._module, training.optimizer)
@@ -145,9 +150,7 @@ class CheckpointManager:
             torch.cuda.synchronize(self._ranks.device)
         load(path, self._tensors, group=self._group)
         self._training.loss_scale.restore(state["loss_scale"])
-        keep_best = self._settings.keep_best
-        self._best = state["best"] if keep_best in state["best"] else {}
-        self._checkpointer.best_step = self._best.get("step")
+        other_validation = self._restore_best(state, changes, own=start == Latest())
         saved_size = (before.get("strategy") or {}).get("tensor_parallel_size", 1)
         if (state["ranks"], saved_size) == (self._ranks.size, self._ranks.tensor_parallel_size):
             local = read_local(path, self._ranks.rank)
@@ -169,9 +172,30 @@ class CheckpointManager:
             state["ranks"],
             state["observed"],
             changes,
+            other_validation=other_validation,
             evaluation_due=state["evaluation_due"],
             origin=None if start == Latest() else path.resolve(),
         )
+
+    def _restore_best(self, state: Json, changes: list[str], *, own: bool) -> bool:
+        """Restores the best value, unless it is of other validation data, which goes to `changes`.
+        own: the checkpoint is of this run's folder. Returns whether it is of other data."""
+        best, earlier = state["best"], list(state.get("earlier_best", ()))
+        evaluated = state.get("validation")  # earlier versions did not record it
+        other = [] if evaluated is None else [*validation_changes(evaluated, self._evaluated)]
+        if other and best:
+            step, kept = best["step"], "" if self._settings.keep_best is None else ", and is kept"
+            other.append(
+                f"the best value starts anew; that on the other data is of step {step}{kept}"
+            )
+            earlier.append(step)
+        elif other:
+            other.append("evaluations on other data are not compared with new ones")
+        changes += other
+        self._best = best if not other and self._settings.keep_best in best else {}
+        self._checkpointer.best_step = self._best.get("step")
+        self._checkpointer.earlier_best = earlier if own else []
+        return bool(other)
 
     def _find(self, start: Start, *, at_most: int | None) -> Path | None:
         if isinstance(start, Fresh):
@@ -212,6 +236,7 @@ class CheckpointManager:
         if metric and value is not None and is_better(metric, value, best.get(metric)):
             best = {"step": step, metric: value}
         self._candidate = best
+        prompts = self._training.prompts
         state = {
             "step": step,
             "samples": position.samples,
@@ -220,6 +245,7 @@ class CheckpointManager:
             "recipe": self._recipe_yaml,
             "environment": self._environment,
             "data": self._data.fingerprint,
+            "prompts": None if prompts is None else prompts.record(),
             "weights": self._weights,
             "adapter": self._adapter,
             "loss_scale": self._training.loss_scale.state(),
@@ -227,6 +253,8 @@ class CheckpointManager:
             "stream": position.stream,
             "evaluation_due": not evaluated,
             "best": best,
+            "earlier_best": self._checkpointer.earlier_best,
+            "validation": self._evaluated,
         }
         local, is_best = rank_state(self._module, self._ranks.device), best is not self._best
         self._checkpointer.save(step, self._tensors, state=state, local=local, best=is_best)

@@ -248,7 +248,9 @@ class Reporter:
             )
         if loss is None:
             return
-        median = statistics.median(self._recent) if len(self._recent) >= _FEWEST_LOSSES else None
+        enough = len(self._recent) >= _FEWEST_LOSSES
+        # A multiple of a loss means nothing for losses that can be zero or negative
+        median = statistics.median(self._recent) if enough and min(self._recent) > 0 else None
         if run.max_loss_ratio and median is not None and loss > run.max_loss_ratio * median:
             raise DivergedError(
                 f"the loss of step {step}, {loss:.4g}, is more than run.max_loss_ratio="

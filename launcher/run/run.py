@@ -252,7 +252,7 @@ class TrainingRun:
     def _resume(self, resumed: Resumed, diverged: DivergedError | None = None) -> None:
         """Continues from a checkpoint that was loaded."""
         self._saved_after = resumed.position.step
-        self._early_stopping.restore(resumed.observed)
+        self._early_stopping.restore({} if resumed.other_validation else resumed.observed)
         self._reporter.resumed(resumed, self._training.data, diverged=diverged)
 
     def execute(self) -> bool:
@@ -423,7 +423,7 @@ class TrainingRun:
                     evaluated=scores is not None,
                 )
             self._reporter.warn(checkpoints.trouble)
-        if requested:
+        if requested and self._saved_after == step.number:  # else a new request, or an echo, waits
             self._rank.watch.save_done()
 
     def _rewind(self, error: DivergedError, *, allowed: bool) -> None:

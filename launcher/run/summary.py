@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher import __version__
 from launcher.console import bytes_as_text, count_as_text
+from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import expected_padding
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
@@ -191,6 +192,10 @@ def _data(training: Training) -> Iterator[str]:
         rest.append(
             f"validation: {documents:,} held-out documents (data.validation_split: {share})"
         )
+    if share is None:  # else they are those of the training data
+        for each in data.validation.values():
+            of_files = each.store.file_notes if isinstance(each, SequenceDataset) else ()
+            rest += [f"note: data.validation, {line.removeprefix('note: ')}" for line in of_files]
     for line in rest:
         yield line if line.startswith(("warning", "note")) else f"      {line}"
 

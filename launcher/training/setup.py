@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from launcher.data.batching import Position, rows_of
-from launcher.data.run_data import RunData, open_run_data, teach_ends, tokenizer_to_keep
+from launcher.data.run_data import (
+    RunData,
+    TrainedPrompts,
+    open_run_data,
+    teach_ends,
+    tokenizer_to_keep,
+    trained_prompts,
+)
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
@@ -96,6 +103,8 @@ class Training:
     hooks: Hooks
     export: Callable[[Path], None]
     """Writes the weights as a Hugging Face folder. Every rank must call it."""
+    prompts: TrainedPrompts | None = None
+    """None on ranks that neither generate nor record them."""
 
     def steps_from(self, position: Position) -> Iterator[Step]:
         """Trains from a position on, which model and optimizer must have reached. Yields each
@@ -189,8 +198,12 @@ def assemble(
     prepared.check_logits(wrapped, ranks)
     data = objective.with_initial_weights(data, wrapped, about)
     _seed_generators(recipe.run.seed + ranks.tensor_parallel_group_index)
-    if recipe.checkpoint.export or recipe.evaluation.generate is not None:
-        teach_ends(model, recipe.data, recipe.model)
+    prompts, tokenizer = None, tokenizer_name(recipe.data, recipe.model)
+    generates = recipe.checkpoint.export or recipe.evaluation.generate is not None
+    if ranks.rank == 0 or generates:  # rank 0 records them in checkpoints
+        prompts = trained_prompts(recipe.data, recipe.model, data.training.prompt_forms)
+        if generates:
+            teach_ends(model, prompts.ends, tokenizer)
     return Training(
         recipe,
         ranks,
@@ -202,7 +215,8 @@ def assemble(
         prepared.make_optimizer(wrapped, recipe),
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
-        _make_export(prepared, wrapped, recipe, ranks),
+        _make_export(prepared, wrapped, recipe, ranks, prompts),
+        prompts,
     )
 
 
@@ -222,13 +236,24 @@ def _seed_generators(seed: int) -> None:
 
 
 def _make_export(
-    prepared: PreparedModel, wrapped: WrappedModel, recipe: Recipe, ranks: RankLayout
+    prepared: PreparedModel,
+    wrapped: WrappedModel,
+    recipe: Recipe,
+    ranks: RankLayout,
+    prompts: TrainedPrompts | None,
 ) -> Callable[[Path], None]:
     """Makes `Training.export`. The tokenizer is loaded now, so that a run without it ends at its
     start."""
     tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images)
+        assert prompts is not None
+        tokenizer = tokenizer_to_keep(
+            recipe.data,
+            recipe.model,
+            recipe.images,
+            template=prompts.template,
+            ends=prompts.ends,
+        )
     return partial(
         export_hugging_face,
         wrapped.module,

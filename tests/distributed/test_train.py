@@ -1,5 +1,6 @@
 """Runs started as by a user: with torchrun, plain python, on several nodes, in other folders."""
 
+import io
 import json
 import os
 import platform
@@ -699,6 +700,66 @@ def test_selftest_sees_a_planted_fault(tmp_path, fault, overrides, mark):
     if overrides:  # by less than the tolerance of losses
         assert all("fsdp, layers over 2 ranks" in line for line in marked)
         assert "TOO MUCH" not in result.output
+
+
+@pytest.mark.long
+def test_best_values_of_other_validation_data_are_not_compared(tmp_path):
+    """The best checkpoint on the data before is kept, and noted."""
+    run_dir, easy, hard = tmp_path / "run", tmp_path / "easy.jsonl", tmp_path / "hard.jsonl"
+    write_lines(easy, [{"text": "a" * 50}])
+    write_lines(hard, [{"text": "".join(map(chr, range(33, 83)))}])
+    arguments = [*SMALL[:3], f"run.dir={run_dir}", f"data.cache={tmp_path / 'cache'}"]
+    arguments += ["data.kind=text", f"data.train=[{easy}]", "batch.global_batch_size=1"]
+    arguments += ["batch.micro_batch_size=1", "evaluation.every_steps=1", "evaluation.stop_after=2"]
+    arguments += ["checkpoint.every_steps=1", "checkpoint.keep_last=1", "schedule.warmup_steps=0"]
+    arguments += ["checkpoint.keep_best=eval_loss", "checkpoint.export=null", "model.compile=false"]
+    run_python(*arguments, f"data.validation=[{easy}]", "run.max_steps=2").check()
+
+    def state():
+        folder = max((run_dir / "checkpoints").iterdir())
+        return json.loads((folder / "state.json").read_text())
+
+    first = state()["best"]
+    shown = run_python(*arguments, f"data.validation=[{hard}]", "run.max_steps=4").check().output
+    assert f"changed since: data.validation, set 'validation': {easy}: " in shown
+    assert f"the best value starts anew; that on the other data is of step {first['step']}" in shown
+    kept = {folder.name for folder in (run_dir / "checkpoints").iterdir()}
+    assert f"step_{first['step']:08}" in kept
+    assert "step_00000004" in kept, "two evaluations without a better value did not end it"
+    last = state()
+    assert last["earlier_best"] == [first["step"]]
+    assert last["best"]["step"] > 2
+    assert last["best"]["eval_loss"] > first["eval_loss"]
+    again = run_python(*arguments, f"data.validation=[{hard}]", "run.max_steps=5").check().output
+    assert "starts anew" not in again
+    assert f"step_{first['step']:08}" in {f.name for f in (run_dir / "checkpoints").iterdir()}
+
+
+@pytest.mark.long
+def test_export_and_chat_need_no_data(tmp_path, capsys, monkeypatch):
+    """The template of a run is recorded when its rows are tokenized, and the data moves."""
+    rows = [{"instruction": f"Say {n}", "output": f"{n}"} for n in range(8)]
+    file, run_dir = tmp_path / "a.jsonl", tmp_path / "run"
+    write_lines(file, rows)
+    arguments = [*SMALL, f"data.train={file}", "data.kind=instruct", "data.prompt_format=text"]
+    arguments += ["run.max_steps=1", f"run.dir={run_dir}", f"data.cache={tmp_path / 'cache'}"]
+    arguments += [
+        "data.tokenizer=bytes",
+        "model.config.vocab_size=260",
+        "model.config.eos_token_id=256",
+    ]
+    run_python(*arguments, "batch.global_batch_size=2", "batch.micro_batch_size=2").check()
+    file.unlink()
+    out = tmp_path / "out"
+    assert main.main(["export", str(run_dir), str(out), "--verify"]) == 0
+    template = (out / "chat_template.jinja").read_text()
+    assert "### Instruction" in template
+    (state,) = run_dir.glob("checkpoints/*/state.json")
+    assert json.loads(state.read_text())["prompts"]["template"] == template
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say 3\n"))
+    assert main.main(["chat", str(run_dir), "max_new_tokens=2"]) == 0
+    assert "### Instruction:\\nLINE\\n\\n### Response:\\n" in capsys.readouterr().err
 
 
 @pytest.mark.long

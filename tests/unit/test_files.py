@@ -101,6 +101,16 @@ def test_a_folder_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkey
     assert names == ["card", "link", "model", "pipe", "templates"]
 
 
+def test_a_durable_text_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Such as recipe.yaml, which nothing could replace."""
+    order, sync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), sync(file)))
+    monkeypatch.setattr(Path, "replace", lambda *of: (order.append("rename"), replace(*of)))
+    replace_text(tmp_path / "a", "text", durable=True)
+    assert order == ["fsync", "rename"]
+    assert (tmp_path / "a").read_text() == "text"
+
+
 def test_safetensors_files_have_the_mode_of_other_new_files(tmp_path):
     mask = os.umask(0o027)
     try:

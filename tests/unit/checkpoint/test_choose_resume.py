@@ -216,6 +216,25 @@ def test_edited_files_of_a_stream_are_noticed(fingerprint):
     assert list(data_changes(before, fingerprint(streaming=True))) == []
 
 
+def test_a_stream_whose_files_have_moved_is_the_same(fingerprint, tmp_path):
+    before = fingerprint(streaming=True)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in (fingerprint.a, fingerprint.b):
+        file.rename(moved / file.name)
+    now = fingerprint(streaming=True, train=(str(moved / "?.jsonl"),))
+    assert list(data_changes(before, now)) == []
+    (moved / "a.jsonl").rename(moved / "c.jsonl")  # another order, of other samples
+    now = fingerprint(streaming=True, train=(str(moved / "?.jsonl"),))
+    assert len(list(data_changes(before, now))) == 4
+
+
+def test_a_stream_of_another_version_is_named():
+    state = {"data": {}, "stream": {"order": "0123456789"}}
+    with pytest.raises(RecipeError, match="another version of the launcher wrote it"):
+        check_content(CHECKPOINT_PATH, state, data={}, weights={}, stream="6-0123", allow=False)
+
+
 def test_added_removed_and_edited_files_are_named(fingerprint):
     """Without a digest of the content, only the file sizes are compared."""
     a, b, c = fingerprint.a, fingerprint.b, fingerprint.b.with_name("c.jsonl")

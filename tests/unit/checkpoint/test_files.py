@@ -160,10 +160,10 @@ def test_killed_save_leaves_no_damaged_checkpoint(tmp_path):
 def test_prune_keeps_last_milestones_and_best(tmp_path):
     for step in range(10, 110, 10):
         write(tmp_path, step)
-    prune(tmp_path, keep_last=2, keep_every=40, best_step=30)
-    assert steps(tmp_path) == [30, 40, 80, 90, 100]
+    prune(tmp_path, keep_last=2, keep_every=40, best_step=30, earlier_best=[20])
+    assert steps(tmp_path) == [20, 30, 40, 80, 90, 100]
     files.discard_newer(tmp_path, 80)
-    assert steps(tmp_path) == [30, 40, 80], "newer checkpoints must be removed"
+    assert steps(tmp_path) == [20, 30, 40, 80], "newer checkpoints must be removed"
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [80]
 

@@ -217,6 +217,21 @@ def test_padding_without_packing_and_with_streaming(chat, capsys):
     assert table(lines)["tokens with loss"] == "66  (49.3%)"
 
 
+def test_padding_is_that_of_the_device_that_trains(chat, capsys, monkeypatch):
+    """Rows on a GPU have multiples of 128 tokens."""
+
+    def padding(*more):
+        long = ["data.packing=false", "data.sequence_length=512", "batch.micro_batch_size=1"]
+        lines = inspect(capsys, *chat, *long, "samples=1", *more)
+        return table(lines)["padding"]
+
+    assert padding() == "0.0%"
+    monkeypatch.setattr("launcher.cli.inspect_page.torch.cuda.is_available", lambda: True)
+    share = 1 - (31 + 13 + 154) / (128 + 128 + 256)
+    assert float(padding().rstrip("%")) == pytest.approx(100 * share, abs=0.5)  # of 64 rows
+    assert padding("run.device=cpu") == "0.0%"
+
+
 def test_truncated_chats_and_skipped_rows_are_reported(folder, capsys):
     question, long_text = {"role": "user", "content": "Hi"}, "hello " * 20
     answers = [[{"role": "assistant", "content": text}] for text in (long_text, "yes")]
@@ -443,7 +458,11 @@ def test_images_are_counted_that_are_trained(folder, capsys):
         for count in (1, 60)
     ]
     write(folder / "rows.jsonl", rows)
-    write(folder / "many.jsonl", rows[:1] * 50)
+    asked = [
+        {"messages": [{"role": "user", "content": f"{row}<image>"}, answer], "images": ["a.png"]}
+        for row in range(50)
+    ]
+    write(folder / "many.jsonl", asked)
     (folder / "x.yaml").write_text(
         "run: {name: x, max_steps: 1}\nmodel: {path: model}\nimages: {train: none}\n"
         "data: {train: rows.jsonl, sequence_length: 64, workers: 0, cache: null, kind: chat}\n"

@@ -145,9 +145,11 @@ def test_where_nothing_fits_it_says_what_does(here, capsys, monkeypatch):
 
 def test_unknown_models_data_and_gpus_are_refused(here, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (here / "rows.txt").write_text(json.dumps(CHAT))
     for words, problem in (
         (["model=Qwen/Qwen3-8C", "data=chat.jsonl", "gpu=h100"], "did you mean Qwen/Qwen3-8B?"),
         (["model=model", "data=none.jsonl", "gpu=h100"], "none.jsonl"),
+        (["model=model", "data=rows.txt", "gpu=h100"], "rows.txt: its lines are JSON objects"),
         (["model=model", "data=chat.jsonl", "gpu=h1000"], "gpu=h1000: is not known"),
         (["model=model", "data=chat.jsonl", "gpu=h100", "method=sft"], "method"),
         (["data=chat.jsonl", "gpu=h100"], "model"),

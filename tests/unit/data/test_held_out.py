@@ -1,15 +1,21 @@
 """data.validation_split: which documents are held out, and that no other is evaluated."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from launcher.data.held_out import copy_documents, held_out
+from launcher.checkpoint.resume import data_changes
+from launcher.data.held_out import CHOSEN, copy_documents, document_hashes, held_out
+from launcher.data.image_processor import IMAGE
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from tests.datasets import objective_of
 from tests.unit.data.rows import write
+
+EXPECTED = [1, 43, 45, 111, 117]
 
 
 def numbered(count):
@@ -18,30 +24,73 @@ def numbered(count):
     return TokenStore(ids=ids, labels=None, offsets=np.arange(0, 3 * count + 1, 3))
 
 
-@pytest.mark.parametrize(
-    ("count", "share", "number"), [(2, 0.02, 1), (2, 0.99, 1), (10, 0.25, 2), (1000, 0.02, 20)]
-)
-def test_split_divides_the_documents(count, share, number):
-    mask = held_out(count, share)
-    assert (len(mask), mask.sum()) == (count, number)
-    copied = copy_documents(numbered(count), np.flatnonzero(mask))
+def chosen(store, share):
+    return held_out(document_hashes(store), share)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.9])
+def test_the_share_is_near_the_requested_one(share):
+    mask = chosen(numbered(10_000), share)
+    assert len(mask) == 10_000
+    assert abs(mask.mean() - share) < 3.5 * (share * (1 - share) / 10_000) ** 0.5
+    copied = copy_documents(numbered(10_000), np.flatnonzero(mask))
     assert np.array_equal(copied.ids, np.repeat(np.flatnonzero(mask), 3))
-    assert copied.documents == number
-    assert np.array_equal(held_out(count, share), mask)
+    assert copied.documents == mask.sum()
 
 
-EXPECTED = [2, 33, 53, 94]
+@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])
+def test_some_are_held_out_and_some_are_trained(count, share):
+    assert 0 < chosen(numbered(count), share).sum() < count
 
 
 def test_documents_that_are_held_out_stay_the_same():
     """Others would be trained on after an update of the launcher, and then evaluated."""
-    assert np.flatnonzero(held_out(200, 0.02)).tolist() == EXPECTED
-    assert held_out(200, 0.04)[EXPECTED].all()
+    mask = chosen(numbered(200), 0.04)
+    assert np.flatnonzero(mask).tolist() == EXPECTED
+    assert not (chosen(numbered(200), 0.02) & ~mask).any()
+
+
+def of_rows(rows):
+    ids = np.concatenate(rows).astype(np.int32)
+    return TokenStore(ids=ids, labels=None, offsets=np.cumsum([0, *map(len, rows)]))
+
+
+def test_an_inserted_row_moves_none_and_equal_rows_are_on_one_side():
+    rows = [[number, number % 7] for number in range(300)]
+    before = chosen(of_rows(rows), 0.1)
+    for place in (0, 150, 300):
+        after = chosen(of_rows([*rows[:place], [1000, 1, 2], *rows[place:]]), 0.1)
+        assert np.array_equal(np.delete(after, place), before)
+    assert np.array_equal(chosen(of_rows(rows[100:]), 0.1), before[100:])
+    twice = chosen(of_rows([*rows, *rows[::-1]]), 0.1)
+    assert np.array_equal(twice[:300], twice[300:][::-1])
+
+
+def test_documents_with_other_images_are_other_documents():
+    store = of_rows([[1, 2]] * 50)
+    images = np.zeros(50, dtype=IMAGE)
+    images["first"], images["checksum"] = np.arange(50) * 2, np.arange(50) // 2
+    hashes = document_hashes(dataclasses.replace(store, images=images))
+    assert len(set(hashes.tolist())) == 25
+    assert np.array_equal(hashes[::2], hashes[1::2])
 
 
 def test_a_single_document_cannot_be_split():
     with pytest.raises(RecipeError, match=r"data\.validation_split: the data is a single document"):
-        held_out(1, 0.5)
+        chosen(of_rows([[1, 2]]), 0.5)
+    with pytest.raises(RecipeError, match=r"all rows of the data are equal"):
+        chosen(of_rows([[1, 2]] * 3), 0.5)
+
+
+def test_an_earlier_checkpoint_with_rows_that_are_held_out_is_refused():
+    before = {"files": {"a": 3}, "content": "x"}
+    (line,) = data_changes(before, before | {"held_out": CHOSEN})
+    assert "an earlier version chose the rows that are held out by their number" in line
+    parts = {"parts": {"one": before}}, {"parts": {"one": before | {"held_out": CHOSEN}}}
+    assert list(data_changes(*parts)) == [line]
+    assert list(data_changes(before | {"held_out": CHOSEN}, before | {"held_out": CHOSEN})) == []
+    assert list(data_changes(before, before)) == []
 
 
 def letter(number):
@@ -88,5 +137,5 @@ def test_training_and_validation_share_no_document(kind, packing, tmp_path):
         seen[validation] = set(letters)
         assert dataset.sequences.documents == len(seen[validation])
         assert dataset.describe()[0].startswith(f"{len(seen[validation])} ")
-    assert seen[True] == set(np.flatnonzero(held_out(20, 0.2)).tolist())
+    assert 0 < len(seen[True]) < 20
     assert seen[False] == set(range(20)) - seen[True]

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.data.encoder import make_encoder
+from launcher.data.encoder import make_encoder, prompt_form
 from launcher.data.messages import dialogue, read_messages, read_tools
 from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
-from launcher.data.run_data import tokenizer_to_keep, trained_template
-from launcher.data.sources import file_part, read_rows
+from launcher.data.run_data import recorded_prompts, tokenizer_to_keep, trained_prompts
+from launcher.data.sources import file_part, find_parts, read_rows
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import (
     has_chat_template,
@@ -289,31 +289,52 @@ def test_chat_and_export_use_the_format_that_was_trained(tmp_path, tokenizers):
         file = str(write(tmp_path / "a.jsonl", [row]))
         kind = "preference" if "chosen" in row else "instruct"
         settings = schema.Data(kind=kind, train=(file,), **data)
-        kept = tokenizer_to_keep(replace(settings, tokenizer=tokenizers[tokenizer]), schema.Model())
-        return settings, kept.tokenizer.chat_template
+        settings = replace(settings, tokenizer=tokenizers[tokenizer])
+        template = recorded_prompts(None, settings, schema.Model()).template
+        encoder = make_encoder(kind, settings, tokenizer=tokenizers[tokenizer])
+        forms = {prompt_form(encoder, find_parts((file,), kind=kind))}
+        assert trained_prompts(settings, schema.Model(), forms).template == template
+        kept = tokenizer_to_keep(settings, schema.Model(), template=template)
+        return kept.tokenizer.chat_template
 
     turns = [{"role": "system", "content": "Brief."}]
     turns += [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     turns += [{"role": "user", "content": "Say 1"}, {"role": "assistant", "content": "1"}]
     row = {"question": "Say 1", "answer": "1", "history": [["Hi", "Hello."]], "system": "Brief."}
     for tokenizer, more in (("base", {}), ("chat", {"prompt_format": "text"})):
-        settings, written = trained(row, tokenizer, **more)
+        written = trained(row, tokenizer, **more)
         loaded = hugging_face_tokenizer(tokenizers[tokenizer])
         text = loaded.apply_chat_template(turns, chat_template=written, tokenize=False)
         _, one = encoded(tmp_path, row, tokenizers[tokenizer], **more)
         assert text == loaded.decode(one.ids)
         asked = loaded.apply_chat_template(turns[:-1], chat_template=written, tokenize=False)
         assert asked.endswith("### Instruction:\nSay 1\n\n### Response:\n")
-        data = replace(settings, tokenizer=tokenizers[tokenizer])
-        assert trained_template(data, tokenizers[tokenizer]) == written
-    assert trained(row, "chat")[1] == TEMPLATE
+    assert trained(row, "chat") == TEMPLATE
     plain = {"prompt": "Say 1:", "completion": " 1"}
-    assert trained(plain, "chat", prompt_format="text")[1] is None  # nothing around the prompt
-    assert trained(plain, "base")[1] is None
-    assert trained(ROWS["ultrafeedback"][0], "chat", prompt_format="text")[1] == TEMPLATE
+    assert trained(plain, "chat", prompt_format="text") is None  # nothing around the prompt
+    assert trained(plain, "base") is None
+    assert trained(ROWS["ultrafeedback"][0], "chat", prompt_format="text") == TEMPLATE
     chat = schema.Source(files=("a.jsonl",), weight=1.0, kind="chat")
     mixture = schema.Data(kind="instruct", prompt_format="text", train={"a": chat})
-    assert trained_template(mixture, tokenizers["chat"]) is None
+    mixture = replace(mixture, tokenizer=tokenizers["chat"])
+    assert trained_prompts(mixture, schema.Model(), {"text"}).template is None
+
+
+def test_where_data_has_moved_the_record_counts(tmp_path, tokenizers):
+    """Without a record, of an earlier version, and without data the form of prompts is not guessed."""
+    file = tmp_path / "a.jsonl"
+    data = schema.Data(kind="instruct", train=(str(file),), tokenizer=tokenizers["base"])
+    written = trained_prompts(data, schema.Model(), {"instruction"})
+    assert "### Instruction" in written.template
+    assert written.ends
+    assert recorded_prompts(written.record(), data, schema.Model()) == written
+    with pytest.raises(RecipeError, match=r"a.jsonl: cannot be read, .* put the data back"):
+        recorded_prompts(None, data, schema.Model())
+    template = write(tmp_path / "template.jinja", TEMPLATE)
+    given = trained_prompts(replace(data, chat_template=str(template)), schema.Model(), set())
+    template.unlink()
+    gone = replace(data, chat_template=str(template))
+    assert recorded_prompts(given.record(), gone, schema.Model()).template == TEMPLATE
 
 
 def test_an_export_that_was_trained_as_text_is_trained_as_text_again(tmp_path, tokenizers):
@@ -322,7 +343,8 @@ def test_an_export_that_was_trained_as_text_is_trained_as_text_again(tmp_path, t
     file = str(write(tmp_path / "a.jsonl", [row]))
     settings = schema.Data(kind="instruct", train=(file,), tokenizer=tokenizers["base"])
     (tmp_path / "export").mkdir()
-    tokenizer_to_keep(settings, schema.Model()).save(tmp_path / "export")
+    template = recorded_prompts(None, settings, schema.Model()).template
+    tokenizer_to_keep(settings, schema.Model(), template=template).save(tmp_path / "export")
     assert has_chat_template(str(tmp_path / "export"))
     _, first = encoded(tmp_path, row, tokenizers["base"])
     _, again = encoded(tmp_path, row, str(tmp_path / "export"))

@@ -1,7 +1,10 @@
 """From files to micro-batches: each token is used once, and errors name file and line."""
 
+import bz2
+import gzip
 import itertools
 import json
+import lzma
 import os
 import random
 import shutil
@@ -10,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.feather
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from launcher.data import packing
+from launcher.data import packing, sources, token_store
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.encoder import make_encoder
+from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.file_ranges import split
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.sources import file_part, find_parts, read_rows
@@ -30,7 +34,10 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
+from launcher.recipe.columns import first_row
 from launcher.recipe.hub import load_data_set
+from launcher.recipe.layouts import guess
+from launcher.recipe.row_files import ROW_FILES
 from tests import datasets
 from tests.unit.data.rows import documents_of, store_names, write
 from tests.unit.small_recipe import says
@@ -81,7 +88,7 @@ def test_patterns_match_files(tmp_path, monkeypatch):
     write(tmp_path / "set/a.jsonl", ["x"])
     assert found("set", kind="chat") == ["set/a.jsonl"]
     assert found("set") == ["set/README.md", "set/a.jsonl"]
-    forms = "kind chat reads .jsonl, .json, .parquet, .csv, .tsv; use kind text for text files"
+    forms = f"kind chat reads {ROW_FILES}; use kind text for text files"
     with pytest.raises(RecipeError, match=rf"README.md: {forms}"):
         found("set/README.md", kind="chat")
 
@@ -114,16 +121,19 @@ def test_documents_of_each_file_format(tmp_path, name, content, documents):
     assert list(read_documents(write(tmp_path / name, content))) == documents
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("kind", ["gz", "zst", "xz", "bz2"])
 def test_compressed_files(tmp_path, kind):
     table = 'text,other\none,1\nzwei ä 日本,\n,3\n"drei\nvier",\n'
     contents = {"a.txt": "one\r\n", "b.jsonl": ROWS, "c.json": ROWS, "d.csv": table}
     for name, content in contents.items():
         plain = write(tmp_path / name, content).read_bytes()
         compressed = tmp_path / f"{name}.{kind}"
-        method = {"gz": "gzip", "zst": "zstd"}[kind]
-        with pyarrow.output_stream(str(compressed), compression=method) as out:
-            out.write(plain)
+        if kind in ("xz", "bz2"):
+            compressed.write_bytes({"xz": lzma, "bz2": bz2}[kind].compress(plain))
+        else:
+            method = {"gz": "gzip", "zst": "zstd"}[kind]
+            with pyarrow.output_stream(str(compressed), compression=method) as out:
+                out.write(plain)
         (tmp_path / name).unlink()
     for name in ("e.tar", "f.so", "g"):
         write(tmp_path / f"{name}.{kind}", b"no text")
@@ -918,6 +928,137 @@ def test_sources_of_a_mixture(tmp_path, cache):
     assert sum(order.sample(position) >= 8 for position in range(20)) == 10
 
 
+@pytest.mark.parametrize("suffix", [".ndjson", ".jl", ".jsonlines", ".jl.gz"])
+def test_other_names_of_json_lines(tmp_path, suffix):
+    plain = write(tmp_path / "a.jsonl", ["one", "two"]).read_bytes()
+    (tmp_path / "a.jsonl").unlink()
+    write(tmp_path / f"a{suffix}", gzip.compress(plain) if suffix.endswith(".gz") else plain)
+    for kind in ("text", "chat"):
+        (part,) = find_parts((str(tmp_path),), kind=kind)
+        assert part.form == "jsonl"
+        assert [row.values for row in read_rows(part)] == [{"text": "one"}, {"text": "two"}]
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("written", ["file", "stream", "feather"])
+def test_arrow_files(tmp_path, written, arrays):
+    """In batches that are larger than those that are read at once; nulls stay apart from []."""
+    rows = [
+        {"input_ids": [number, number + 1], "labels": None if number % 3 else [number, 7], "n": "x"}
+        for number in range(300)
+    ]
+    rows[4]["input_ids"] = []
+    table, file = pyarrow.Table.from_pylist(rows), tmp_path / "a.arrow"
+    if written == "feather":
+        file = tmp_path / "a.feather"
+        pyarrow.feather.write_feather(table, str(file))
+    else:
+        make = pyarrow.ipc.new_file if written == "file" else pyarrow.ipc.new_stream
+        with make(str(file), table.schema) as writer:
+            writer.write_table(table)
+    (part,) = find_parts((str(tmp_path),), kind="tokens")
+    assert part.form == "arrow"
+    found = list(read_rows(part, arrays=arrays))
+    assert [row.number for row in found] == list(range(1, 301))
+    for row, expected in zip(found, rows, strict=True):
+        plain = {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in row.values.items()
+        }
+        assert plain == expected
+    assert guess_of(file) == "tokens"
+    file.write_bytes(file.read_bytes()[:40])
+    (row,) = read_rows(part)
+    assert "not an Arrow file, or a damaged one" in row.problem
+
+
+def guess_of(file):
+    return guess(first_row([str(file)])[1], {}).layout.kind
+
+
+def test_null_lists_with_the_oldest_pyarrow():
+    """In pyarrow 17 each scalar is true: `bool(pyarrow.scalar(False))`."""
+
+    class Scalars:
+        def __init__(self, array):
+            self.to_pylist = array.to_pylist
+
+        def __iter__(self):
+            return iter([object()] * len(self.to_pylist()))
+
+    class Column:
+        def __init__(self, array):
+            self.array = array
+
+        def __getattr__(self, name):
+            return getattr(self.array, name)
+
+        def is_valid(self):
+            return Scalars(self.array.is_valid())
+
+    column = pyarrow.array([None, [1, 2], []], type=pyarrow.list_(pyarrow.int64()))
+    first, *others = sources._column(Column(column))
+    assert first is None
+    assert [value.tolist() for value in others] == [[1, 2], []]
+
+
+OTHER_CONTENT = {
+    "gzip data; add .gz": gzip.compress(b"text"),
+    "xz data; add .xz": lzma.compress(b"text"),
+    "bzip2 data; add .bz2": bz2.compress(b"text"),
+    "Parquet data; name it .parquet": b"PAR1\x15\x04\x15",
+    "Arrow data; name it .arrow": b"ARROW1\0\0\xff\xff\xff\xff",
+    "UTF-16 text; convert it (iconv -f UTF-16 -t": '{"text": "a"}\n'.encode("utf-16"),
+    "UTF-16 text; convert it (iconv -f UTF-16LE -t": '{"text": "a"}\n'.encode("utf-16-le"),
+    "UTF-16 text; convert it (iconv -f UTF-16BE -t": '{"text": "a"}\n'.encode("utf-16-be"),
+    "a PDF document": b"%PDF-1.7\n%\xe2\xe3",
+}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a", "a.jsonl.gz"])
+@pytest.mark.parametrize("what", OTHER_CONTENT)
+def test_other_content_is_named_by_its_first_bytes(tmp_path, name, what):
+    content = OTHER_CONTENT[what]
+    file = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    (row,) = read_rows(file_part(file))
+    assert row.problem.startswith(f"it holds {what}"), row.problem
+    assert row.where == str(file)
+
+
+@pytest.mark.parametrize("text", ["BZh is no archive", "PAR1 is text", "%PDF-1 is text", "ä"])
+def test_text_may_begin_like_other_content(tmp_path, text):
+    (row,) = read_rows(file_part(write(tmp_path / "a.txt", text)))
+    assert row.values == {"text": text}
+
+
+@pytest.mark.parametrize("suffix", ["xz", "bz2"])
+def test_a_damaged_compressed_file_is_named(tmp_path, suffix):
+    compress = {"xz": lzma, "bz2": bz2}[suffix].compress
+    whole = compress(b'{"text": "a"}\n' * 10_000)
+    file = write(tmp_path / f"a.jsonl.{suffix}", whole[:-20])
+    with pytest.raises(RecipeError, match=rf"a.jsonl.{suffix}: cannot be read: "):
+        list(read_rows(file_part(file)))
+
+
+def test_what_is_not_read_is_named(tmp_path, cache):
+    write(tmp_path / "a.jsonl", ["one"])
+    for name in ("README.md", "b/c.md", "d.tar.gz", ".git/config", "__pycache__/x.pyc"):
+        write(tmp_path / name, "x")
+    notes = []
+    find_parts((str(tmp_path),), kind="chat", notes=notes)
+    listed = "3 files (2 .md, 1 .tar.gz; such as README.md)"
+    assert notes == [f"note: of {tmp_path}, {listed} are not read"]
+    notes.clear()
+    find_parts((str(tmp_path),), kind="text", notes=notes)
+    documents = "2 files (2 .md; such as README.md) are no files of rows, and are one document each"
+    assert notes == [
+        f"note: {documents}",
+        f"note: of {tmp_path}, {tmp_path}/d.tar.gz is not read",
+    ]
+    dataset = dataset_from_file(tmp_path, cache, kind="text", sequence_length=8)
+    assert notes == [line for line in dataset.describe() if line.startswith("note: ")]
+
+
 def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
     text = write(tmp_path / "a.txt", "abc")
     assert len(dataset_from_file(text, cache, vocabulary=257)) == 1
@@ -929,6 +1070,44 @@ def test_token_id_beyond_the_vocabulary_is_refused(tmp_path, cache):
         RecipeError, match=r"b.jsonl:1: token id 12 is beyond the model's .* of 10 "
     ):
         dataset_from_file(label, cache, kind="tokens", vocabulary=10)
+
+
+def test_an_id_beyond_the_vocabulary_ends_the_start_at_once(tmp_path, cache, monkeypatch):
+    """No file is read to its end, the next start reads none, and a store of a larger model is read
+    up to the row by the process that builds alone."""
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 12]}, *[{"input_ids": [4]}] * 300]
+    file = write(tmp_path / "a.jsonl", rows)
+    monkeypatch.setattr(token_store, "_STORE_ROWS", 1)
+    read = []
+    original = Encoder.read
+
+    def counted(encoder, parts):
+        for row in original(encoder, parts):
+            read.append(row.number)
+            yield row
+
+    monkeypatch.setattr(Encoder, "read", counted)
+
+    def opened(vocabulary, *, build=True):
+        read.clear()
+        data = schema.Data(train=(str(file),), kind="tokens", cache=str(cache), sequence_length=8)
+        model = ModelInputs(vocabulary=vocabulary)
+        return open_store(data.train, data, tokenizer=None, model=model, build=build)
+
+    message = r"a.jsonl:2: token id 12 is beyond the model's vocabulary of 10 "
+    with pytest.raises(RecipeError, match=message):
+        opened(10)
+    assert max(read) < 100
+    for build in (True, False):
+        with pytest.raises(RecipeError, match=message):
+            opened(10, build=build)
+        assert read == []
+    assert opened(13).documents == 302, "a larger model"
+    with pytest.raises(RecipeError, match=r"a.jsonl:2: token id 12 .* of 11 "):
+        opened(11)
+    assert read == [1, 2]
+    opened(11, build=False)
+    assert read == []
 
 
 def answer_rows(*prompts):

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -333,6 +334,19 @@ def test_unusable_rows_are_refused_or_skipped(texts, small_shards):
     (texts.parent / "skipped_rows.jsonl").unlink()
     steps_of(texts, ranks=3, batch=12, workers=4, steps=8, **skip)
     assert skipped_rows(texts) == ["c.jsonl:2", "c.jsonl:3"], "each row must be listed once"
+
+
+def test_the_digest_of_the_order_holds_identities(texts, tmp_path, monkeypatch):
+    """Neither paths nor the form in which Python prints the encoder."""
+    first = make_stream(texts).order
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(texts, moved)
+    assert make_stream(moved).order == first
+    monkeypatch.setattr(Encoder, "__repr__", lambda self: "with a field of a later version")
+    assert make_stream(texts).order == first
+    assert make_stream(texts, text_column="other").order != first
+    write(moved / "z.jsonl", ["more"])
+    assert make_stream(moved).order != first
 
 
 @pytest.mark.parametrize("row", ['{"text": ""}\n', ""])

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from launcher.data.run_data import tokenizer_to_keep
+from launcher.data.run_data import tokenizer_to_keep, trained_prompts
 from launcher.models.config_files import problems_of_older_readers
 from launcher.recipe.schema import Data, Model
 
@@ -60,7 +60,9 @@ def read(folder, name="tokenizer_config.json"):
 
 
 def exported(source, tmp_path, *, data=None, **section):
-    kept = tokenizer_to_keep(data or Data(), Model(path=str(source), **section))
+    data, model = data or Data(), Model(path=str(source), **section)
+    template = trained_prompts(data, model, set()).template
+    kept = tokenizer_to_keep(data, model, template=template)
     assert kept is not None
     out = tmp_path / "out"
     out.mkdir()

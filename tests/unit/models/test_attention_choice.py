@@ -10,8 +10,9 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from launcher.distributed.hardware import GPUS
 from launcher.errors import RecipeError
-from launcher.models.attention import check_isolation, planned_gpu
+from launcher.models.attention import check_isolation, planned_gpu, without_flash
 from launcher.recipe import schema
 from launcher.training.fake_tensors import cuda_attention
 from launcher.training.model import prepare_model
@@ -153,6 +154,23 @@ class Fails(torch.nn.Module):
         if self.error is not None:
             raise self.error
         return types.SimpleNamespace(logits=torch.full((*input_ids.shape, 4), torch.nan))
+
+
+def test_logits_of_a_head_that_begins_with_zeros_are_sound():
+    class Zeros(torch.nn.Module):
+        def forward(self, input_ids, **inputs):
+            return types.SimpleNamespace(logits=torch.zeros(*input_ids.shape, 4))
+
+    check_isolation(Zeros(), name="It", vocabulary=4, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
+def test_planned_gpus_without_flash_attention(gpu):
+    token = planned_gpu.set(gpu)
+    try:
+        assert without_flash(CPU) == (gpu.split()[0] in ("T4", "V100"))
+    finally:
+        planned_gpu.reset(token)
 
 
 @pytest.mark.parametrize(

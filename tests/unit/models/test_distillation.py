@@ -185,13 +185,41 @@ def test_targets_before_each_sequence():
     from types import SimpleNamespace
 
     # Documents of 5, 0 and 4 tokens; the first continues in the second sequence
-    targets = np.array([1, 2, IGNORED, 4, 5, 6, IGNORED, 8, 9])
-    store = SimpleNamespace(targets=targets, offsets=np.array([0, 5, 5, 9]))
+    labels = np.array([1, 2, IGNORED, 4, 5, 6, IGNORED, 8, 9])
+    store = SimpleNamespace(labels=labels, offsets=np.array([0, 5, 5, 9]))
     sequences = SimpleNamespace(
         starts=np.array([0, 3, 5]), lengths=np.array([3, 2, 4]), bounds=np.array([0, 1, 3])
     )
     dataset = SimpleNamespace(store=store, sequences=sequences)
     assert first_targets(dataset).tolist() == [0, 2, 5]
+    # Packed: the second document is first
+    sequences.starts, sequences.lengths = np.array([5, 0, 3]), np.array([4, 3, 2])
+    assert first_targets(dataset).tolist() == [0, 2, 5]
+    store.labels = None
+    assert first_targets(dataset).tolist() == [0, 3, 7]
+
+
+def test_targets_are_counted_in_blocks(monkeypatch):
+    """The labels of a store may be larger than the memory of the ranks of a node."""
+    from types import SimpleNamespace
+
+    class Labels:
+        def __init__(self, values):
+            self.values = values
+
+        def __getitem__(self, part):
+            assert part.stop - part.start <= 40
+            return self.values[part]
+
+    monkeypatch.setattr("launcher.data.packing._COUNTED_TOKENS", 30)
+    values = np.where(np.arange(300) % 3, 1, IGNORED)
+    offsets = np.arange(0, 301, 10)
+    sequences = SimpleNamespace(starts=offsets[:-1], lengths=np.diff(offsets), bounds=np.arange(31))
+    dataset = SimpleNamespace(
+        store=SimpleNamespace(labels=Labels(values), offsets=offsets), sequences=sequences
+    )
+    counts = [np.count_nonzero(values[start + 1 : start + 10] != IGNORED) for start in offsets[:-1]]
+    assert first_targets(dataset).tolist() == [0, *np.cumsum(counts)]
 
 
 SECTION = {

@@ -386,6 +386,24 @@ def test_missing_file_of_the_index_is_named(tmp_path):
         assert "has no weight_map" in load_error(tmp_path)
 
 
+def test_an_index_may_name_a_tied_head_that_no_file_holds(tmp_path):
+    save(tmp_path, max_shard_size="20KB", tie_word_embeddings=True)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = content["weight_map"]["model.norm.weight"]
+    content["weight_map"]["lm_head.weight"] = file
+    index.write_text(json.dumps(content))
+    model = load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), reference(tmp_path))
+    change_config(tmp_path, tie_word_embeddings=False)
+    assert "lacks lm_head.weight, which its index names" in load_error(tmp_path)
+    change_config(tmp_path, tie_word_embeddings=True)
+    content["weight_map"]["model.layers.0.lost.weight"] = file
+    index.write_text(json.dumps(content))
+    assert "lacks model.layers.0.lost.weight, which" in load_error(tmp_path)
+
+
 def test_unsupported_configs_are_refused(copy):
     (copy / "mine.py").write_text("raise SystemExit('was run')")
     code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}

@@ -16,6 +16,7 @@ from launcher.errors import RecipeError
 from launcher.models import nf4, nf4_layers
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model, find_blocks
+from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import clean_name, random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
@@ -126,7 +127,37 @@ def test_only_writing_export_and_plan_ask_whether_a_weight_is_in_nf4():
     files = (REPOSITORY / "launcher").rglob("*.py")
     asking = {file.name for file in files if "is_packed" in file.read_text()}
     own = {"nf4.py", "nf4_layers.py"}
-    assert asking == own | {"shards.py", "hugging_face_files.py", "profile.py"}
+    assert asking == own | {"shards.py", "profile.py"}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_bytes_of_a_module_of_ones_own_are_no_weight_in_nf4(tmp_path, quantized):
+    """NF4 is a mark of the module. Buffers and parameters of bytes with two dimensions, also of the
+    width of a weight in NF4, are exported as they are."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(128, 16, bias=False)
+            for width in (16, 64, nf4.row_bytes(128)):
+                values = torch.arange(4 * width).remainder(7).to(torch.uint8).view(4, width)
+                self.register_buffer(f"mask_{width}", values)
+            self.table = torch.nn.Parameter(values + 1, requires_grad=False)
+
+    model = torch.nn.ModuleDict({"block": Block()}).requires_grad_(False)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if quantized:
+        nf4_layers.quantize_blocks({"block": model["block"]})
+        weight = expected["block.linear.weight"]
+        nf4.quantize(weight, model["block"].linear.weight)
+        expected["block.linear.weight"] = nf4.round_trip(weight)
+    options = {"rank": 0, "device": torch.device("cpu"), "export_base": "quantized"}
+    export_hugging_face(model, tmp_path / "out", **options)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 def test_layers_in_nf4_stay_the_same_modules():

@@ -28,6 +28,7 @@ from launcher.models.chunked_loss import ChunkedHead, Transform
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives import preference
 from launcher.objectives.answers import answer_log_probabilities, check_model
+from launcher.objectives.kto import Kto
 from launcher.objectives.preference import pair_losses
 from launcher.recipe.schema import Preference
 from tests import datasets
@@ -250,6 +251,8 @@ def test_dropout_is_refused_by_name():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=48))
     with pytest.raises(RecipeError, match=r"transformer.drop.p is 0.1: set the model's dropout"):
         check_model(gpt2, LENGTH)
+    with pytest.raises(RecipeError, match=r"^kto: not available with dropout"):
+        Kto().change_model(gpt2, sequence_length=LENGTH)
     check_model(make_model(0.0), LENGTH)
 
 
@@ -258,5 +261,7 @@ def test_a_model_with_a_state_is_refused():
     config = RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=48)
     with pytest.raises(RecipeError, match="both answers of a pair are in one row"):
         check_model(RwkvForCausalLM(config), LENGTH)
+    with pytest.raises(RecipeError, match=r"data.kind: unpaired: .*several answers are in one row"):
+        check_model(RwkvForCausalLM(config), LENGTH, pairs=False)
     mamba = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=48, state_size=4)
     check_model(MambaForCausalLM(mamba), LENGTH)

@@ -144,6 +144,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.A_log = nn.Parameter(torch.ones(4, 3))
         self.D = nn.Parameter(torch.ones(2, 4))
+        self.a, self.d = (nn.Parameter(torch.ones(4, 2)) for _ in range(2))
         self.conv1d = nn.Conv1d(4, 4, 2, groups=4)
         self.conv_grouped = nn.Conv1d(4, 4, 2, groups=2)
         self.time_mix = nn.Parameter(torch.ones(1, 1, 4))
@@ -161,6 +162,8 @@ def test_what_is_a_matrix_is_decided_by_name_and_module():
     model.embed_tokens, model.layers = nn.Embedding(5, 4), nn.ModuleList([Mixer()])
     expected = {
         "embed_tokens.weight",
+        "layers.0.a",
+        "layers.0.d",
         "layers.0.conv_grouped.weight",
         "layers.0.in_proj.weight",
         "layers.0.gate.weight",
@@ -175,7 +178,8 @@ def test_what_is_a_matrix_is_decided_by_name_and_module():
             n for group in groups if group["orthogonalize"] for n in group["param_names"]
         }
         if name == "muon":
-            assert orthogonalized == {"layers.0.in_proj.weight", "layers.0.experts.up_proj"}
+            own = {"layers.0.a", "layers.0.d"}
+            assert orthogonalized == own | {"layers.0.in_proj.weight", "layers.0.experts.up_proj"}
 
 
 DECAYED_BY_TRANSFORMERS = {

@@ -334,6 +334,14 @@ def test_the_cpus_are_planned_for_with_the_device_of_the_recipe(fake_planner, mo
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
     assert main.main(["plan", "recipe=x.yaml", "run.device=cpu", "search=false"]) == 0
     assert fake_planner.machine[0] == "cpu"
+    text = Path("x.yaml").read_text()
+    Path("cpu.yaml").write_text(text.replace("run:", "run:\n  device: cpu", 1))
+    assert main.main(["plan", "recipe=cpu.yaml", "search=false"]) == 0
+    assert fake_planner.machine[0] == "cpu", "also where the file says it"
+    assert main.main(["plan", "recipe=cpu.yaml", "run.device=auto", "search=false"]) == 0
+    assert fake_planner.machine[0] == "NVIDIA H200", "an override has the last word"
+    assert main.main(["plan", "recipe=cpu.yaml", "gpu=h100", "search=false"]) == 0
+    assert fake_planner.machine[0] == "h100"
 
 
 def test_local_gpus_are_the_default(fake_planner, monkeypatch, capsys):

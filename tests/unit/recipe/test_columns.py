@@ -16,6 +16,7 @@ from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
 from launcher.recipe.layouts import no_layout
 from launcher.recipe.load import load_recipe
+from launcher.recipe.row_files import ROW_FILES
 from tests.unit.small_recipe import SMALL
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -57,6 +58,34 @@ def test_kind_follows_from_the_columns(folder, kind, row, more):
     assert loaded.origins.of(("data", "kind")) == f"{kind}, by the columns of rows.jsonl"
     given = load("data.train=[rows.jsonl]", "data.kind=text", "model.task=causal_lm")
     assert (given.recipe.data.kind, given.origins.derived) == ("text", {})
+
+
+def test_rows_with_the_name_of_a_text_are_refused(folder):
+    """Unless data.kind is given: they would be trained with their braces, in validation and in
+    mixtures, too."""
+    lines = json.dumps(INSTRUCT) + "\n"
+    write("rows.jsonl", {"text": "a"})
+    for name in ("a.txt", "b.lines", "c", "d.txt.gz", "many/e.log"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        content = (lines * 2).encode()
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        where = f"{name}: its lines are JSON objects, .* set data.kind=text"
+        pattern = name.partition("/")[0]
+        for key in (
+            f"data.train=[{pattern}]",
+            f"data.train=[rows.jsonl, {pattern}]",
+            f"data.train={{one: {{files: [rows.jsonl]}}, two: {{files: [{pattern}]}}}}",
+            f"data={{train: [rows.jsonl], validation: [{pattern}], tokenizer: bytes, sequence_length: 8}}",
+            f"data={{train: [rows.jsonl], validation: {{x: [{pattern}]}}, tokenizer: bytes, sequence_length: 8}}",
+        ):
+            with pytest.raises(RecipeError, match=where):
+                load(key)
+        assert load(f"data.train=[{pattern}]", "data.kind=text").recipe.data.kind == "text"
+    (folder / "prose.txt").write_text("{not json}\n")
+    (folder / "value.txt").write_text("{}\n1\n")
+    (folder / "one.txt").write_text('{"a": 1}\nand text\n')
+    for name in ("prose.txt", "value.txt", "one.txt"):
+        assert load(f"data.train=[{name}]").recipe.data.kind == "text"
 
 
 def test_columns_of_all_files_of_rows(folder):
@@ -127,7 +156,7 @@ def test_a_rule_about_the_kind_says_why_the_data_has_another(folder):
     write("rows.jsonl", {"text": "a"})
     (folder / "pictures").mkdir()
     (folder / "pictures" / "a.png").write_bytes(b"")
-    rows = "(.jsonl, .json, .csv, .tsv, .parquet)"
+    rows = f"({ROW_FILES})"
     for train, why in (
         ("rows.jsonl", "by the columns of rows.jsonl"),
         ("data.txt", f"as data.txt is no file of rows {rows}"),

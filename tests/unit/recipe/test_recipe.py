@@ -7,6 +7,7 @@ import json
 import operator
 import re
 import sysconfig
+import typing
 
 import pytest
 import yaml
@@ -108,6 +109,21 @@ def test_shipped_recipes_are_written_with_every_key(file, tmp_path):
         if value_at(recipe, path) is not None:
             shown = functools.reduce(operator.getitem, path, plain)
             assert list(shown) == list(kind.__dataclass_fields__)
+
+
+def test_recipes_that_differ_have_another_repr():
+    """Caches of the plan are keyed by it."""
+
+    def sections(cls):
+        for field in dataclasses.fields(cls):
+            assert field.repr, (cls, field.name)
+        assert "__repr__" in vars(cls), cls
+        hints = typing.get_type_hints(cls)
+        for inner in (each for hint in hints.values() for each in (hint, *typing.get_args(hint))):
+            if dataclasses.is_dataclass(inner):
+                sections(inner)
+
+    sections(Recipe)
 
 
 def test_omitted_keys_have_defaults(folder):

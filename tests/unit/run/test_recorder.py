@@ -416,6 +416,16 @@ def test_spikes_of_the_first_ten_losses_are_no_divergence(reporter):
         reporter.flush()
 
 
+@pytest.mark.parametrize("losses", [[-1.0] * 10 + [-0.5, 0.5], [0.3] * 5 + [-0.1] * 6 + [0.9]])
+def test_a_loss_that_can_be_negative_has_no_ratio(reporter, losses):
+    """Three times a negative median is below each normal loss."""
+    run = dataclasses.replace(reporter._recipe.run, max_loss_ratio=3.0)
+    reporter._recipe = dataclasses.replace(reporter._recipe, run=run)
+    for number, loss in enumerate(losses, start=1):
+        reporter.step(step(number, loss=loss))
+    reporter.flush()
+
+
 def test_steps_after_divergence_are_not_logged(reporter, folder):
     reporter.step(step(1))
     for number in (2, 3):

@@ -1,0 +1,124 @@
+"""Files of rows: the suffixes by which they are known, their compression, and their first bytes."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import json
+import lzma
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+RowForm = Literal["jsonl", "json", "parquet", "csv", "tsv", "arrow"]
+FORMS: dict[str, RowForm] = {
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ndjson": "jsonl",
+    ".jl": "jsonl",
+    ".jsonlines": "jsonl",
+}
+"""By suffix. Every other file is one document."""
+ROW_FILES = ", ".join(FORMS)
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+"""Any file may have one of these suffixes after its own."""
+OF_BLOCKS = (".parquet", ".arrow", ".feather")
+"""Files that compress their own columns, and are read in any order."""
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError)
+"""What reading a damaged file raises."""
+_HEAD = 64
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1f\x80-\xff]")
+_SIGNATURES = {
+    b"\x1f\x8b": "gzip data; add .gz to its name",
+    b"\x28\xb5\x2f\xfd": "Zstandard data; add .zst to its name",
+    b"\xfd7zXZ\x00": "xz data; add .xz to its name",
+    b"BZh": "bzip2 data; add .bz2 to its name",
+    b"PK\x03\x04": "a zip archive, or a file of an office program; write its content to files of rows",
+    b"7z\xbc\xaf": "a 7z archive; unpack it",
+    b"PAR1": "Parquet data; name it .parquet",
+    b"ARROW1": "Arrow data; name it .arrow",
+    b"\xff\xff\xff\xff": "Arrow data; name it .arrow",
+    b"%PDF-": "a PDF document; extract its text",
+    b"SQLite format 3": "an SQLite database; write its rows to a .jsonl",
+    b"\x89HDF": "HDF5 data; write its rows to a .parquet or .jsonl",
+    b"\xff\xfe\x00\x00": "UTF-32 text; convert it (iconv -f UTF-32 -t UTF-8 FILE >NEW)",
+}
+_UTF_16 = "UTF-16 text; convert it (iconv -f UTF-16{} -t UTF-8 FILE >NEW)"
+_FIRST_LINE = 1 << 20
+"""Most bytes of a line of a text file that is looked at."""
+
+
+def suffixes(file: Path) -> tuple[str, str]:
+    """The suffix of a file's content, and that of its compression or an empty one."""
+    suffix = file.suffix.lower()
+    return (Path(file.stem).suffix.lower(), suffix) if suffix in COMPRESSED else (suffix, "")
+
+
+def open_binary(name: str) -> BinaryIO:
+    """The content of a file. Raises OSError; while a damaged file is read, one of READ_ERRORS."""
+    compression = suffixes(Path(name))[1]
+    if not compression:
+        return open(name, "rb")
+    if compression == ".xz":
+        return cast(BinaryIO, lzma.open(name))
+    if compression == ".bz2":
+        return cast(BinaryIO, bz2.open(name))
+    import pyarrow
+
+    codec = "gzip" if compression == ".gz" else "zstd"
+    return io.BufferedReader(pyarrow.input_stream(name, compression=codec))
+
+
+def other_content(name: str) -> str:
+    """What a file holds by its first bytes, if that is neither UTF-8 text nor what its compression
+    says, and what to do; empty: it may be text. Raises one of READ_ERRORS."""
+    with open_binary(name) as stream:
+        head = stream.read(_HEAD)
+    found = (what for mark, what in _SIGNATURES.items() if head.startswith(mark))
+    if (what := next(found, None)) is not None:
+        return what if _BINARY.search(head) else ""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return _UTF_16.format("")
+    for first, order in ((0, "BE"), (1, "LE")):
+        zeros, others = head[first::2], head[1 - first :: 2]
+        if len(zeros) > 1 and not any(zeros) and all(others):
+            return _UTF_16.format(order)
+    return ""
+
+
+def holds_json_lines(file: Path) -> bool:
+    """Whether the first two lines of a text file that are not empty, or its only one, are JSON
+    objects."""
+    found = 0
+    try:
+        with open_binary(os.fspath(file)) as stream:
+            while found < 2 and (line := stream.readline(_FIRST_LINE)):
+                if line.strip():
+                    if not isinstance(row := json.loads(line.decode("utf-8-sig")), dict) or not row:
+                        return False
+                    found += 1
+    except (*READ_ERRORS, ValueError, RecursionError):
+        return False
+    return found > 0
+
+
+def arrow_batches(stream: Any) -> Iterator[Any]:
+    """The batches of an open Arrow file, also of Feather version 2, or of an Arrow stream. Raises
+    pyarrow.ArrowException if it is neither."""
+    import pyarrow.ipc
+
+    magic = stream.read(6)
+    stream.seek(0)
+    if magic != b"ARROW1":
+        yield from pyarrow.ipc.open_stream(stream)
+        return
+    file = pyarrow.ipc.open_file(stream)
+    for number in range(file.num_record_batches):
+        yield file.get_batch(number)
