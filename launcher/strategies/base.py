@@ -30,6 +30,9 @@ class WrappedModel(ABC):
 
     def __init__(self, model: nn.Module, *, module: nn.Module, ranks: RankLayout) -> None:
         self.model, self.module, self.waiting = model, module, ranks.waiting
+        self.autocast_dtype: torch.dtype | None = None
+        """Forward passes run under autocast with this dtype; None: without."""
+        self._device_type = ranks.device.type
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
     @abstractmethod
@@ -38,7 +41,9 @@ class WrappedModel(ABC):
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Context that sets the precision of forward passes."""
-        return nullcontext()
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self.autocast_dtype)
 
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,9 @@ class Ddp(WrappedModel):
         super().__init__(self._ddp, module=model, ranks=ranks)
         if shard_optimizer:
             self.optimizer_mesh = ranks.shard_mesh
-        self._device_type, self._group = ranks.device.type, ranks.group
+        self._group = ranks.group
+        # Weights are cast at each use, master weights stay in float32
+        self.autocast_dtype = None if param_dtype == torch.float32 else param_dtype
         self._param_dtype, self._sync_every_micro_batch = param_dtype, sync_every_micro_batch
         self._reductions = 0
         self._reduction, self._reducing = ExitStack(), False
@@ -86,12 +88,6 @@ class Ddp(WrappedModel):
             f"gradients all-reduced in {master} after {when}"
             + (", optimizer state sharded" if self.optimizer_mesh is not None else "")
         )
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Autocast: weights are cast at each use, master weights stay in float32."""
-        if self._param_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._param_dtype)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

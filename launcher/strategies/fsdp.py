@@ -144,7 +144,9 @@ class Fsdp(WrappedModel):
             fully_shard(unit, reshard_after_forward=reshard, **policies)
         for unit in embedding:
             assert isinstance(unit, FSDPModule)
-            unit.set_unshard_in_backward(False)  # its gradient does not depend on its weight
+            if len([*unit.parameters()]) == 1:
+                # The gradient of a table does not depend on it; that of a norm inside (Inkling) does
+                unit.set_unshard_in_backward(False)
             # By default FSDP would gather the unit that ran before the embedding: the head, if
             # there was a micro-batch before
             unit.set_modules_to_backward_prefetch([unit])

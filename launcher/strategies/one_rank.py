@@ -11,7 +11,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -88,9 +88,11 @@ class OneRank(WrappedModel):
             f"{compute}, gradients added in {master}"
         )
 
-    def forward_context(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
         """A context in which the module has the weights in the compute dtype."""
-        return self._computing()
+        with self._computing(), super().forward_context():
+            yield
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:

@@ -50,6 +50,8 @@ class Parts:
     """What `apply_tensor_parallel` returns."""
     in_float32: Collection[nn.Parameter] = ()
     """The parameters that forward passes use in float32, whatever their dtype of computation."""
+    mixes_dtypes: bool = False
+    """Whether forward passes in 16 bits need autocast (`models.precision.mixes_dtypes`)."""
     tower: dict[str, nn.Module] = field(default_factory=dict)
     """The blocks of an image tower by name."""
 
@@ -90,8 +92,9 @@ def wrap(
         for block in (*tower.values(), *blocks.values()):
             block.compile()
     param_dtype, precision = compute_dtype(strategy), strategy.mixed_precision
+    autocast_dtype = param_dtype if parts.mixes_dtypes else None
     if one_rank:
-        return OneRank(
+        alone = OneRank(
             model,
             [
                 *blocks.values(),
@@ -104,6 +107,8 @@ def wrap(
             ranks=ranks,
             init_fn=init_fn,
         )
+        alone.autocast_dtype = autocast_dtype
+        return alone
     if strategy.kind == "ddp":
         return Ddp(
             model,
@@ -123,7 +128,7 @@ def wrap(
         cpu_offload=strategy.cpu_offload,
         sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
     )
-    return Fsdp(
+    sharded = Fsdp(
         model,
         [*tower.values(), *blocks.values()],
         parts.outer_units,
@@ -135,6 +140,8 @@ def wrap(
         ranks=ranks,
         init_fn=init_fn,
     )
+    sharded.autocast_dtype = autocast_dtype
+    return sharded
 
 
 def _mark_documents(model: nn.Module, args: object, kwargs: Mapping[str, torch.Tensor]) -> None:

@@ -49,7 +49,7 @@ from launcher.models.images import tower_blocks, unused_modules
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
-from launcher.models.precision import computes_in_float32, kept_in_float32
+from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
@@ -173,6 +173,7 @@ class PreparedModel:
                 experts,
                 partial,
                 in_float32=computes_in_float32(self.model, self.compute_dtype),
+                mixes_dtypes=mixes_dtypes(self.model, self.compute_dtype),
                 tower=self.tower,
             ),
             strategy=recipe.strategy,

@@ -38,12 +38,32 @@ TYPES = sorted(
 )
 CPU = torch.device("cpu")
 LENGTH = 16
-MOST_PARAMETERS = 2_000_000
+MLA = {"num_key_value_heads": 4, "head_dim": 4}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
+MAMBA |= {"layer_types": ["mamba", "attention"], "attn_layer_indices": [1]}
+OTHERS = {
+    **dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3"), MLA),
+    **dict.fromkeys(("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), MLA),
+    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "openai-gpt"), GPT2),
+    **dict.fromkeys(("codegen", "gptj"), GPT2 | {"rotary_dim": 4}),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
+    "ernie4_5_moe": {"moe_k": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "vocab_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "ministral": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "recurrent_gemma": {"lru_width": 32},
+}
+"""What the small config of a type needs besides the common sizes."""
+MOST_PARAMETERS = 8_000_000
 """Of a model that is trained here."""
 
 
 def recipe_of(model_type, strategy):
-    config = {"model_type": model_type} | small_config(model_type)
+    config = {"model_type": model_type} | small_config(model_type) | OTHERS.get(model_type, {})
     values = {
         "run": {"name": "family", "max_steps": 1},
         "model": {"config": config, "compile": False},
