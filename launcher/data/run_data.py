@@ -245,6 +245,7 @@ def open_run_data(
         order=order,
         lengths=None if stored is None else stored.lengths,
         width=int if stored is None else stored.width,
+        joined=data.row_length if data.joins_rows else None,
         steps=steps,
         rank=ranks.data_parallel_rank,
         ranks=ranks.data_parallel_size,

@@ -197,8 +197,8 @@ def _host(
 ) -> HostMemory:
     """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
-    rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
-    batch = rows * data.sequence_length * TOKEN_BYTES + rows * profile.tower.pixels
+    rows = rows_of(recipe.batch, row_length=data.row_length)
+    batch = rows * data.row_length * TOKEN_BYTES + rows * profile.tower.pixels
     staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
     staging = checkpoint_bytes // machine.ranks if staged else 0
     # On a CPU all tensors are in host memory

@@ -264,13 +264,16 @@ def _new_tokens(recipe: Recipe) -> Found:
 
 def _micro_batch_tokens(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
-    if tokens is not None and data.packing and KINDS[data.kind].loss_on != "class":
+    packed = data.packing and not data.joins_rows
+    if tokens is not None and packed and KINDS[data.kind].loss_on != "class":
         what = "needs data.packing=false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
     if data.similar_lengths and data.packing and data.kind != "classification":
         yield "data.similar_lengths", "needs data.packing=false; packed sequences are all as long"
-    if tokens is not None and tokens < data.sequence_length:
+    if tokens is not None and tokens < data.row_length:
         what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"
+        if data.batch_unit == "pairs":
+            what = f"does not hold a pair of {data.row_length} tokens (twice data.sequence_length)"
         yield "batch.micro_batch_tokens", f"{tokens} {what}"
 
 

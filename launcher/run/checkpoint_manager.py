@@ -135,6 +135,7 @@ class CheckpointManager:
         changes += check_content(
             path,
             state,
+            settings=self._data.data,
             data=self._data.fingerprint,
             weights={"model.path": self._weights, "lora.path": self._adapter},
             stream=self._data.stream_order,
@@ -215,6 +216,7 @@ class CheckpointManager:
         state = {
             "step": step,
             "samples": position.samples,
+            "batch_unit": self._data.data.batch_unit,
             "skipped_batches": position.skipped_batches,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,
