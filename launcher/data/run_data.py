@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,6 +105,16 @@ class RunData:
         start, size = self.start, self.sampler.global_batch_size
         seen = start.samples + (step - start.step) * size
         return seen if self.samples is None else min(seen, self.samples)
+
+    def due(self, step: int, section: schema.Evaluation | schema.Checkpoint) -> bool:
+        """Whether what comes every so many steps or epochs is due after this step (1-based)."""
+        if section.every_epochs is None:
+            return section.every_steps is not None and step % section.every_steps == 0
+        part = section.every_epochs * self.order.samples
+        before, after = (
+            math.floor(self.samples_after(each) / part + 1e-9) for each in (step - 1, step)
+        )
+        return after > before
 
     def batches(
         self,

@@ -609,6 +609,8 @@ class Evaluation(Section):
 
     every_steps: PositiveInt | None = 200
     """Optimizer steps between evaluations; the last step is always evaluated. null: only that."""
+    every_epochs: PositiveFloat | None = None
+    """Instead of every_steps: epochs between evaluations, such as 0.25 for four in each epoch."""
     max_batches: PositiveInt | None = None
     """Micro-batches per rank of one evaluation; null: all."""
     at_start: StrictBool = False
@@ -627,7 +629,9 @@ class Checkpoint(Section):
 
     every_steps: PositiveInt | None = 500
     """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
-    null: no checkpoints."""
+    null: no checkpoints, unless every_epochs is given."""
+    every_epochs: PositiveFloat | None = None
+    """Instead of every_steps: epochs between checkpoints, such as 0.5 for two in each epoch."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep."""
     keep_every: PositiveInt | None = None
@@ -646,8 +650,9 @@ class Checkpoint(Section):
     """Write checkpoints while training continues."""
     max_failures: PositiveInt = 3
     """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
-    export: Literal["at_end"] | None = None
-    """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
+    export: Literal["at_end", "best"] | None = None
+    """Write weights as a Hugging Face folder to RUN_DIR/hf when the run ends. at_end: those of the
+    last step. best: those of the best checkpoint (keep_best)."""
     export_dtype: Dtype | None = None
     """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
     export_merged: StrictBool = False
@@ -655,6 +660,11 @@ class Checkpoint(Section):
     export_base: Literal["original", "quantized"] = "original"
     """lora.quantize: what adapters are merged into. original: the weights of model.path. quantized:
     the rounded weights that they were trained on."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.every_steps is not None or self.every_epochs is not None
 
 
 class Wandb(Section):

@@ -215,6 +215,13 @@ def _config(recipe: Recipe) -> Found:
         yield ("model", "config", *path), message
 
 
+def _best_export(recipe: Recipe) -> Found:
+    checkpoint = recipe.checkpoint
+    if checkpoint.export == "best" and not (checkpoint.keep_best and checkpoint.saves):
+        what = "needs checkpoints of which the best is kept: checkpoint.keep_best=eval_loss"
+        yield "checkpoint.export", what
+
+
 def _whole_export(recipe: Recipe) -> Found:
     model, checkpoint = recipe.model, recipe.checkpoint
     changed = model.path is not None and model.config
@@ -422,6 +429,7 @@ _RULES = (
     _preference,
     _config,
     _sizes,
+    _best_export,
     _whole_export,
     _new_tokens,
     _template_values,

@@ -26,6 +26,7 @@ from launcher.models.nf4_layers import describe_nf4
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
+from launcher.recipe import schema
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.hub import commit_of, is_model_id, model_folder
 from launcher.recipe.schema import Recipe
@@ -206,6 +207,13 @@ def _counts(sampler: BatchSampler, steps: int) -> str:
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
+def _every(section: schema.Evaluation | schema.Checkpoint) -> str:
+    """`200 steps` or `0.25 epochs`; empty: never."""
+    if section.every_epochs is not None:
+        return f"{section.every_epochs:g} epochs"
+    return f"{section.every_steps} steps" if section.every_steps else ""
+
+
 def _batch(training: Training) -> Iterator[str]:
     recipe, data = training.recipe, training.data
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
@@ -253,12 +261,13 @@ def _batch(training: Training) -> Iterator[str]:
         given = f" with {objective.arguments}" if objective.arguments else ""
         yield f"loss: {objective.loss}{given} (objective.loss)"
     plans = []
-    if data.validation and (every := recipe.evaluation.every_steps):
-        plans.append(f"evaluation every {every} steps")
-    if every := recipe.checkpoint.every_steps:
-        plans.append(f"checkpoint every {every} steps")
+    if data.validation and (every := _every(recipe.evaluation)):
+        plans.append(f"evaluation every {every}")
+    if every := _every(recipe.checkpoint):
+        plans.append(f"checkpoint every {every}")
     if recipe.checkpoint.export:
-        plans.append("export at the end")
+        of_best = " of the best checkpoint" if recipe.checkpoint.export == "best" else ""
+        plans.append(f"export{of_best} at the end")
     yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
     warmup = warmup_steps(recipe.schedule, steps)
     if warmup >= steps:

@@ -11,6 +11,7 @@ from launcher.data.batching import (
     NO_SAMPLE,
     JoinedBatchSampler,
     MixtureOrder,
+    Position,
     RankBatchSampler,
     SampleOrder,
     SimilarLengths,
@@ -20,6 +21,8 @@ from launcher.data.batching import (
     permuted,
     row_tokens,
 )
+from launcher.data.run_data import RunData
+from launcher.recipe import schema
 
 
 def permutation(size, *, seed=0, epoch=0):
@@ -319,3 +322,21 @@ def test_rows_that_samples_share_are_few():
     assert counts == [5, 6, 6, 10]
     assert sorted(map(len, joined_rows(range(3), [1], row_length=9, ranks=4))) == [0, 1, 1, 1]
     assert joined_rows([4, 4], [1] * 5, row_length=9, ranks=1) == [(4, 4)], "of two epochs"
+
+
+@pytest.mark.parametrize("size", [3, 8, 64])
+@pytest.mark.parametrize("every", [0.1, 0.25, 1.0, 1.5])
+def test_parts_of_epochs_end_in_the_step_that_reaches_them(size, every):
+    """100 samples, three epochs: each part is noticed once, also after a resume with another batch."""
+    order = SampleOrder(samples=100, seed=0, shuffle=True, epochs=3)
+    sampler = RankBatchSampler(order=order, global_batch_size=size, micro_batch_size=1, steps=999)
+    data = RunData(None, {}, order, sampler, steps=999, data=schema.Data(), seed=0)
+    section = schema.Evaluation(every_epochs=every)
+    ends = [min(step * size, 300) for step in range(1, -(-300 // size) + 1)]
+    due = [end for step, end in enumerate(ends, start=1) if data.due(step, section)]
+    parts = [round(100 * every * number, 6) for number in range(1, int(3 / every + 1e-9) + 1)]
+    assert due == sorted({next(end for end in ends if end >= part) for part in parts})
+    later = data.starting(Position(step=7, samples=70))
+    assert [later.due(step, schema.Evaluation(every_steps=5)) for step in (9, 10)] == [False, True]
+    reached = [part for part in parts if 70 < part <= 70 + size]
+    assert later.due(8, section) == bool(reached)
