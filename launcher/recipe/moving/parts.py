@@ -66,7 +66,7 @@ _NOT_WITH_IMAGES = (
 _SOUND = re.compile(r"voxtral|audio|qwen2\.5-omni|qwen3-omni|whisper")
 _SHARED_SIZES = (
     *("context_parallel_size", "sequence_parallel_degree", "cp_size", "sp_size"),
-    *("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"),
+    *("tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_dim"),
     *("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"),
 )
 _LAYERS = (
@@ -491,8 +491,16 @@ def _regularly(
     1 a share of the run; epoch, steps or no; and times per epoch. Returns whether it comes at all."""
     number, times = c.get(steps), c.get(per_epoch)
     policy = str(c.get(*policies, default="")).lower()
+    most, epochs = c.values.get("run.max_steps"), c.values.get("run.epochs")
     if _is_number(times) and float(times) > 0:
-        c.set(f"{section}.every_epochs", 1 / float(times), per_epoch)
+        if isinstance(most, int):  # axolotl divides the steps of the run by its epochs
+            passes = float(c.given.get("num_epochs", 1))
+            every = math.ceil(most / (float(times) * passes))
+            c.set(f"{section}.every_steps", every, per_epoch)
+        else:
+            c.set(f"{section}.every_epochs", 1 / float(times), per_epoch)
+    elif policy == "epoch" and "data.streaming" in c.values:
+        return False
     elif policy == "epoch":
         c.set(f"{section}.every_epochs", 1.0, c.names(*policies))
     elif policy == "no":
@@ -500,7 +508,6 @@ def _regularly(
     elif _is_number(number) and float(number) >= 1:
         c.set(f"{section}.every_steps", int(float(number)), steps)
     elif _is_number(number) and float(number) > 0:
-        most, epochs = c.values.get("run.max_steps"), c.values.get("run.epochs")
         if isinstance(most, int):
             c.set(f"{section}.every_steps", math.ceil(most * float(number)), steps)
         else:
@@ -513,7 +520,8 @@ def _regularly(
 def saving(c: Conversion, *, loads_best: bool = False) -> None:
     """Checkpoints of transformers' trainer. loads_best: whether it loads the best one at the end, where
     the config does not say it."""
-    if c.tool == "axolotl" and not c.names("save_steps", "save_strategy", "saves_per_epoch"):
+    given = c.names("save_steps", "save_strategy", "saves_per_epoch")
+    if c.tool == "axolotl" and not given and "data.streaming" not in c.values:
         c.set("checkpoint.every_epochs", 1.0)
     elif not _regularly(c, "checkpoint", "save_steps", ("save_strategy",), "saves_per_epoch"):
         why = "checkpoints are for a resume; one comes at the end"

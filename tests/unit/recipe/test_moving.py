@@ -598,6 +598,8 @@ def test_the_second_trainer_counts_rows_and_needs_its_description(tmp_path):
 
 
 def test_layers_rows_and_folders_of_torchtune(tmp_path):
+    found, _ = values(tmp_path, TORCHTUNE + "tensor_parallel_dim: 2\n")
+    assert found["batch.global_batch_size"] == 4  # 2 sequences of each of two groups
     found, _ = values(tmp_path, TORCHTUNE)
     assert found["data.overlong"] == "cut"
     phi = TORCHTUNE.replace("models.llama3_2.lora_llama3_2_1b", "models.phi4.qlora_phi4_14b")
@@ -669,3 +671,30 @@ def test_a_recipe_that_cannot_start_ends_with_status_3(tmp_path, monkeypatch, ca
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (tmp_path / "a.yaml").write_text(text + adapter.replace("q_proj", "qkv_proj"))
     assert main(["new", "from=a.yaml", "output=new.yaml"]) == 0
+
+
+def test_values_of_a_checkout_are_compared(tmp_path, monkeypatch, capsys):
+    """With the defaults of the tools, which the script has by itself."""
+    texts = {
+        "axolotl": {
+            "a": AXOLOTL.replace("chats.jsonl", "owner/chats"),
+            "b": PLAIN + "batch_size: 64",
+        },
+        "llamafactory": {"a": LLAMA_FACTORY + "gradient_accumulation_steps: 2\n", "b": SECOND},
+        "torchtune": {"a": TORCHTUNE},
+    }
+    script = str(REPOSITORY / "benchmarks/moved_values.py")
+    for tool, configs in texts.items():
+        folder = tmp_path / tool
+        folder.mkdir()
+        for name, text in configs.items():
+            (folder / f"{name}.yaml").write_text(text)
+        monkeypatch.setattr("sys.argv", ["moved_values.py", tool, str(folder)])
+        monkeypatch.chdir(folder)
+        runpy.run_path(script, run_name="__main__")
+        *differing, last = capsys.readouterr().out.splitlines()
+        assert differing == []
+        assert last.startswith(f"{len(configs)} configs, ")
+    wrong = runpy.run_path(script)
+    assert not wrong["same"](32, 8)
+    assert wrong["axolotl"](parse_yaml(PLAIN)[0])["batch.global_batch_size"] == 32
