@@ -1,5 +1,6 @@
 """Data sets for tests, with the objective that the data has without a model."""
 
+from launcher.data.batching import NO_SAMPLE, joined_rows
 from launcher.data.collation import TextInputs
 from launcher.data.dataset import SequenceDataset
 from launcher.objectives.make import make_objective
@@ -23,3 +24,13 @@ def dataset_of(store, sequences, length, packed=False, *, objective=None, **inpu
     """The sequences of a store; the next token by default."""
     inputs = TextInputs(length, packed=packed, **inputs)
     return SequenceDataset(store, sequences, objective or NextToken(), inputs)
+
+
+def rows_of(dataset, indices=None):
+    """These samples as rows, all by default; those that share rows in few of them."""
+    indices = [*range(len(dataset))] if indices is None else [*indices]
+    if dataset.joined:
+        samples = [index for index in indices if index != NO_SAMPLE]
+        rows = joined_rows(samples, dataset.lengths, row_length=dataset.length, ranks=1)
+        indices = rows + [()] * indices.count(NO_SAMPLE)
+    return [dataset[index] for index in indices]

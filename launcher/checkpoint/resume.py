@@ -14,6 +14,7 @@ import yaml
 from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
+from launcher.recipe import schema
 from launcher.recipe.decode import subsection
 from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
 from launcher.recipe.objectives import SECTIONS
@@ -220,10 +221,28 @@ def _line(key: str, old: object, new: object) -> str:
     return f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
 
 
+def counted_otherwise(recorded: Json, data: schema.Data) -> str | None:
+    """Why the samples at the positions of a run are not those of this version; None: they are.
+
+    recorded: what the run recorded, with `Data.batch_unit`. Earlier versions recorded none.
+    """
+    unit = data.batch_unit
+    if unit == recorded.get("batch_unit", "sequences") or (unit == "answers" and not data.packing):
+        return None
+    what = f"whose batches counted sequences with several {unit}, where they now count {unit}"
+    if unit == "pairs" and not data.packing:
+        what = (
+            "whose data.sequence_length was that of both answers of a pair, where each of them may "
+        )
+        what += "now be as long"
+    return f"is of an earlier version, {what}: its position would mean other samples"
+
+
 def check_content(
     path: Path,
     state: Json,
     *,
+    settings: schema.Data,
     data: Json,
     weights: Mapping[str, str | None],
     stream: str | None,
@@ -231,12 +250,14 @@ def check_content(
 ) -> list[str]:
     """Returns the changes of the data and of frozen weights since a checkpoint, one line each.
 
-    data: the fingerprint of the training data. weights: the digests of the weights in model.path
+    settings: the section `data`. data: the fingerprint of the training data. weights: the digests of the weights in model.path
     and of the adapter in lora.path; None if nothing is frozen, so that the checkpoint holds all
     parameters, and if there is no such adapter. stream: the digest of
     the order of a stream's samples; None without a stream. Raises RecipeError unless changes are
     allowed.
     """
+    if (why := counted_otherwise(state, settings)) is not None and not allow:
+        raise RecipeError(f"{path} {why}. Finish the run with that version; {_OTHERWISE}")
     changes = list(data_changes(state["data"], data))
     if changes and not allow:
         what = f"{path} is of other data; these changes alter the order of samples:"

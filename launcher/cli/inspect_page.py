@@ -69,6 +69,8 @@ img {{{{ display: block; max-width: 100%; margin: 6px 0 2px; }}}}
 </html>
 """
 """The page as rich fills it; `title` is filled first."""
+_LONGER = "the longer answer with the prompt"
+"""What data.sequence_length limits of a pair."""
 _SYMBOLS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
     **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)},
@@ -110,7 +112,7 @@ def print_page(
     shares = MixtureDataset(opened, weights).shares
     page.totals(
         {
-            part: {"share of the sequences": f"{share:.1%}" if mixed else ""}
+            part: {f"share of the {data.batch_unit}": f"{share:.1%}" if mixed else ""}
             | _facts(dataset, padding=_padding(dataset, recipe, shuffle=shuffle))
             for (part, dataset), share in zip(opened.items(), shares, strict=True)
         }
@@ -196,8 +198,14 @@ def _padding(dataset: SequenceDataset, recipe: Recipe, *, shuffle: bool) -> str:
         epochs=None,
         similar_lengths=recipe.data.similar_lengths,
     )
+    joined = dataset.length if dataset.joined else None
     sampler = make_batch_sampler(
-        batch, order=order, lengths=dataset.lengths, width=dataset.width, steps=64
+        batch,
+        order=order,
+        lengths=dataset.lengths,
+        width=dataset.width,
+        joined=joined,
+        steps=64,
     )
     return f"{expected_padding(dataset, sampler):.1%}"
 
@@ -397,11 +405,12 @@ class _Page:
 
     def histogram(self, part: str, dataset: SequenceDataset) -> None:
         """Prints how many documents have how many tokens."""
-        most = dataset.length
+        most = dataset.text_length
         rows = bins(dataset.document_lengths, mark=most)
         width, largest = len(f"{rows[-1][1]:,}"), max(count for _, _, count in rows)
         self._print()
-        self._rule((f"{part}{dataset.unit} by tokens", "bold"))
+        by = f"tokens of {_LONGER}" if dataset.unit == "pairs" else "tokens"
+        self._rule((f"{part}{dataset.unit} by {by}", "bold"))
         for low, high, count in rows:
             if low == most + 1:
                 line = f"{'':>{2 * width + 3}} ╌╌╌ data.sequence_length {most:,} ╌╌╌"
@@ -446,13 +455,17 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     images, lost_images = count_images(dataset)
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
     many, one = dataset.unit, dataset.unit.removesuffix("s")
+    measured = f"a {one}" if one == "document" else f"an {one}" if one == "answer" else _LONGER
+    sequences_of = {f"sequences of up to {dataset.length:,}": f"{len(sequences):,}"}
+    if many != "documents":  # each of which is a sample
+        sequences_of = {f"{many} that are trained": f"{len(sequences):,}"}
     lost = f"{sequences.cut_documents:,}  ({sequences.cut_tokens:,} tokens)"
     return {
         many: f"{len(lengths):,}",
-        f"tokens of a {one}, median": f"{median:,}",
-        f"tokens of a {one}, 90 % up to": f"{most:,}",
-        f"tokens of a {one}, longest": f"{int(lengths.max()):,}",
-        f"sequences of up to {dataset.length:,}": f"{len(sequences):,}",
+        f"tokens of {measured}, median": f"{median:,}",
+        f"tokens of {measured}, 90 % up to": f"{most:,}",
+        f"tokens of {measured}, longest": f"{int(lengths.max()):,}",
+        **sequences_of,
         "tokens in them": f"{tokens:,}",
         "tokens with loss": with_loss,
         "images": f"{images:,}" if images or lost_images else "",

@@ -24,7 +24,8 @@ def new_from(
     """Writes the recipe, and what is lost to standard error. Raises RecipeError.
 
     files: paths with commas between them. ranks: data-parallel ranks. output: None: standard
-    output. Returns the exit status: 3 if something that changes the training is lost.
+    output. Returns the exit status: 3 if something that changes the training is lost, or the recipe
+    cannot train.
     """
     from launcher.recipe.moving.convert import convert_files
 
@@ -38,7 +39,10 @@ def new_from(
     )
     write_text(converted.text, output)
     lines = [
-        *_lost(converted.lost, converted.tool),
+        *_group(
+            f"changes the training, and has no equal here (of {converted.tool}):", converted.lost
+        ),
+        *_group("kept, but trains a bit differently:", converted.differs),
         *_needless(converted.needless),
         *(f"not on this machine: {what}" for what in converted.absent),
     ]
@@ -56,10 +60,10 @@ def write_text(text: str, output: Path | None) -> None:
     output.write_text(text, encoding="utf-8")
 
 
-def _lost(lost: dict[str, str], tool: str) -> Iterator[str]:
-    if lost:
-        yield f"changes the training, and has no equal here (of {tool}):"
-    for name, what in lost.items():
+def _group(title: str, entries: dict[str, str]) -> Iterator[str]:
+    if entries:
+        yield title
+    for name, what in entries.items():
         yield f"  {name}: {what}"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launcher.checkpoint import files
-from launcher.checkpoint.resume import data_changes
+from launcher.checkpoint.resume import counted_otherwise, data_changes
 from launcher.cli.app import flag, option
 from launcher.cli.tables import make_table, print_parts
 from launcher.console import configure_logging
@@ -53,10 +53,13 @@ def rows(
     configure_logging(stream="stderr")
     recipe = _recipe(run, step, loss=loss)
     # The model is built for losses only; the data has no other code
-    built = recipe.model if loss else Model(config={})
-    needed = dataclasses.replace(recipe, model=built, objective=None)
+    model = recipe.model if loss else Model(config={})
+    needed = dataclasses.replace(recipe, model=model, objective=None)
     refuse_code(needed, run / "recipe.yaml", trust_run=trust_run)
     events, size = RunFolder(run).read_events(), recipe.batch.global_batch_size
+    built = [event for event in events if event["event"] == "built"]
+    if built and (why := counted_otherwise(built[-1], recipe.data)) is not None:
+        raise RecipeError(f"{run} {why}")
     positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
     opened = _open(run, recipe)
 
@@ -67,7 +70,7 @@ def rows(
     trained = trained_rows(opened, positions, tokenizer=tokenizer)
     if not trained:
         raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
-    title = f"step {step}: {trained[-1].sequence:,} sequences, {len(trained):,} rows"
+    title = f"step {step}: {trained[-1].sequence:,} {recipe.data.batch_unit}, {len(trained):,} rows"
     print(title + (f"; {skipped:,} batches before it were skipped" if skipped else ""))
     losses = _losses(run, recipe, step, trained, trust_run=trust_run) if loss else None
     _print_rows(trained, losses, recipe)

@@ -98,7 +98,7 @@ def train(
         _check_gpus(gpus, recipe.run.device)
     run = RunFolder(Path(recipe.run.dir))
     run.note_found()
-    requests = _Requests(run=run, saves=recipe.checkpoint.every_steps is not None)
+    requests = _Requests(run=run, saves=recipe.checkpoint.saves)
     if gpus is None:
         gpus = _visible_gpus(recipe.run.device)
         load_recipe(overrides, ranks=gpus * nodes)

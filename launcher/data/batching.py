@@ -6,6 +6,8 @@ hardware, and a checkpoint need only hold the number of samples before it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +39,22 @@ def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: 
     return -(-global_batch_size // (micro_batch_size * ranks))
 
 
-def rows_of(batch: schema.Batch, *, sequence_length: int) -> int:
-    """Full sequences per micro-batch."""
+def rows_of(batch: schema.Batch, *, row_length: int) -> int:
+    """Full rows per micro-batch. row_length: `Data.row_length`."""
     if isinstance(batch.micro_batch_size, int):
         return batch.micro_batch_size
-    return max(1, (batch.micro_batch_tokens or sequence_length) // sequence_length)
+    return max(1, (batch.micro_batch_tokens or row_length) // row_length)
+
+
+Index = int | tuple[int, ...]
+"""A row of a micro-batch: the index of a sample, or those of the samples that share the row."""
+
+
+def row_tokens(row: Index, lengths: Sequence[int]) -> int:
+    """Tokens of a row without padding. lengths: of the samples; an index may count on through the
+    epochs."""
+    samples = row if isinstance(row, tuple) else (row,)
+    return sum(int(lengths[index % len(lengths)]) for index in samples if index != NO_SAMPLE)
 
 
 def _mix(value: int) -> int:
@@ -234,6 +247,12 @@ class _RankPart:
             return step * self.global_batch_size
         return self.first_sample + (step - self.first_step) * self.global_batch_size
 
+    def samples_of(self, step: int) -> list[int]:
+        """The samples of a step, without empty ones."""
+        start = self.start_of(step)
+        drawn = map(self.order.sample, range(start, start + self.global_batch_size))
+        return [sample for sample in drawn if sample != NO_SAMPLE]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatchSampler(_RankPart):
@@ -275,14 +294,11 @@ class TokenBatchSampler(_RankPart):
 
     def groups(self, step: int) -> list[list[int]]:
         """All ranks' micro-batches of a step; rank r has every ranks-th one from r on."""
-        start = self.start_of(step)
-        drawn = map(self.order.sample, range(start, start + self.global_batch_size))
-        samples = [sample for sample in drawn if sample != NO_SAMPLE]
-        lengths = self.lengths  # an index may count on through the epochs
-        samples.sort(key=lambda sample: -int(lengths[sample % len(lengths)]))
+        samples, lengths = self.samples_of(step), self.lengths
+        samples.sort(key=lambda sample: -row_tokens(sample, lengths))
         groups: list[list[int]] = []
         while samples:
-            width = max(1, self.width(int(lengths[samples[0] % len(lengths)])))
+            width = max(1, self.width(row_tokens(samples[0], lengths)))
             rows = max(1, self.micro_batch_tokens // width)
             groups.append(samples[:rows])
             samples = samples[rows:]
@@ -305,7 +321,65 @@ class TokenBatchSampler(_RankPart):
             yield from self.groups(step)[self.rank :: self.ranks]
 
 
-BatchSampler = RankBatchSampler | TokenBatchSampler
+@dataclass(frozen=True, kw_only=True)
+class JoinedBatchSampler(_RankPart):
+    """Micro-batches of rows that samples of a step share, without padding between them. Each rank has
+    as many rows, which are about equally full."""
+
+    lengths: Sequence[int]
+    """Tokens of each sample."""
+    row_length: int
+    """Most tokens of a row; at least those of the longest sample."""
+    rows: int
+    """Most rows of a micro-batch."""
+
+    def micro_batches(self, step: int) -> int:
+        """Of a step (0-based): the same number on every rank."""
+        return -(-len(self._of_step(step)) // (self.ranks * self.rows))
+
+    def _of_step(self, step: int) -> list[tuple[int, ...]]:
+        """The rows of all ranks, the fullest first."""
+        return joined_rows(
+            self.samples_of(step), self.lengths, row_length=self.row_length, ranks=self.ranks
+        )
+
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
+        for step in range(self.first_step, self.steps):
+            mine = self._of_step(step)[self.rank :: self.ranks]
+            count = -(-len(mine) // self.rows)
+            ends = [len(mine) * number // count for number in range(count + 1)]
+            yield from (mine[start:end] for start, end in itertools.pairwise(ends))
+
+
+def joined_rows(
+    samples: Sequence[int], lengths: Sequence[int], *, row_length: int, ranks: int
+) -> list[tuple[int, ...]]:
+    """Samples in rows of up to `row_length` tokens, the fullest first: a multiple of `ranks`, few,
+    and about equally full. Each sample, the longest first, goes to the row with the fewest tokens,
+    or to a new one if it does not fit there."""
+    sizes = {sample: row_tokens(sample, lengths) for sample in samples}
+    ordered = sorted(samples, key=lambda sample: -sizes[sample])
+    count = -(-sum(sizes[sample] for sample in samples) // row_length)
+    while True:
+        count = max(1, -(-count // ranks)) * ranks
+        rows: list[list[int]] = [[] for _ in range(count)]
+        least = [(0, row) for row in range(count)]
+        for sample in ordered:
+            tokens, row = least[0]
+            if tokens + sizes[sample] <= row_length:
+                heapq.heapreplace(least, (tokens + sizes[sample], row))
+            else:
+                row = len(rows)
+                rows.append([])
+                heapq.heappush(least, (sizes[sample], row))
+            rows[row].append(sample)
+        if len(rows) % ranks == 0:
+            fullest = sorted(least, key=lambda at: (-at[0], at[1]))
+            return [tuple(rows[row]) for _, row in fullest]
+        count = len(rows)
+
+
+BatchSampler = RankBatchSampler | TokenBatchSampler | JoinedBatchSampler
 
 
 def make_batch_sampler(
@@ -313,11 +387,16 @@ def make_batch_sampler(
     *,
     lengths: Sequence[int] | None,
     width: Callable[[int], int] = int,
+    joined: int | None = None,
     **part: Any,
 ) -> BatchSampler:
-    """The sampler of a rank. `lengths` and `width` are those of `TokenBatchSampler`, for
-    micro_batch_tokens; part holds the other fields of `_RankPart`."""
+    """The sampler of a rank. `lengths` and `width` are those of `TokenBatchSampler`; part holds the
+    other fields of `_RankPart`. joined: tokens of a row that samples share; None: each has its own."""
     part["global_batch_size"] = batch.global_batch_size
+    if joined is not None:
+        assert lengths is not None
+        rows = rows_of(batch, row_length=joined)
+        return JoinedBatchSampler(lengths=lengths, row_length=joined, rows=rows, **part)
     if batch.micro_batch_tokens is None:
         assert isinstance(batch.micro_batch_size, int)  # `auto` was resolved before
         return RankBatchSampler(micro_batch_size=batch.micro_batch_size, **part)

@@ -58,7 +58,9 @@ class TextInputs:
     length: int
     """Most tokens of a row (data.sequence_length)."""
     packed: bool = False
-    """Whether a row is filled with several documents, and so is `length` tokens wide."""
+    """Whether a sample fills a row with several documents, so that rows are `length` tokens wide."""
+    joined: bool = False
+    """Whether samples share rows, which are padded to the longest one of their micro-batch."""
     masking: Masking = "mask"
     recurrent: bool = False
     """See `ModelInputs`."""
@@ -76,6 +78,12 @@ class TextInputs:
     def width_of(self, rows: list[Sample]) -> int:
         """Tokens of a row of a micro-batch of these samples, without packing."""
         return self.width(max(len(row["input_ids"]) for row in rows))
+
+    @property
+    def kept_apart(self) -> str:
+        """How the documents of a row are kept apart, for the log."""
+        how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
+        return how + (", and one by one in recurrent layers" if self.recurrent else "")
 
     @property
     def row_images(self) -> Any:
@@ -106,6 +114,13 @@ class TextInputs:
         `SequenceDataset.pieces`. Raises RowError if that cannot be read."""
         return sample
 
+    def joined_row(self, samples: Sequence[Sample]) -> Sample:
+        """One row of several samples."""
+        return {
+            name: np.concatenate([sample[name] for sample in samples], axis=-1)
+            for name in samples[0]
+        }
+
     def filled(self, sample: Sample) -> Sample:
         """A sample without data, with as much beside text as its tokens can be."""
         return sample
@@ -127,7 +142,7 @@ class TextInputs:
         """See `collate_sequences`. several_documents: a row holds several documents even if it is
         padded to the longest one."""
         length, packed = self.length, self.packed
-        if several_documents and not packed:
+        if (several_documents or self.joined) and not packed:
             length, packed = self.width_of(rows), True
         return collate_sequences(
             rows,

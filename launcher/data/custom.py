@@ -72,6 +72,7 @@ class CustomDataset:
     """An `Objective` (`launcher/objectives/custom.py`), which computes the loss."""
     seed: int = 0
     packed: ClassVar[bool] = False
+    joined: ClassVar[bool] = False
     lengths: ClassVar[None] = None
     skipped: ClassVar[list[dict[str, str]]] = []
     prompt_forms: ClassVar[frozenset[PromptForm]] = frozenset()

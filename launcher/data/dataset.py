@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from launcher.data.batching import NO_SAMPLE
+from launcher.data.batching import NO_SAMPLE, Index
 from launcher.data.collation import EMPTY, Collated, Piece, Sample, TextInputs, make_sample
 from launcher.data.custom import CustomDataset
 from launcher.data.encoder import PromptForm
 from launcher.data.messages import RowError
-from launcher.data.packing import Integers, Sequences
+from launcher.data.packing import Integers, Sequences, text_lengths
 from launcher.data.problems import causes
 from launcher.data.token_store import TokenStore
 from launcher.models.micro_batch import IGNORED
@@ -37,9 +37,11 @@ class SequenceDataset:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: Index) -> Sample:
         """See the objective. An index may count on through the epochs if the objective draws.
-        `error`: why the sample cannot be read."""
+        `error`: why the sample cannot be read. Several indices: one row of these samples."""
+        if isinstance(index, tuple):
+            return joined_row([self[each] for each in index or (NO_SAMPLE,)], self.inputs)
         sample: Sample = self.objective.sample(self, index)
         try:
             return self.inputs.complete(sample, self.store, self.pieces(index))
@@ -55,13 +57,25 @@ class SequenceDataset:
 
     @property
     def length(self) -> int:
-        """Most tokens of a sequence (data.sequence_length)."""
+        """Most tokens of a row."""
         return self.inputs.length
 
     @property
+    def text_length(self) -> int:
+        """Most tokens of a document, or of each answer of a pair with the prompt
+        (data.sequence_length)."""
+        texts: int = self.objective.texts
+        return self.length // texts
+
+    @property
     def packed(self) -> bool:
-        """Whether sequences hold several documents."""
+        """Whether a sample holds several documents."""
         return self.inputs.packed
+
+    @property
+    def joined(self) -> bool:
+        """Whether samples of a step share rows."""
+        return self.inputs.joined
 
     @property
     def unit(self) -> str:
@@ -92,8 +106,9 @@ class SequenceDataset:
 
     @property
     def document_lengths(self) -> Integers:
-        """Tokens of each document that was packed, with those that are dropped."""
-        lengths = np.diff(self.store.offsets)
+        """Tokens of each document that was packed, with those that are dropped. Of a pair, those of
+        the longer answer with the prompt."""
+        lengths = text_lengths(self.store, self.objective.texts)
         return lengths if self.documents is None else lengths[self.documents]
 
     def width(self, longest: int) -> int:
@@ -140,7 +155,7 @@ class SequenceDataset:
 
     def one_document_in_a_row(self) -> SequenceDataset:
         """The same, whose micro-batches have a document in each row."""
-        return replace(self, inputs=replace(self.inputs, packed=False))
+        return replace(self, inputs=replace(self.inputs, packed=False, joined=False))
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
@@ -155,7 +170,8 @@ class SequenceDataset:
         return notes
 
     def _problems(self) -> list[str]:
-        store, sequences, longer = self.store, self.sequences, f"longer than {self.length} tokens"
+        store, sequences = self.store, self.sequences
+        longer = f"longer than {self.text_length} tokens"
         lines = self.notes
         if split := sequences.split_documents:
             lines.append(f"{split:,} documents continue in another sequence")
@@ -169,13 +185,12 @@ class SequenceDataset:
         if dropped := sequences.long_documents:
             why = f"they are {longer} (data.sequence_length, data.overlong)"
             if self.unit == "pairs":
-                why = "their two answers, each with the prompt, are"
-                why += f" {longer} (data.sequence_length)"
+                why = f"the prompt with one of the answers is {longer} (data.sequence_length)"
             lines.append(
                 f"warning: {dropped:,} of {sequences.documents:,} {self.unit} are dropped: {why}"
             )
         if dropped := sequences.dropped_documents:
-            within = f" in their first {self.length} tokens (data.sequence_length)"
+            within = f" in their first {self.text_length} tokens (data.sequence_length)"
             lines.append(
                 f"warning: {dropped:,} of {sequences.documents:,} {self.unit} have no token with loss"
                 f"{within if sequences.cut_documents else ''} and are dropped"
@@ -189,6 +204,12 @@ class SequenceDataset:
         return lines
 
 
+def joined_row(samples: list[Sample], inputs: TextInputs) -> Sample:
+    """One row of several samples. `error`: that of the first sample that has one."""
+    failed = next((sample for sample in samples if "error" in sample), None)
+    return inputs.joined_row(samples) if failed is None else failed
+
+
 class MixtureDataset:
     """Several data sets of the same objective, one after the other."""
 
@@ -199,7 +220,8 @@ class MixtureDataset:
         self.parts, self.weights = parts, weights
         self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
-        self.packed, self.width = self._first.packed, self._first.width
+        self.packed, self.joined = self._first.packed, self._first.joined
+        self.width, self.unit = self._first.width, self._first.unit
         self.objective = self._first.objective
         self.sources: tuple[str, ...] = ()
         """The names of the sources, if the loss has a part for each of them."""
@@ -209,7 +231,9 @@ class MixtureDataset:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: Index) -> Sample:
+        if isinstance(index, tuple):
+            return joined_row([self[each] for each in index or (NO_SAMPLE,)], self._first.inputs)
         if index == NO_SAMPLE:
             return self._first[index]
         name, index = self.locate(index)
@@ -224,8 +248,8 @@ class MixtureDataset:
         made = self._first.collate(rows)
         if not self.sources or "error" in made:
             return made
-        of = [int(row["source"][0]) if "source" in row else 0 for row in rows]
-        sources = self.objective.sources(rows, of)
+        of = [row.get("source", _NO_SOURCE) for row in rows]
+        sources = self.objective.sources(of)
         added = {"sources": sources, "source_count": len(self.sources)}
         return made | {"tensors": made["tensors"] | added}
 
@@ -262,7 +286,7 @@ class MixtureDataset:
 
     @property
     def shares(self) -> list[float]:
-        """The share of each source in the sequences."""
+        """The share of each source in the samples."""
         weights = self.weights or tuple(map(len, self.parts.values()))
         return [weight / sum(weights) for weight in weights]
 
@@ -271,10 +295,13 @@ class MixtureDataset:
         lines = []
         for (name, part), share in zip(self.parts.items(), self.shares, strict=True):
             first, *rest = part.describe()
-            lines.append(f"{name} ({share:.1%} of the sequences): {first}")
+            unit = self.unit if self.joined else "sequences"
+            lines.append(f"{name} ({share:.1%} of the {unit}): {first}")
             lines += [f"{name}: {line}" for line in rest]
         return lines
 
 
+_NO_SOURCE = np.zeros(0, dtype=np.int64)
+"""The sources of an empty row."""
 MapData = SequenceDataset | MixtureDataset | CustomDataset
 """All have the members of `SequenceDataset`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import queues
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from launcher.console import bytes_as_text
-from launcher.data.batching import NO_SAMPLE, BatchSampler
+from launcher.data.batching import NO_SAMPLE, BatchSampler, Index, row_tokens
 from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
@@ -191,15 +191,15 @@ def check_shared_memory(
         return
     if memory[0] >= PLENTY:
         return
-    lengths, first = dataset.lengths, list(itertools.islice(sampler, 64))
+    lengths, first = dataset.lengths, _first_rows(sampler)
     if not first:
         return
     largest = first[0]
     if lengths is not None:
         known = lengths
-        largest = max(first, key=lambda rows: sum(_length(known, index) for index in rows))
-    rows: list[Any] = [dataset[index] for index in largest]
-    size = _bytes(dataset.collate(rows))
+        largest = max(first, key=lambda rows: sum(row_tokens(row, known) for row in rows))
+    samples: Any = dataset  # those of a builder share no rows
+    size = _bytes(dataset.collate([samples[row] for row in largest]))
     ahead = data.workers * data.prefetch_factor * ranks
     if size * ahead > memory[0]:
         raise RecipeError(
@@ -207,10 +207,6 @@ def check_shared_memory(
             f"{data.prefetch_factor} micro-batches of {bytes_as_text(size)} each, hold "
             f"{bytes_as_text(size * ahead)} in shared memory. {host_memory.shared_text()}"
         )
-
-
-def _length(lengths: Sequence[int], index: int) -> int:
-    return 0 if index == NO_SAMPLE else int(lengths[index % len(lengths)])
 
 
 def _bytes(value: object) -> int:
@@ -230,14 +226,20 @@ def to_device(value: _T, device: torch.device) -> _T:
     return moved
 
 
+def _first_rows(sampler: BatchSampler) -> list[Sequence[Index]]:
+    """The rows of the first 64 micro-batches."""
+    batches: Iterable[Sequence[Index]] = sampler
+    return list(itertools.islice(batches, 64))
+
+
 def expected_padding(dataset: TrainingData, sampler: BatchSampler) -> float | None:
     """Share of padding in 64 micro-batches if rows are padded as `dataset.width` says; None if the
     lengths are not known."""
     if isinstance(dataset, StreamingDataset) or (lengths := dataset.lengths) is None:
         return None
     held = padded = 0
-    for indices in itertools.islice(sampler, 64):
-        rows = [int(lengths[index % len(lengths)]) for index in indices if index != NO_SAMPLE]
+    for indices in _first_rows(sampler):
+        rows = [row_tokens(row, lengths) for row in indices if row != NO_SAMPLE]
         held += sum(rows)
         padded += dataset.width(max(rows, default=0)) * len(rows)
     return 1 - held / padded if padded else 0.0

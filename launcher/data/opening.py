@@ -18,6 +18,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
 from launcher.data.images import RowImages
+from launcher.data.packing import text_lengths
 from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
@@ -83,7 +84,7 @@ def _refuse_overlong(
     validation: bool,
 ) -> None:
     """Raises RecipeError if a row is longer than a sequence."""
-    sizes = np.diff(store.offsets)
+    sizes = text_lengths(store, 2 if data.batch_unit == "pairs" else 1)
     longer = np.flatnonzero(sizes > data.sequence_length)
     if not len(longer):
         return

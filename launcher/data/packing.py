@@ -42,7 +42,7 @@ class Sequences:
     dropped_documents: int = 0
     """Documents without a target, or whose targets are all cut off."""
     long_documents: int = 0
-    """Documents, or pairs, that are longer than a sequence and dropped for that."""
+    """Documents that are longer than a sequence, or pairs with such an answer, dropped for that."""
     targets: int = 0
     """Tokens with loss in all pieces; 0 for classification."""
 
@@ -118,28 +118,35 @@ def _before_cut_images(pieces: Sequences, first: Integers, end: Integers) -> Seq
     return replace(pieces, lengths=lengths, cut_tokens=pieces.cut_tokens + more)
 
 
-def pack_pairs(
+def text_lengths(store: Any, texts: int) -> Integers:
+    """Tokens of each document of a `TokenStore`; with two `texts`, of a pair's longer answer with its
+    prompt."""
+    lengths: Integers = np.diff(store.offsets)
+    return lengths if texts == 1 else np.maximum(store.classes, lengths - store.classes)
+
+
+def separate_pairs(
     offsets: Integers,
     first: npt.NDArray[np.int32],
     labels: npt.NDArray[np.int32],
     *,
-    packing: bool,
     sequence_length: int,
     documents: Integers | None = None,
 ) -> Sequences:
-    """Packs pairs of answers, each pair as one piece. Pairs that are longer than a sequence, or
-    with an answer without a target, are dropped. `first` are the tokens of the first answers, and
-    `documents` the numbers of the pairs to pack; None: all."""
+    """A pair of answers in each sequence. Pairs with an answer that, with its prompt, is longer than
+    `sequence_length`, or that has no target, are dropped. `first` are the tokens of the first answers,
+    and `documents` the numbers of the pairs to use; None: all."""
     ends, middles, lengths = offsets[1:], offsets[:-1] + first, np.diff(offsets)
     begins = np.stack([offsets[:-1], middles], axis=1).flatten()
     targets = count_labels(labels, begins + 1, np.stack([middles, ends], axis=1).flatten())
-    fits, trained = lengths <= sequence_length, targets.reshape(-1, 2).min(1) > 0
+    fits = np.maximum(first, lengths - first) <= sequence_length
+    trained = targets.reshape(-1, 2).min(1) > 0
     wanted = np.ones(len(lengths), dtype=bool)
     if documents is not None:
         wanted[:] = False
         wanted[documents] = True
     kept = fits & trained & wanted
-    pieces = Sequences(
+    return Sequences(
         offsets[:-1][kept],
         lengths[kept],
         np.arange(np.count_nonzero(kept) + 1),
@@ -148,7 +155,6 @@ def pack_pairs(
         long_documents=int(np.count_nonzero(~fits & wanted)),
         targets=int(targets.reshape(-1, 2)[kept].sum()),
     )
-    return best_fit(pieces, sequence_length) if packing else pieces
 
 
 def with_targets(
@@ -261,7 +267,7 @@ def no_targets(files: str, data: schema.Data) -> str:
     why = "all labels are -100, or rows have a single token"
     whole = KINDS[data.kind].loss_on == "whole answers"
     if whole:
-        unit = "pair" if len(KINDS[data.kind].answers) == 2 else "row"
+        unit = "pair" if data.batch_unit == "pairs" else "row"
         why = f"no {unit} fits into {data.sequence_length} tokens (data.sequence_length)"
     if data.drops_overlong and not whole:
         why = f"no row with loss fits into {data.sequence_length} tokens (data.sequence_length)"

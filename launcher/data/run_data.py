@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -110,6 +111,16 @@ class RunData:
         start, size = self.start, self.sampler.global_batch_size
         seen = start.samples + (step - start.step) * size
         return seen if self.samples is None else min(seen, self.samples)
+
+    def due(self, step: int, section: schema.Evaluation | schema.Checkpoint) -> bool:
+        """Whether what comes every so many steps or epochs is due after this step (1-based)."""
+        if section.every_epochs is None:
+            return section.every_steps is not None and step % section.every_steps == 0
+        part = section.every_epochs * self.order.samples
+        before, after = (
+            math.floor(self.samples_after(each) / part + 1e-9) for each in (step - 1, step)
+        )
+        return after > before
 
     def batches(
         self,
@@ -251,6 +262,7 @@ def open_run_data(
         order=order,
         lengths=None if stored is None else stored.lengths,
         width=int if stored is None else stored.width,
+        joined=data.row_length if data.joins_rows else None,
         steps=steps,
         rank=ranks.data_parallel_rank,
         ranks=ranks.data_parallel_size,

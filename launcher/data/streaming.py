@@ -290,6 +290,7 @@ class StreamingDataset(IterableDataset[Collated]):
     """
 
     packed = True
+    joined = False
     lengths: Sequence[int] | None = None
 
     def __init__(

@@ -123,11 +123,13 @@ class ModelInputs:
         """How rows have images; None: they are text."""
         return None if self.images is None else self.images.rows
 
-    def inputs(self, length: int, *, packed: bool) -> TextInputs:
-        """How samples of up to `length` tokens become the rows of its micro-batches."""
+    def inputs(self, length: int, *, packed: bool, joined: bool = False) -> TextInputs:
+        """How samples of up to `length` tokens become the rows of its micro-batches. packed, joined:
+        see `TextInputs`."""
         common: dict[str, Any] = {
             "length": length,
             "packed": packed,
+            "joined": joined,
             "masking": self.masking,
             "recurrent": self.recurrent,
             "part": self.part,

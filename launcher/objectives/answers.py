@@ -21,7 +21,7 @@ from launcher.data.collation import (
     padded,
 )
 from launcher.data.dataset import SequenceDataset
-from launcher.data.packing import Integers, Sequences, pack_pairs
+from launcher.data.packing import Integers, Sequences, separate_pairs
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import open_adapter
@@ -61,10 +61,10 @@ class Answers(Objective):
         """Whether the loss compares with the initial weights."""
         return True
 
-    def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
+    def change_model(self, model: PreTrainedModel, *, row_length: int) -> None:
         """Changes nothing. Raises RecipeError if answers cannot share a row, or if the model has
         dropout or noise in its routers."""
-        check_model(model, sequence_length, pairs=self.answers > 1)
+        check_model(model, row_length, pairs=self.answers > 1)
 
     def bounds(self, dataset: SequenceDataset, index: int) -> Iterator[tuple[int, Bounds]]:
         """The number of each document of a sequence, and the places of its answers."""
@@ -93,10 +93,9 @@ class Answers(Objective):
         """See `collate_answers`."""
         return collate_answers(rows, inputs, self.answers)
 
-    def sources(self, rows: list[Sample], of: list[int]) -> torch.Tensor:
-        """The numbers of the sources of a micro-batch's documents."""
-        counts = [len(np.unique(row["answers"][row["answers"] >= 0])) for row in rows]
-        return torch.tensor(of).repeat_interleave(torch.tensor(counts) // self.answers)
+    def sources(self, of: list[Integers]) -> torch.Tensor:
+        """The numbers of the sources of a micro-batch's documents, each of which is a sample."""
+        return torch.from_numpy(np.concatenate(of))
 
     def example_rows(self, about: Example) -> list[Sample]:
         """A document in each row, whose tokens all have a loss."""
@@ -147,10 +146,10 @@ class Answers(Objective):
 @dataclass(frozen=True)
 class Pairs(Objective):
     """A document is a pair of answers: the chosen answer after its prompt, as long as
-    `store.classes` says, and then the rejected one after the same prompt. A sequence holds whole
-    pairs."""
+    `store.classes` says, and then the rejected one after the same prompt. A sample is a pair."""
 
     unit: ClassVar[str] = "pairs"
+    texts: ClassVar[int] = 2
     counts_losses: ClassVar[str] = "pairs"
 
     def packs(self, data: schema.Data) -> bool:
@@ -158,16 +157,19 @@ class Pairs(Objective):
         return True
 
     def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
-        """Sequences of whole pairs."""
+        """A whole pair in each sequence."""
         assert store.classes is not None
-        return pack_pairs(
+        return separate_pairs(
             store.offsets,
             store.classes,
             store.targets,
             sequence_length=data.sequence_length,
-            packing=data.packing,
             documents=documents,
         )
+
+    def sources(self, of: list[Integers]) -> torch.Tensor:
+        """The numbers of the sources of a micro-batch's pairs, each of which is a sample."""
+        return torch.from_numpy(np.concatenate(of))
 
     def bounds(self, dataset: SequenceDataset, index: int) -> Iterator[tuple[int, Bounds]]:
         """The number of each pair of a sequence, and the places of its answers."""
@@ -194,14 +196,17 @@ def collate_answers(
     width = made["tensors"]["input_ids"].shape[1]
     numbers, names, count = [], [NOTHING], 0
     sizes, values = [NOTHING], {name: [NOTHING] for name in per_answer}
-    for row in rows:  # the same document may be in two rows, of two epochs
+    for row in rows:
         here = row["answers"] >= 0
+        # By their places: a step may have the same document twice, of two epochs, and two sources
+        # have documents with the same number
+        places = np.cumsum(row["position_ids"] == 0)[here]
         found, first, inverse, counts = np.unique(
-            row["answers"][here], return_index=True, return_inverse=True, return_counts=True
+            places, return_index=True, return_inverse=True, return_counts=True
         )
         numbers.append(np.full(len(here), -1))
         numbers[-1][here] = inverse + count
-        names.append(found)
+        names.append(row["answers"][here][first])
         sizes.append(counts)
         for name in per_answer:
             values[name].append(row[name][here][first])
@@ -229,7 +234,7 @@ def answer_log_probabilities(
     return sums.index_add(0, micro_batch["answers"], -losses)[:-1].view(counts.shape), outputs
 
 
-def check_model(model: PreTrainedModel, sequence_length: int, *, pairs: bool = True) -> None:
+def check_model(model: PreTrainedModel, row_length: int, *, pairs: bool = True) -> None:
     """Raises RecipeError if the answers (pairs: two of each prompt) cannot share a row, or if the model has
     dropout or noise in its routers: its log-probabilities would be compared with those of a
     reference without it."""
@@ -237,9 +242,7 @@ def check_model(model: PreTrainedModel, sequence_length: int, *, pairs: bool = T
     instead = "both answers of a pair are in one row, so it cannot be trained on pairs"
     if not pairs:
         instead = "several answers are in one row, so it cannot be trained on them"
-    refuse_other_layers(
-        model, sequence_length, key=f"data.kind: {kind}", instead=instead, packed=True
-    )
+    refuse_other_layers(model, row_length, key=f"data.kind: {kind}", instead=instead, packed=True)
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             dropout = key == "p" if isinstance(module, nn.Dropout) else "drop" in key

@@ -93,7 +93,9 @@ class Objective(ABC):
     """What objectives have in common. The defaults are those of losses on the tokens of text."""
 
     unit: ClassVar[str] = "documents"
-    """What the rows are: documents, or pairs."""
+    """What the rows are: documents, pairs, or answers."""
+    texts: ClassVar[int] = 1
+    """Texts of a document, each of up to data.sequence_length tokens: 2 for pairs."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the sums that `loss` returns beside the loss. Their means are logged."""
     draws: ClassVar[bool] = False
@@ -126,10 +128,10 @@ class Objective(ABC):
         return False
 
     def change_model(  # noqa: B027 - most objectives change nothing
-        self, model: PreTrainedModel, *, sequence_length: int
+        self, model: PreTrainedModel, *, row_length: int
     ) -> None:
-        """Changes a model on the meta device as the loss needs it. Raises RecipeError if the model
-        cannot be trained so."""
+        """Changes a model on the meta device as the loss needs it. row_length: most tokens of a row.
+        Raises RecipeError if the model cannot be trained so."""
 
     def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most losses are always available
         """Raises RecipeError if the loss is not available for the changed model."""
@@ -159,8 +161,8 @@ class Objective(ABC):
         if self.trains_sequences and not sequences.targets:
             names = store.fingerprint.get("files", ())
             raise RecipeError(no_targets(first_names(names), data))
-        packed = data.packing and self.trains_sequences
-        inputs = model.inputs(data.sequence_length, packed=packed)
+        packed = data.packing and self.trains_sequences and not data.joins_rows
+        inputs = model.inputs(data.row_length, packed=packed, joined=data.joins_rows)
         return SequenceDataset(store, sequences, self.for_model(data, model), inputs, documents)
 
     def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
@@ -169,7 +171,7 @@ class Objective(ABC):
             store.offsets,
             data.kind,
             labels=store.labels,
-            packing=data.packing,
+            packing=data.packing and not data.joins_rows,
             sequence_length=data.sequence_length,
             documents=documents,
             drops_overlong=data.drops_overlong,
@@ -196,10 +198,10 @@ class Objective(ABC):
         """A micro-batch of samples."""
         return inputs.collate(rows)
 
-    def sources(self, rows: list[Sample], of: list[int]) -> torch.Tensor:
-        """The numbers of the sources of a micro-batch's losses, from those of its rows: for losses
-        of tokens one for each row."""
-        return torch.tensor(of)
+    def sources(self, of: list[Integers]) -> torch.Tensor:
+        """The numbers of the sources of a micro-batch's losses, from those of the samples of its
+        rows: for losses of tokens one for each row, where any will do for an empty one."""
+        return torch.tensor([int(row[0]) if len(row) else 0 for row in of])
 
     def describe(self, dataset: SequenceDataset) -> str:
         """The size of a data set, for the log."""
@@ -207,12 +209,14 @@ class Objective(ABC):
         documents = sequences.documents - sequences.dropped_documents - sequences.long_documents
         text = f"{documents:,} {self.unit}, {tokens:,} tokens in {count:,} sequences "
         text += f"of up to {dataset.length}"
+        if dataset.joined:
+            text = (
+                f"{documents:,} {self.unit}, {tokens:,} tokens; those of a step share sequences of "
+            )
+            text += f"up to {dataset.length}, kept apart by {dataset.inputs.kept_apart}"
         if dataset.packed:
-            how = {"mask": "a mask", "varlen": "variable-length attention"}[dataset.inputs.masking]
-            if dataset.inputs.recurrent:
-                how += ", and one by one in recurrent layers"
             padding = 1 - tokens / (count * dataset.length)
-            text += f", packed ({padding:.1%} padding; kept apart by {how})"
+            text += f", packed ({padding:.1%} padding; kept apart by {dataset.inputs.kept_apart})"
         images, lost = count_images(dataset)
         if images or lost:
             text += f"; {images:,} images"

@@ -11,15 +11,23 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from launcher.console import task
-from launcher.data.batching import RankBatchSampler, SampleOrder
+from launcher.data.batching import (
+    BatchSampler,
+    JoinedBatchSampler,
+    RankBatchSampler,
+    SampleOrder,
+)
 from launcher.data.collation import Collated
-from launcher.data.dataset import MapData
+from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.loader import make_loader, to_device
 from launcher.data.run_data import raise_error
 from launcher.distributed.process_group import gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
+
+_TOGETHER = 8
+"""Micro-batches of full rows that samples are drawn for at once, where they share rows."""
 
 
 def evaluation_batches(
@@ -34,26 +42,59 @@ def evaluation_batches(
 ) -> DataLoader[Any]:
     """This rank's micro-batches of each sample from `first` on once, in the order of the files.
     Positions after the last sample are empty rows: with sharding, all ranks need the same number of
-    forward passes."""
-    global_batch_size = micro_batch_size * ranks.data_parallel_size
-    batches = -(-(len(dataset) - first) // global_batch_size)
-    sampler = RankBatchSampler(
-        order=SampleOrder(samples=len(dataset), seed=0, shuffle=False, epochs=1),
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        rank=ranks.data_parallel_rank,
-        ranks=ranks.data_parallel_size,
-        first_step=0,
-        first_sample=first,
-        steps=batches if max_batches is None else min(batches, max_batches),
-    )
+    forward passes. max_batches: of `micro_batch_size` samples on each rank, that are evaluated.
+
+    Samples that share rows come in this order by `_TOGETHER` micro-batches of full rows."""
     return make_loader(
         dataset,
-        sampler,
+        _sampler(
+            dataset,
+            micro_batch_size=micro_batch_size,
+            max_batches=max_batches,
+            ranks=ranks,
+            first=first,
+        ),
         data,
         seed=ranks.data_parallel_rank,
         persistent_workers=persistent_workers,
         device=ranks.device,
+    )
+
+
+def _sampler(
+    dataset: MapData,
+    *,
+    micro_batch_size: int,
+    max_batches: int | None,
+    ranks: RankLayout,
+    first: int,
+) -> BatchSampler:
+    at_once, samples = micro_batch_size * ranks.data_parallel_size, len(dataset)
+    if max_batches is not None:
+        samples = min(samples, first + max_batches * at_once)
+    part: dict[str, Any] = {
+        "order": SampleOrder(samples=samples, seed=0, shuffle=False, epochs=1),
+        "rank": ranks.data_parallel_rank,
+        "ranks": ranks.data_parallel_size,
+        "first_step": 0,
+        "first_sample": first,
+    }
+    if not dataset.joined:
+        steps = -(-(samples - first) // at_once)
+        return RankBatchSampler(
+            global_batch_size=at_once, micro_batch_size=micro_batch_size, steps=steps, **part
+        )
+    assert isinstance(dataset, SequenceDataset)
+    assert dataset.lengths is not None
+    full = at_once * dataset.length * len(dataset) / max(1, dataset.tokens)
+    together = max(1, int(_TOGETHER * full))
+    return JoinedBatchSampler(
+        global_batch_size=together,
+        lengths=dataset.lengths,
+        row_length=dataset.length,
+        rows=micro_batch_size,
+        steps=-(-(samples - first) // together),
+        **part,
     )
 
 
@@ -70,8 +111,8 @@ def rows_in_order(
     what: str,
 ) -> Iterator[torch.Tensor]:
     """On rank 0 the rows that `compute` returns for the tensors of a micro-batch and for all of it,
-    in the order of the samples from `first` on, for one micro-batch of each rank at a time; on the
-    other ranks tensors without rows. Every rank must read all. `what` names the task."""
+    in the order of `evaluation_batches` from `first` on, for one micro-batch of each rank at a time;
+    on the other ranks tensors without rows. Every rank must read all. `what` names the task."""
     loader = evaluation_batches(
         dataset,
         data,
@@ -80,8 +121,9 @@ def rows_in_order(
         ranks=ranks,
         first=first,
     )
-    steps = -(-(len(dataset) - first) // (micro_batch_size * ranks.data_parallel_size))
-    with forward_only(wrapped), task(what, steps) as advance:
+    sampler: Any = loader.batch_sampler
+    count = sum(map(sampler.micro_batches, range(sampler.steps)))
+    with forward_only(wrapped), task(what, count) as advance:
         for collated in map(raise_error, loader):
             micro_batch = to_device(collated["tensors"], ranks.device)
             with wrapped.forward_context():

@@ -88,7 +88,8 @@ def _key(dataset: SequenceDataset) -> str:
     are held out on their number."""
     held_out = dataset.store.documents - dataset.sequences.documents
     without = f" without {held_out}" if held_out else ""
-    return f"{dataset.fingerprint['content']}-{dataset.length}{without}"
+    length = f"{dataset.objective.texts}x{dataset.text_length}"
+    return f"{dataset.fingerprint['content']}-{length.removeprefix('1x')}{without}"
 
 
 def _documents(dataset: SequenceDataset) -> npt.NDArray[np.int64]:

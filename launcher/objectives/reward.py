@@ -39,7 +39,7 @@ class Reward(Pairs):
     """Means over pairs. The names are TRL's."""
     shows_loss: ClassVar[bool] = False
 
-    def change_model(self, model: PreTrainedModel, *, sequence_length: int) -> None:
+    def change_model(self, model: PreTrainedModel, *, row_length: int) -> None:
         """See `TokenScores`."""
         TokenScores(model)
 
@@ -74,11 +74,6 @@ class Reward(Pairs):
         targets = np.concatenate([last_target(ids, self.padding) for ids in answers])
         marks: list[bool] = (targets != IGNORED).tolist()
         return marks
-
-    def sources(self, rows: list[Sample], of: list[int]) -> torch.Tensor:
-        """The numbers of the sources of a micro-batch's pairs."""
-        pairs = torch.tensor([len(row["margins"]) for row in rows])
-        return torch.tensor(of).repeat_interleave(pairs)
 
     def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
         """The sum over pairs of -log sigmoid(chosen - rejected - margin) of their scores, and the

@@ -57,8 +57,8 @@ def synthetic_data(
     this number of documents of equal length."""
     about = Example(
         data,
-        rows_of(batch, sequence_length=data.sequence_length),
-        model.inputs(data.sequence_length, packed=packed),
+        rows_of(batch, row_length=data.row_length),
+        model.inputs(data.row_length, packed=packed),
         documents=documents,
         vocabulary=model.vocabulary or 2,
         classes=model.classes or 2,

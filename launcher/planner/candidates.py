@@ -166,7 +166,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
     """Divisions of the global batch into micro-batches; the recipe's own division first."""
-    batch, length = written.batch, written.data.sequence_length
+    batch, length = written.batch, written.data.row_length
     ranks = layout_sizes(written.strategy, ranks=machine.ranks).data_parallel_size
     yield batch
     if batch.micro_batch_tokens is not None:
@@ -313,7 +313,7 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
     sequence, full activation checkpointing, FSDP over all ranks."""
     size: dict[str, Any] = {"micro_batch_size": 1}
     if written.batch.micro_batch_tokens is not None:
-        size = {"micro_batch_tokens": written.data.sequence_length}
+        size = {"micro_batch_tokens": written.data.row_length}
     batch, mixed = dataclasses.replace(written.batch, **size), written.strategy.mixed_precision
     choices = itertools.product((None, CpuOffload()), (False, True))
     for offload, to_host in choices if machine.device == "cuda" else [(None, False)]:

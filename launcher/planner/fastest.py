@@ -107,7 +107,7 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
         recipe.batch.global_batch_size,
         data.kind,
         data.packing,
-        data.sequence_length,
+        data.row_length,
         data.builder,
         data.arguments,
         run.deterministic,

@@ -111,11 +111,14 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
     size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
     if groups < ranks:
         on = f"{_plural(groups, 'group')} of {ranks // groups} ranks"
+    unit, length = recipe.data.batch_unit, f"{recipe.data.sequence_length:,} tokens"
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
-        return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} sequences a step"
+        return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} {unit} a step"
+    if unit == "pairs":
+        length = f"2 x {length}"
     return (
-        f"{_plural(size, 'sequence')} of {recipe.data.sequence_length:,} tokens x "
+        f"{_plural(size, unit.removesuffix('s'))} of {length} x "
         f"{_plural(count, 'micro-batch', 'es')} x {on} = {whole:,} a step"
     )
 

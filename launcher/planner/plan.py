@@ -146,7 +146,7 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         room=_room(profile, recipe, step, ranks=machine.ranks) if on_gpu else 0,
         host=_host(profile, recipe, machine, step, before, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
-        checkpoints=0 if saves.every_steps is None else kept,
+        checkpoints=kept if saves.saves else 0,
         notes=(
             *_notes(recipe, machine),
             *_image_note(profile, recipe),
@@ -197,9 +197,9 @@ def _host(
 ) -> HostMemory:
     """Host memory of one node."""
     per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
-    rows = rows_of(recipe.batch, sequence_length=data.sequence_length)
-    batch = rows * data.sequence_length * TOKEN_BYTES + rows * profile.tower.pixels
-    staged = recipe.checkpoint.asynchronous and recipe.checkpoint.every_steps is not None
+    rows = rows_of(recipe.batch, row_length=data.row_length)
+    batch = rows * data.row_length * TOKEN_BYTES + rows * profile.tower.pixels
+    staged = recipe.checkpoint.asynchronous and recipe.checkpoint.saves
     staging = checkpoint_bytes // machine.ranks if staged else 0
     # On a CPU all tensors are in host memory
     process = CUDA_PROCESS if on_gpu else CPU_PROCESS + max(step.peak.total, before)

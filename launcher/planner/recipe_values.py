@@ -14,7 +14,7 @@ from launcher.strategies.compilation import why_eager
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
     """Forward passes of a rank in one optimizer step, of all `ranks`."""
     groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
-    rows = rows_of(recipe.batch, sequence_length=recipe.data.sequence_length)
+    rows = rows_of(recipe.batch, row_length=recipe.data.row_length)
     size = recipe.batch.global_batch_size
     return accumulation_steps(global_batch_size=size, micro_batch_size=rows, ranks=groups)
 

@@ -130,8 +130,8 @@ def allowed(recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None) 
         syncs=sharded and strategy.sync_every_micro_batch == "auto",
         precisions=False,
     )
-    length, most = recipe.data.sequence_length, limit_micro_batch or math.inf
-    return [r for r in recipes if rows_of(r.batch, sequence_length=length) <= most]
+    length, most = recipe.data.row_length, limit_micro_batch or math.inf
+    return [r for r in recipes if rows_of(r.batch, row_length=length) <= most]
 
 
 def fastest_of_each_kind(recipe: Recipe, machine: Machine, *, most: int) -> list[Configuration]:

@@ -103,8 +103,8 @@ class StepTime:
 
 
 def tokens_per_step(recipe: Recipe) -> int:
-    """Tokens of all ranks in one optimizer step, with full sequences."""
-    return recipe.batch.global_batch_size * recipe.data.sequence_length
+    """Tokens of all ranks in one optimizer step, with full sequences, or full pairs."""
+    return recipe.batch.global_batch_size * recipe.data.row_length
 
 
 def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:

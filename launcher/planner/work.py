@@ -54,7 +54,7 @@ def state_bytes(profile: ModelProfile, optimizer: Optimizer) -> float:
 def with_most_saved(profile: ModelProfile, recipe: Recipe) -> ModelProfile:
     """The profile with sizes that exceed what any block with packed attention saves: three times
     the usual bytes around matrices, and on a CPU the scores of attention."""
-    length, dtype = recipe.data.sequence_length, compute_dtype(recipe.strategy)
+    length, dtype = recipe.data.row_length, compute_dtype(recipe.strategy)
     scores = SCORES * profile.heads[0] * length**2 if profile.device == "cpu" else 0
     saved = {}
     for kind, weights in enumerate(profile.classes):
@@ -111,7 +111,7 @@ class Work:
         self.one_rank = recipe.uses_one_rank(ranks)
         self.ddp = strategy.kind == "ddp" and not self.one_rank
         self.on_gpu = profile.device == "cuda"
-        length, self.dtype = recipe.data.sequence_length, compute_dtype(strategy)
+        length, self.dtype = recipe.data.row_length, compute_dtype(strategy)
         self.size = self.dtype.itemsize
         self.autocast = self.ddp and self.size < 4
         mixed = strategy.mixed_precision
@@ -121,7 +121,7 @@ class Work:
         )
         sizes = layout_sizes(strategy, ranks=ranks)
         # Size of a full micro-batch: this rank's part of rows that context parallel ranks compute
-        rows = rows_of(recipe.batch, sequence_length=length)
+        rows = rows_of(recipe.batch, row_length=length)
         self.rows = rows / sizes.context_parallel_size
         self.tokens = rows * length // sizes.context_parallel_size
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)

@@ -28,6 +28,8 @@ Found = Iterator[tuple[str | KeyPath, str]]
 
 _FLOAT8 = "strategy.mixed_precision.float8"
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
+_EVERY = ("evaluation", "checkpoint")
+"""Sections with `every_steps`, whose default `every_epochs` replaces."""
 
 
 def _kinds_with(role: str) -> list[str]:
@@ -72,7 +74,9 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("data.similar_lengths", "data.builder data.streaming", False),
     ("data.streaming", "data.kind", " ".join(TOKEN_KINDS)),
     ("run.epochs", "data.streaming", False),
-    ("run.on_divergence", "checkpoint.every_steps", True),
+    ("run.on_divergence", "checkpoint.every_steps checkpoint.every_epochs", True),
+    ("evaluation.every_epochs checkpoint.every_epochs", "data.streaming", False),
+    *((f"{name}.every_steps", f"{name}.every_epochs", False) for name in _EVERY),
     ("batch.micro_batch_tokens", "data.builder data.streaming", False),
     ("strategy.cpu_offload strategy.replicate", "strategy.kind", "fsdp auto"),
     ("strategy.reshard_after_backward", "strategy.kind", "fsdp auto"),
@@ -88,7 +92,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("activation_checkpointing.budget", "model.builder data.builder", False),
     ("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     ("optimizer.momentum", "optimizer.name", "sgd muon"),
-    ("optimizer.ema", "checkpoint.every_steps", True),
+    ("optimizer.ema", "checkpoint.every_steps checkpoint.every_epochs", True),
     ("evaluation.ema", "optimizer.ema", True),
     ("evaluation.ema", "strategy.shard_optimizer", False),
     ("schedule.decay_steps", "schedule.kind", "wsd"),
@@ -102,7 +106,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     ("evaluation.generate", "data.validation data.validation_split", True),
     ("evaluation.generate", "data.builder model.builder", False),
     ("evaluation.generate", "data.loss_on", "assistant last"),
-    ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end"),
+    ("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end best"),
     ("checkpoint.export_merged", "lora", True),
     ("checkpoint.export_base", "lora.quantize", True),
     ("checkpoint.export_base", "checkpoint.export_merged", True),
@@ -127,6 +131,13 @@ _INSTEAD = {
     ("images.train", "lora"): "; lora.modules_to_save names modules that are trained whole",
     ("schedule.warmup_steps", "schedule.warmup_ratio"): "; set schedule.warmup_ratio=null, or "
     "schedule.warmup_steps=100, its default",
+    **{
+        (
+            f"{name}.every_steps",
+            f"{name}.every_epochs",
+        ): f"; set one of them to null: {name}.every_epochs=null or {name}.every_steps=null"
+        for name in _EVERY
+    },
     **{
         (f"strategy.{size.key}", other): instead
         for size in PARALLEL_SIZES

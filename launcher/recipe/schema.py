@@ -221,10 +221,11 @@ class Data(Section):
     tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
     sequence_length: Annotated[PositiveInt, Field(ge=2)] = 2048
-    """Tokens of a sequence."""
+    """Tokens of a sequence. For kinds preference and unpaired, of a prompt with one answer."""
     packing: Annotated[StrictBool, _AutoIsTrue] = True
     """Fill sequences with several documents, which are kept apart: in attention, positions and
-    recurrent layers. auto, the same as not given: true, but false if the model cannot keep documents
+    recurrent layers. For kinds preference and unpaired, the pairs or answers of a step share
+    sequences. auto, the same as not given: true, but false if the model cannot keep documents
     apart; the start then gives the reason. true: an error for such a model."""
     shuffle: StrictBool = True
     """false: keep the order of the files."""
@@ -310,6 +311,26 @@ class Data(Section):
     ~/.cache/launcher."""
 
     @property
+    def batch_unit(self) -> Literal["pairs", "answers", "sequences"]:
+        """What a batch counts."""
+        kind = KINDS[self.kind]
+        if kind.loss_on != "whole answers":
+            return "sequences"
+        return "pairs" if len(kind.answers) == 2 else "answers"
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether pairs or answers of a step share the rows of the model. A batch counts them, and
+        not the rows."""
+        return self.packing and self.batch_unit != "sequences"
+
+    @property
+    def row_length(self) -> int:
+        """Most tokens of a row of the model: `sequence_length`, or of kind preference twice as many,
+        for both answers of a pair, each with its prompt."""
+        return self.sequence_length * (2 if self.batch_unit == "pairs" else 1)
+
+    @property
     def drops_overlong(self) -> bool:
         """Whether rows that are too long are skipped."""
         if self.overlong is None:
@@ -338,12 +359,14 @@ class Batch(Section):
     """Sequences of a step. Accumulation follows from the sizes and the number of ranks."""
 
     global_batch_size: PositiveInt
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks. Kind preference: pairs; kind unpaired: answers."""
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
-    """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan."""
+    """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan. For
+    kinds preference and unpaired with packing: pairs or answers of data.sequence_length; of shorter
+    ones there are more, in as many tokens."""
     micro_batch_tokens: PositiveInt | None = None
-    """Instead of micro_batch_size, with packing: false: tokens per rank and forward pass, padding
-    included. Sequences of similar length are put together."""
+    """Instead of micro_batch_size, with packing: false, or kinds preference and unpaired: tokens per
+    rank and forward pass, padding included. Sequences of similar length are put together."""
 
 
 class MixedPrecision(Section):
@@ -586,6 +609,8 @@ class Evaluation(Section):
 
     every_steps: PositiveInt | None = 200
     """Optimizer steps between evaluations; the last step is always evaluated. null: only that."""
+    every_epochs: PositiveFloat | None = None
+    """Instead of every_steps: epochs between evaluations, such as 0.25 for four in each epoch."""
     max_batches: PositiveInt | None = None
     """Micro-batches per rank of one evaluation; null: all."""
     at_start: StrictBool = False
@@ -604,7 +629,9 @@ class Checkpoint(Section):
 
     every_steps: PositiveInt | None = 500
     """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
-    null: no checkpoints."""
+    null: no checkpoints, unless every_epochs is given."""
+    every_epochs: PositiveFloat | None = None
+    """Instead of every_steps: epochs between checkpoints, such as 0.5 for two in each epoch."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep."""
     keep_every: PositiveInt | None = None
@@ -623,8 +650,9 @@ class Checkpoint(Section):
     """Write checkpoints while training continues."""
     max_failures: PositiveInt = 3
     """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
-    export: Literal["at_end"] | None = None
-    """at_end: write the final weights as a Hugging Face folder to RUN_DIR/hf."""
+    export: Literal["at_end", "best"] | None = None
+    """Write weights as a Hugging Face folder to RUN_DIR/hf when the run ends. at_end: those of the
+    last step. best: those of the best checkpoint (keep_best)."""
     export_dtype: Dtype | None = None
     """Dtype of the exported weights; null: that of the initial checkpoint, else float32."""
     export_merged: StrictBool = False
@@ -632,6 +660,11 @@ class Checkpoint(Section):
     export_base: Literal["original", "quantized"] = "original"
     """lora.quantize: what adapters are merged into. original: the weights of model.path. quantized:
     the rounded weights that they were trained on."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.every_steps is not None or self.every_epochs is not None
 
 
 class Wandb(Section):

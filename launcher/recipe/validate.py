@@ -215,6 +215,13 @@ def _config(recipe: Recipe) -> Found:
         yield ("model", "config", *path), message
 
 
+def _best_export(recipe: Recipe) -> Found:
+    checkpoint = recipe.checkpoint
+    if checkpoint.export == "best" and not (checkpoint.keep_best and checkpoint.saves):
+        what = "needs checkpoints of which the best is kept: checkpoint.keep_best=eval_loss"
+        yield "checkpoint.export", what
+
+
 def _whole_export(recipe: Recipe) -> Found:
     model, checkpoint = recipe.model, recipe.checkpoint
     changed = model.path is not None and model.config
@@ -264,13 +271,16 @@ def _new_tokens(recipe: Recipe) -> Found:
 
 def _micro_batch_tokens(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
-    if tokens is not None and data.packing and KINDS[data.kind].loss_on != "class":
+    packed = data.packing and not data.joins_rows
+    if tokens is not None and packed and KINDS[data.kind].loss_on != "class":
         what = "needs data.packing=false; packed sequences are all as long"
         yield "batch.micro_batch_tokens", what
     if data.similar_lengths and data.packing and data.kind != "classification":
         yield "data.similar_lengths", "needs data.packing=false; packed sequences are all as long"
-    if tokens is not None and tokens < data.sequence_length:
+    if tokens is not None and tokens < data.row_length:
         what = f"does not hold a sequence of {data.sequence_length} tokens (data.sequence_length)"
+        if data.batch_unit == "pairs":
+            what = f"does not hold a pair of {data.row_length} tokens (twice data.sequence_length)"
         yield "batch.micro_batch_tokens", f"{tokens} {what}"
 
 
@@ -419,6 +429,7 @@ _RULES = (
     _preference,
     _config,
     _sizes,
+    _best_export,
     _whole_export,
     _new_tokens,
     _template_values,

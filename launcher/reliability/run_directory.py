@@ -127,7 +127,7 @@ class RunFolder:
         step = None
         for event in self.read_events():
             if event["event"] == "finished" and event.get("exported"):
-                step = event.get("step")
+                step = event.get("exported_step", event.get("step"))
             went_back = event["event"] == "resumed" and event["step"] < (step or 0)
             if went_back or event.get("from_scratch"):
                 step = None

@@ -88,7 +88,7 @@ class CheckpointManager:
             before_write=run.check,
         )
         self._replicas = Replicas(self._tensors, self._ranks.group)
-        if self._settings.every_steps is not None:
+        if self._settings.saves:
             local = rank_state(self._module, self._ranks.device)
             self._checkpointer.prepare(self._tensors, local=local)
 
@@ -140,6 +140,7 @@ class CheckpointManager:
         changes += check_content(
             path,
             state,
+            settings=self._data.data,
             data=self._data.fingerprint,
             weights={"model.path": self._weights, "lora.path": self._adapter},
             stream=self._data.stream_order,
@@ -209,9 +210,35 @@ class CheckpointManager:
         return path
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step (checkpoint.every_steps)."""
-        every_steps = self._settings.every_steps
-        return every_steps is not None and step % every_steps == 0
+        """Whether a checkpoint is due after this step (checkpoint.every_steps or every_epochs)."""
+        return self._training.data.due(step, self._settings)
+
+    def load_best(self, trained: int) -> int | None:
+        """Loads the best checkpoint (checkpoint.keep_best) into a model that has `trained` steps, and
+        returns its step. None: the model is at this step already, or no evaluation had a value. Raises
+        TrainingError if the checkpoint is damaged."""
+        step = self._best.get("step")
+        if step is None:
+            logger.warning(
+                f"no checkpoint has a value of checkpoint.keep_best ({self._settings.keep_best}): "
+                "the weights of the last step are exported"
+            )
+        if step in (None, trained):
+            return None
+        path = self._folder / files.checkpoint_name(step)
+        try:
+            if (problem := verify_together(path, group=self._group)) is not None:
+                raise files.DamagedCheckpointError(path, problem)
+            if self._ranks.device.type == "cuda":
+                torch.cuda.synchronize(self._ranks.device)
+            load(path, self._tensors, group=self._group)
+        except files.DamagedCheckpointError as error:
+            what = f"the best checkpoint cannot be exported: {error}"
+            raise TrainingError(
+                f"{what}; launcher export {self._run.path} OUT exports the last one",
+                reason="export_failed",
+            ) from None
+        return int(step)
 
     def save(
         self,
@@ -240,6 +267,7 @@ class CheckpointManager:
         state = {
             "step": step,
             "samples": position.samples,
+            "batch_unit": self._data.data.batch_unit,
             "skipped_batches": position.skipped_batches,
             "ranks": self._ranks.size,
             "recipe": self._recipe_yaml,

@@ -384,17 +384,19 @@ class Reporter:
         *,
         reason: str | None,
         exported: str | None,
+        exported_step: int | None,
         kept: int | None,
     ) -> None:
-        """Writes the final status and logs where everything is. `exported` describes the export;
-        `kept` is the step of the newest checkpoint."""
+        """Writes the final status and logs where everything is. `exported` describes the export, of
+        `exported_step` (None: the last one); `kept` is the step of the newest checkpoint."""
         if not self._main:
             return
         self._judge()
         self._close(state)
         step, folder = self._last_step, self._folder
         folder.write_status(state, step=step, reason=reason, **self._status)
-        folder.note(state, step=step, reason=reason, exported=exported is not None)
+        of_step = {} if exported_step is None else {"exported_step": exported_step}
+        folder.note(state, step=step, reason=reason, exported=exported is not None, **of_step)
         text = f"{state} after {step} of {self._steps} steps"
         text += f" in {seconds_as_text(time.monotonic() - self._started)}"
         if self._losses:

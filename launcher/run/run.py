@@ -167,7 +167,7 @@ class TrainingRun:
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)
         self._checkpoints: CheckpointManager | None = None
         self._evaluation_due, position, resumed = recipe.evaluation.at_start, Position(), None
-        if recipe.checkpoint.every_steps is not None or start != Fresh():
+        if recipe.checkpoint.saves or start != Fresh():
             self._checkpoints = CheckpointManager(directory, training)
             resumed = self._checkpoints.restore(start)
         if resumed is not None:
@@ -265,18 +265,22 @@ class TrainingRun:
             self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
         finished = self._train()
         self._finish_checkpoints(finished)
-        reason, exported = None, None
+        reason, exported, best = None, None, None
         if not finished:
             reason = self._rank.stop.signal or "signal"
         else:
             if self._early_stopping.over and self._progress.step < self._steps:
                 reason = "early_stopping"
+            best = self._load_best()
             exported = self._export()
+            if exported is not None and best is not None:
+                exported += f": those of step {best}, the best"
         with self._progress.slow("end"):
             self._reporter.end(
                 "finished" if finished else "stopped",
                 reason=reason,
                 exported=exported,
+                exported_step=best,
                 kept=None if self._checkpoints is None else self._checkpoints.saved_step,
             )
         return finished
@@ -368,8 +372,8 @@ class TrainingRun:
             logger.warning(f"step {step.number}: {what} (not logged again)")
 
     def _evaluate_if_due(self, step: int) -> Scores | None:
-        every_steps = self._recipe.evaluation.every_steps
-        if step == self._steps or (every_steps and step % every_steps == 0):
+        due = self._training.data.due(step, self._recipe.evaluation)
+        if step == self._steps or due:
             return self._evaluate(step)
         return {}
 
@@ -456,6 +460,14 @@ class TrainingRun:
             what += ", and the final checkpoint could not be saved"
             raise TrainingError(f"{what}: {checkpoints.trouble}", reason="checkpoint_failed")
         self._reporter.warn(checkpoints.trouble)
+
+    def _load_best(self) -> int | None:
+        """Loads the weights that are exported, if they are not those of the last step; returns their
+        step."""
+        if self._recipe.checkpoint.export != "best" or self._checkpoints is None:
+            return None
+        with self._progress.slow("checkpoint"):
+            return self._checkpoints.load_best(self._progress.step)
 
     def _export(self) -> str | None:
         """Writes RUN_DIR/hf if the recipe asks for it. Returns a description of the export."""

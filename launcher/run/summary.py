@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher import __version__
 from launcher.console import bytes_as_text, count_as_text
+from launcher.data.batching import BatchSampler, JoinedBatchSampler
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import expected_padding
 from launcher.libraries.private import attention_implementation
@@ -26,6 +27,7 @@ from launcher.models.nf4_layers import describe_nf4
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
+from launcher.recipe import schema
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.hub import commit_of, is_model_id, model_folder
 from launcher.recipe.schema import Recipe
@@ -72,6 +74,7 @@ def describe_start(training: Training, ranks_per_node: int) -> Json:
         "revisions": _revisions(training.recipe),
         "held": held,
         "global_batch_size": training.recipe.batch.global_batch_size,
+        "batch_unit": training.recipe.data.batch_unit,
     }
 
 
@@ -149,7 +152,8 @@ def _model(training: Training) -> Iterator[str]:
             "it computes and keeps all scores"
         )
     if device.type == "cuda":
-        packed, dtype = training.data.training.packed, compute_dtype(recipe.strategy)
+        data, dtype = training.data.training, compute_dtype(recipe.strategy)
+        packed = data.packed or data.joined
         kernels = attention_kernels(module, packed=packed, device=device, compute_dtype=dtype)
         yield f"attention: {kernels}"
         if missing := missing_kernels(module):
@@ -183,7 +187,9 @@ def _data(training: Training) -> Iterator[str]:
     data, shuffled = training.data, training.recipe.data.shuffle
     first, *rest = data.training.describe()
     padding = expected_padding(data.training, data.sampler)
-    if not data.training.packed and padding is not None:
+    if data.training.joined:
+        first += f" ({padding:.1%} padding)"
+    elif not data.training.packed and padding is not None:
         first += f", padded to the longest of a micro-batch ({padding:.1%} padding)"
     yield f"data: {first}, {'shuffled' if shuffled else 'in the order of the files'}"
     if (share := training.recipe.data.validation_split) is not None:
@@ -200,6 +206,19 @@ def _data(training: Training) -> Iterator[str]:
         yield line if line.startswith(("warning", "note")) else f"      {line}"
 
 
+def _counts(sampler: BatchSampler, steps: int) -> str:
+    """Micro-batches of a rank in the first steps."""
+    counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
+
+
+def _every(section: schema.Evaluation | schema.Checkpoint) -> str:
+    """`200 steps` or `0.25 epochs`; empty: never."""
+    if section.every_epochs is not None:
+        return f"{section.every_epochs:g} epochs"
+    return f"{section.every_steps} steps" if section.every_steps else ""
+
+
 def _batch(training: Training) -> Iterator[str]:
     recipe, data = training.recipe, training.data
     batch, sampler, steps = recipe.batch, data.sampler, data.steps
@@ -208,20 +227,24 @@ def _batch(training: Training) -> Iterator[str]:
         groups = training.ranks.data_parallel_size
         sizes = " x ".join(f"{size} {each.term}" for each, size in together)
         ranks = f"{groups} {'group' if groups == 1 else 'groups'} of {sizes} ranks"
-    if batch.micro_batch_size is not None:
+    unit = recipe.data.batch_unit
+    if isinstance(sampler, JoinedBatchSampler):
+        parts = (
+            f"up to {sampler.rows} x {sampler.row_length:,} tokens per micro-batch x "
+            f"{_counts(sampler, steps)} accumulation steps x {ranks}"
+        )
+    elif batch.micro_batch_size is not None:
         parts = (
             f"{batch.micro_batch_size} per micro-batch x {sampler.micro_batches(0)} accumulation "
             f"steps x {ranks}"
         )
     else:
-        counts = [sampler.micro_batches(step) for step in range(min(steps, 20))]
-        number = " to ".join(map(str, sorted({min(counts), max(counts)})))
         parts = (
             f"micro-batches of up to {batch.micro_batch_tokens} tokens, "
-            f"{number} a step on each of {ranks}"
+            f"{_counts(sampler, steps)} a step on each of {ranks}"
         )
     count, verb = ("1 step", "is") if steps == 1 else (f"{steps} steps", "are")
-    text = f"batch: {batch.global_batch_size} sequences = {parts}; {count}"
+    text = f"batch: {batch.global_batch_size} {unit} = {parts}; {count}"
     samples = data.start.samples + (steps - data.start.step) * batch.global_batch_size
     if passes := data.order.passes(samples):
         numbers = [f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes]
@@ -243,17 +266,18 @@ def _batch(training: Training) -> Iterator[str]:
         given = f" with {objective.arguments}" if objective.arguments else ""
         yield f"loss: {objective.loss}{given} (objective.loss)"
     plans = []
-    if data.validation and (every := recipe.evaluation.every_steps):
-        plans.append(f"evaluation every {every} steps")
-    if every := recipe.checkpoint.every_steps:
-        plans.append(f"checkpoint every {every} steps")
+    if data.validation and (every := _every(recipe.evaluation)):
+        plans.append(f"evaluation every {every}")
+    if every := _every(recipe.checkpoint):
+        plans.append(f"checkpoint every {every}")
     if recipe.checkpoint.export:
-        plans.append("export at the end")
+        of_best = " of the best checkpoint" if recipe.checkpoint.export == "best" else ""
+        plans.append(f"export{of_best} at the end")
     yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
     warmup = warmup_steps(recipe.schedule, steps)
     if warmup >= steps:
         more = ["schedule.warmup_steps=0", "more run.epochs", "a smaller batch.global_batch_size"]
-        if recipe.data.packing:
+        if recipe.data.packing and not recipe.data.joins_rows:
             more.append("data.packing=false, with one document a sequence")
         yield (
             f"note: the warm-up of {warmup} steps does not end within the run's {steps}, so the "
@@ -262,6 +286,6 @@ def _batch(training: Training) -> Iterator[str]:
     if 0 < data.order.samples < batch.global_batch_size:
         many = batch.global_batch_size / data.order.samples
         yield (
-            f"note: the data are {data.order.samples:,} sequences, so each step sees them {many:.2g} "
+            f"note: the data are {data.order.samples:,} {unit}, so each step sees them {many:.2g} "
             f"times; batch.global_batch_size={max(1, data.order.samples // 8)} makes more steps of them"
         )

@@ -160,7 +160,7 @@ def _less_memory(recipe: Recipe, *, several: bool) -> dict[str, bool]:
         "model.keep_logits=false": recipe.model.keep_logits is True,
         "strategy.reshard_after_forward=true": strategy.reshard_after_forward is False,
         f"batch.micro_batch_size={micro // 2}": micro > 1 and micro % 2 == 0,
-        f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.sequence_length,
+        f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.row_length,
         "activation_checkpointing.mode=selective": mode is None,
         "activation_checkpointing={mode: full, budget: null}": kept is not None,
         "activation_checkpointing.mode=full": mode == "selective",

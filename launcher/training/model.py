@@ -136,7 +136,7 @@ class PreparedModel:
             divide_rows(
                 self.model,
                 ranks.context_parallel_group,
-                sequence_length=recipe.data.sequence_length,
+                sequence_length=recipe.data.row_length,
                 tensor_parallel_size=ranks.tensor_parallel_size,
                 missing_for_varlen=self.missing_for_varlen,
             )
@@ -315,7 +315,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         export_dtype = torch.float32
     if recipe.checkpoint.export_dtype is not None:
         export_dtype = getattr(torch, recipe.checkpoint.export_dtype)
-    objective.change_model(model, sequence_length=data.sequence_length)
+    objective.change_model(model, row_length=data.row_length)
     packed = objective.packs(data)
     transform = change_forward(
         model,
@@ -324,7 +324,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         transforms=objective.trains_sequences,
         chunked_loss=recipe.model.chunked_loss,
         compile=recipe.model.compile is True and bool(blocks),
-        sequence_length=data.sequence_length,
+        sequence_length=data.row_length,
         dtype=dtype,
         device=device,
         attention=recipe.model.attention,

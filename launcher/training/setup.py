@@ -184,7 +184,7 @@ def assemble(
     check_data(data)
     about = BeforeTraining(
         ranks,
-        rows_of(recipe.batch, sequence_length=recipe.data.sequence_length),
+        rows_of(recipe.batch, row_length=recipe.data.row_length),
         kept_file,
         prepared.vocabulary or 0,
         partial(_load_teacher, recipe, prepared, ranks),
@@ -276,13 +276,13 @@ def _count_flops(
     """Counts the operations of a token. Recomputed are the checkpointed blocks and, with a chunked
     loss, the logits that are not kept."""
     model, recomputed = prepared.model, TokenFlops()
-    checkpointing, tokens = recipe.activation_checkpointing, recipe.data.sequence_length
+    checkpointing, tokens = recipe.activation_checkpointing, recipe.data.row_length
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
     if checkpointing is None or checkpointing.mode == "full":
         recomputed = recomputed_flops(model, blocks)
     elif checkpointing.budget is None:  # half of the matrix products, and no attention
         recomputed = TokenFlops(recomputed_flops(model, blocks).products / 2)
-    part = rows_of(recipe.batch, sequence_length=tokens) * tokens
+    part = rows_of(recipe.batch, row_length=tokens) * tokens
     part //= ranks.context_parallel_size
     vocabulary = prepared.vocabulary or 0
     # One chunk of all logits is kept anyway
@@ -300,7 +300,7 @@ def _make_evaluator(recipe: Recipe, data: RunData, ranks: RankLayout) -> Evaluat
     if not data.validation:
         return None
     length, generate = recipe.data.sequence_length, recipe.evaluation.generate
-    rows, generator = rows_of(recipe.batch, sequence_length=length), None
+    rows, generator = rows_of(recipe.batch, row_length=recipe.data.row_length), None
     if generate is not None and (tokenizer := tokenizer_name(recipe.data, recipe.model)):
         generator = Generator(generate, tokenizer=tokenizer, rows=rows, longest=length)
     return Evaluator(

@@ -61,8 +61,7 @@ def convert(c: Conversion) -> None:
     _packing(c)
     _template(c)
     _tokens(c)
-    parts.batch(c, micro="micro_batch_size", accumulation="gradient_accumulation_steps", default=1)
-    c.skip("it follows from the other sizes", "batch_size")
+    _batch(c)
     parts.optimizer(c, name="optimizer")
     if not is_off(arguments := c.get("optim_args")):
         c.lose("optim_args", f"{arguments}")
@@ -89,7 +88,7 @@ def convert(c: Conversion) -> None:
     _adapter(c)
     parts.strategy(c)
     parts.parallel_sizes(c)
-    parts.saving(c)
+    parts.saving(c, loads_best=_loads_best(c))
     parts.evaluating(c, has_data=has_validation)
     parts.logging(c)
     _plugins(c)
@@ -123,8 +122,47 @@ def convert(c: Conversion) -> None:
         c.lose_all(name, "restarts and chosen layers are not available")
     if not is_off(process := c.get("dataset_processes", "dataset_num_proc")):
         c.set("data.processes", process, c.names("dataset_processes", "dataset_num_proc"))
-    if c.get("shuffle_merged_datasets") is False:
-        c.set("data.shuffle", False, "shuffle_merged_datasets")
+    _order(c)
+
+
+def _loads_best(c: Conversion) -> bool:
+    """Whether the best checkpoint is loaded at the end where the config does not say it: if every
+    checkpoint has an evaluation."""
+    epochs, times = c.given.get("num_epochs", 1), []
+    for steps, per_epoch in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        count = c.given.get(per_epoch)
+        time = 1.0 / (count * epochs) if count else c.given.get(steps)
+        times.append(time if isinstance(time, int | float) else 0)
+    return bool(times[0] and times[1]) and times[0] % times[1] == 0
+
+
+def _batch(c: Conversion) -> None:
+    """batch_size is that of a GPU and step, in place of accumulation."""
+    whole, micro = c.get("batch_size"), c.get("micro_batch_size", default=1)
+    if isinstance(whole, int) and isinstance(micro, int) and "batch_size" in c.given:
+        if "gradient_accumulation_steps" not in c.given:
+            c.given["gradient_accumulation_steps"] = max(1, whole // max(1, micro))
+            parts.batch(
+                c, micro="micro_batch_size", accumulation="gradient_accumulation_steps", default=1
+            )
+            del c.given["gradient_accumulation_steps"]
+            c.origins["batch.global_batch_size"] = f"{c.tool}: {c.names('batch_size')}"
+            return
+    c.skip("it follows from the other sizes", "batch_size")
+    parts.batch(c, micro="micro_batch_size", accumulation="gradient_accumulation_steps", default=1)
+
+
+def _order(c: Conversion) -> None:
+    """Rows are drawn at random, whether the files are shuffled before or not; only with
+    curriculum_sampling they come in the order of the files, which are shuffled if there are several."""
+    merged = c.get("shuffle_merged_datasets", default=True)
+    several = len(c.given.get("datasets") or ()) > 1
+    if c.get("curriculum_sampling"):
+        if several and merged:
+            c.skip("files that are shuffled before: the order is random", "curriculum_sampling")
+        else:
+            c.set("data.shuffle", False, c.names("curriculum_sampling", "shuffle_merged_datasets"))
+    c.skip("rows are drawn at random anyway", "shuffle_merged_datasets")
 
 
 def _pictures(c: Conversion) -> None:
@@ -185,7 +223,7 @@ def _method(c: Conversion) -> str:
         c.set("kto.beta", beta if beta is not None else 0.1, origin or "rl")
         c.move("kto_desirable_weight", "kto.desirable_weight")
         c.move("kto_undesirable_weight", "kto.undesirable_weight")
-        c.note("kto.beta", "the reference point is 0 here")
+        c.differ("kto.beta", parts.REFERENCE_POINT)
         return "kto"
     if method in _LOSSES:
         c.set("preference.loss", _LOSSES[method], "rl")
@@ -200,6 +238,12 @@ def _method(c: Conversion) -> str:
         c.set("preference.beta", beta if beta is not None else 0.1, origin)
         if method == "simpo":
             c.move("simpo_gamma", "preference.margin", default=0.5)
+            share = c.get("cpo_alpha", default=1.0)
+            if share:
+                what = (
+                    f"the loss of the chosen answer, times {share}, is not added to that of SimPO"
+                )
+                c.lose("cpo_alpha" if "cpo_alpha" in c.given else "rl", what)
         if not is_off(smoothing := c.get("dpo_label_smoothing")):
             if c.values["preference.loss"] == "robust":
                 c.set("preference.label_smoothing", smoothing, "dpo_label_smoothing")
@@ -304,7 +348,7 @@ def _kind(
             return "instruct", {"prompt_format": "chat"}, []
         return "instruct", {"prompt_format": "text"}, [_HEADINGS]
     if not word:
-        return None, {}, ["data.kind by the columns of the rows"]
+        return None, {}, []
     c.lose(f"{name}.type", f"{given} is not known here; the columns of the rows decide")
     return None, {}, []
 
@@ -398,8 +442,7 @@ def _packing(c: Conversion) -> None:
         if c.get("group_by_length"):
             c.set("data.similar_lengths", True, "group_by_length")
     c.get("group_by_length")
-    if c.get("sample_packing_sequentially"):
-        c.set("data.shuffle", False, "sample_packing_sequentially")
+    c.skip("which rows share a sequence", "sample_packing_sequentially")
 
 
 def _template(c: Conversion) -> None:
@@ -445,7 +488,8 @@ def _schedule(c: Conversion) -> None:
     parts.schedule(c, name="lr_scheduler", default="cosine")
     if "warmup_steps" not in c.given and "warmup_ratio" not in c.given:
         c.values.pop("schedule.warmup_steps", None)
-        c.set("schedule.warmup_ratio", 0.03, "", "there at most 100 steps")
+        c.set("schedule.warmup_ratio", 0.03)
+        c.differ("schedule.warmup_ratio", "there at most 100 steps")
     least = c.get("cosine_min_lr_ratio")
     if least is not None and c.values["schedule.kind"] == "cosine":
         c.set("schedule.min_ratio", least, "cosine_min_lr_ratio")

@@ -43,6 +43,8 @@ class Conversion:
     """For each key of the recipe, the tool's keys that it comes from."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     """For each key of the recipe, what it means in another way here."""
+    differs: dict[str, str] = field(default_factory=dict)
+    """The tool's keys, or `its default`, that are kept and train a bit differently, and how."""
     lost: dict[str, str] = field(default_factory=dict)
     """The tool's keys that change the training and have no equal here, and what differs."""
     needless: dict[str, str] = field(default_factory=dict)
@@ -73,6 +75,13 @@ class Conversion:
         texts = self.notes.setdefault(key, [])
         if text not in texts:
             texts.append(text)
+
+    def differ(self, key: str, text: str) -> None:
+        """Records that a key of the recipe trains a bit differently, and adds it above the key."""
+        self.note(key, text)
+        names = self.origins.get(key, "").partition(": ")[2] or key
+        known = self.differs.get(names)
+        self.differs[names] = text if known in (None, text) else f"{known}; {text}"
 
     def move(self, name: str, key: str, *, default: Any = None, note: str = "") -> None:
         """Sets a key of the recipe to the value of a key that means the same, or to its default."""

@@ -15,6 +15,7 @@ from launcher.errors import RecipeError
 from launcher.recipe.decode import DEFAULT, Problem, decode, dotted, keys, merged
 from launcher.recipe.moving import axolotl, llamafactory, torchtune, trl
 from launcher.recipe.moving.conversion import Conversion, finish
+from launcher.recipe.moving.model_files import check_model
 from launcher.recipe.moving.text import recipe_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import check
@@ -43,6 +44,8 @@ class Converted:
     """The tool's keys that have an equal in the recipe."""
     needless: dict[str, str]
     """The tool's keys without which the training is the same, and why."""
+    differs: dict[str, str]
+    """The tool's keys that are kept and train a bit differently, and how."""
     lost: dict[str, str]
     """The tool's keys that change the training and have no equal, and what differs."""
     absent: tuple[str, ...]
@@ -106,6 +109,7 @@ def convert_files(
         conversion.origins["data.train"] = "command line"
     _override(conversion, overrides)
     _need(conversion, named)
+    check_model(conversion)
     conversion.values = _with_types(conversion.values)
     absent = _repair(conversion, ranks)
     return Converted(
@@ -117,6 +121,7 @@ def convert_files(
             if name not in conversion.needless and not _is_lost(name, conversion.lost)
         ),
         needless=conversion.needless,
+        differs=conversion.differs,
         lost=conversion.lost,
         absent=tuple(absent),
     )

@@ -83,8 +83,7 @@ def _first_trainer(c: Conversion) -> None:
     _method(c, stage)
     _train(c, stage)
     rows.sequence_length(c, "cutoff_len", 2048)
-    if c.values.get("data.kind") in ("chat", "instruct"):
-        c.set("data.overlong", "cut", c.names("cutoff_len"), "there, too long rows are cut")
+    rows.too_long(c, c.names("cutoff_len"))
     packed, neat = c.get("packing"), c.get("neat_packing")
     on = bool(packed or neat or (packed is None and stage == "pt"))
     if stage in ("pt", "sft"):
@@ -124,7 +123,7 @@ def _first_trainer(c: Conversion) -> None:
     _adapter(c)
     parts.strategy(c)
     parts.evaluating(c, has_data=_validation(c))
-    c.move("max_samples", "data.limit", note="of each source, the first ones, as there")
+    c.get("max_samples")
 
 
 def _method(c: Conversion, stage: str) -> None:
@@ -132,7 +131,8 @@ def _method(c: Conversion, stage: str) -> None:
     if stage == "rm":
         c.set("model.task", "reward", "stage")
     elif stage == "kto":
-        c.set("kto.beta", beta, c.names("pref_beta") or "stage", "the reference point is 0 here")
+        c.set("kto.beta", beta, c.names("pref_beta") or "stage")
+        c.differ("kto.beta", parts.REFERENCE_POINT)
         c.move("kto_chosen_weight", "kto.desirable_weight")
         c.move("kto_rejected_weight", "kto.undesirable_weight")
     elif stage == "dpo":
@@ -151,6 +151,9 @@ def _train(c: Conversion, stage: str) -> None:
     kinds = {"pt": "text", "dpo": "preference", "rm": "preference", "kto": "unpaired"}
     kind = kinds.get(stage)
     sets = _data_sets(c, "dataset", kind)
+    most = c.get("max_samples")
+    for each in sets if isinstance(most, int) else ():
+        each.settings["limit"] = min(most, each.settings.get("limit") or most)
     rows.set_train(c, sets, c.names("dataset") or "dataset")
     if c.get("train_on_prompt") and kind is None and "data.kind" in c.values:
         c.set("data.loss_on", "all", "train_on_prompt")
@@ -262,6 +265,9 @@ def _template(c: Conversion, stage: str) -> None:
     template = c.get("template")
     if template is not None and stage != "pt":
         parts.template(c, "template")
+    if c.values.get("data.kind") in ("chat", "instruct") and stage != "pt":
+        what = "what follows the end of an answer in the template, such as a line break, has loss there"
+        c.differ("data.kind", what)
     thinking = c.get("enable_thinking")
     if thinking is False and stage != "pt":
         c.set("data.chat_template_kwargs", {"enable_thinking": False}, "enable_thinking")
@@ -401,11 +407,13 @@ def _second_trainer(c: Conversion) -> None:
         parts.template(c, "template")
     parts.run_length(c, epochs="num_train_epochs", default_epochs=3)
     rows.sequence_length(c, "cutoff_len", 2048)
+    rows.too_long(c, c.names("cutoff_len"))
     if stage == "sft":
-        c.set("data.overlong", "cut", c.names("cutoff_len"), "there, too long rows are cut")
         strategy = str(c.get("batching_strategy", default="normal"))
-        packed = "padding_free" in strategy
-        rows.packing(c, on=packed, origin=c.names("batching_strategy"))
+        rows.packing(c, on=False, origin=c.names("batching_strategy"))
+        if "padding_free" in strategy:
+            note = "rows count as there, and are padded here: slower, with the same losses"
+            c.note("data.packing", note)
     c.get("batching_strategy")
     micro = c.get("micro_batch_size", default=1)
     whole = c.get("global_batch_size")
@@ -470,6 +478,12 @@ def _files_of_second_trainer(c: Conversion, stage: str) -> None:
                     sets.append(DataSet(file, "train_dataset", own, settings))
             rows.set_train(c, sets, "train_dataset")
             return
+    if Path(name).suffix in (".yaml", ".yml"):
+        what = f"{name}: the description of the data is not here; name the files in data.train"
+        c.lose("train_dataset", what)
+        c.set("data.train", [name], "train_dataset")
+        c.set("data.kind", kind, "train_dataset")
+        return
     file = parts.hub_data(c, "train_dataset", name)
     if file is not None:
         rows.set_train(c, [DataSet(file, "train_dataset", kind)], "train_dataset")

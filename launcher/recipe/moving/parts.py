@@ -66,7 +66,7 @@ _NOT_WITH_IMAGES = (
 _SOUND = re.compile(r"voxtral|audio|qwen2\.5-omni|qwen3-omni|whisper")
 _SHARED_SIZES = (
     *("context_parallel_size", "sequence_parallel_degree", "cp_size", "sp_size"),
-    *("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"),
+    *("tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tensor_parallel_dim"),
     *("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"),
 )
 _LAYERS = (
@@ -83,6 +83,7 @@ _BEFORE = (
 )
 _NUMBERS = {0, 1, 2, 7, 10, 25}
 """Names of linear layers of language models, and what stands before them; some layers' numbers."""
+REFERENCE_POINT = "the reference point is 0 here; there it is estimated from other rows"
 _FIRST_STEP = "the first step has a part of the peak here, and a rate of 0 there"
 
 
@@ -111,10 +112,15 @@ def batch(c: Conversion, *, micro: str, accumulation: str, default: int) -> None
         "batch.global_batch_size",
         size * steps * ranks,
         origin,
-        f"{size} (sequences of a GPU) x {steps} (accumulation) x {ranks} ({groups}); here it stays "
+        f"{size} ({_unit(c)} of a GPU) x {steps} (accumulation) x {ranks} ({groups}); here it stays "
         "the same on any number of GPUs",
     )
     c.set("batch.micro_batch_size", size, micro if micro in c.given else "")
+
+
+def _unit(c: Conversion) -> str:
+    units = {"preference": "pairs", "unpaired": "answers"}
+    return units.get(str(c.values.get("data.kind")), "sequences")
 
 
 def _ranks_of_a_sequence(c: Conversion) -> int:
@@ -428,11 +434,11 @@ def quantization(c: Conversion, *, four: object, eight: object, origin: str) -> 
     if four:
         c.set("lora.quantize", "nf4", origin)
     elif eight:
-        c.note(
-            "lora.rank", "the base weights are in bfloat16 here: more memory, nothing is rounded"
-        )
         if "lora.rank" not in c.values:
             c.lose(origin, "weights in 8 bits are not available")
+        else:
+            what = "the base weights are in bfloat16 here: more memory, nothing is rounded"
+            c.differ("lora.rank", what)
 
 
 def template(c: Conversion, key: str) -> None:
@@ -478,23 +484,65 @@ def hub_data(
     return text if is_off(split) or split == "train" else f"{text}:{split}"
 
 
-def saving(c: Conversion) -> None:
-    """Checkpoints of transformers' trainer."""
-    steps, policy = c.get("save_steps"), str(c.get("save_strategy", default="")).lower()
-    if isinstance(steps, int) and steps > 0:
-        c.set("checkpoint.every_steps", steps, "save_steps")
-    elif policy or c.get("saves_per_epoch") is not None or _is_number(steps):
-        why = "checkpoints come each checkpoint.every_steps steps, and one at the end"
+def _regularly(
+    c: Conversion, section: str, steps: str, policies: tuple[str, ...], per_epoch: str
+) -> bool:
+    """Sets every_steps or every_epochs of a section from the names of the tool's keys: steps, or below
+    1 a share of the run; epoch, steps or no; and times per epoch. Returns whether it comes at all."""
+    number, times = c.get(steps), c.get(per_epoch)
+    policy = str(c.get(*policies, default="")).lower()
+    most, epochs = c.values.get("run.max_steps"), c.values.get("run.epochs")
+    if _is_number(times) and float(times) > 0:
+        if isinstance(most, int):  # axolotl divides the steps of the run by its epochs
+            passes = float(c.given.get("num_epochs", 1))
+            every = math.ceil(most / (float(times) * passes))
+            c.set(f"{section}.every_steps", every, per_epoch)
+        else:
+            c.set(f"{section}.every_epochs", 1 / float(times), per_epoch)
+    elif policy == "epoch" and "data.streaming" in c.values:
+        return False
+    elif policy == "epoch":
+        c.set(f"{section}.every_epochs", 1.0, c.names(*policies))
+    elif policy == "no":
+        return False
+    elif _is_number(number) and float(number) >= 1:
+        c.set(f"{section}.every_steps", int(float(number)), steps)
+    elif _is_number(number) and float(number) > 0:
+        if isinstance(most, int):
+            c.set(f"{section}.every_steps", math.ceil(most * float(number)), steps)
+        else:
+            c.set(f"{section}.every_epochs", float(number) * (epochs or 1), steps)
+    else:
+        return False
+    return True
+
+
+def saving(c: Conversion, *, loads_best: bool = False) -> None:
+    """Checkpoints of transformers' trainer. loads_best: whether it loads the best one at the end, where
+    the config does not say it."""
+    given = c.names("save_steps", "save_strategy", "saves_per_epoch")
+    if c.tool == "axolotl" and not given and "data.streaming" not in c.values:
+        c.set("checkpoint.every_epochs", 1.0)
+    elif not _regularly(c, "checkpoint", "save_steps", ("save_strategy",), "saves_per_epoch"):
+        why = "checkpoints are for a resume; one comes at the end"
         c.skip(why, "save_strategy", "saves_per_epoch", "save_steps")
     if isinstance(limit := c.get("save_total_limit"), int) and limit > 0:
         c.set("checkpoint.keep_last", limit, "save_total_limit")
-    best = c.get("load_best_model_at_end", "metric_for_best_model")
-    c.get("metric_for_best_model", "greater_is_better")
-    if not is_off(best):
-        names = c.names("load_best_model_at_end", "metric_for_best_model")
-        note = "the export at the end holds the last weights; `launcher export` takes the best ones"
-        c.set("checkpoint.keep_best", "eval_loss", names, note)
+    best = c.get("load_best_model_at_end", default=loads_best)
+    metric = c.get("metric_for_best_model")
+    c.get("greater_is_better")
     c.set("checkpoint.export", "at_end", c.names("output_dir"))
+    evaluates = "data.validation" in c.values or "data.validation_split" in c.values
+    if evaluates and not (is_off(best) and is_off(metric)):
+        names = c.names("load_best_model_at_end", "metric_for_best_model")
+        c.set("checkpoint.keep_best", "eval_loss", names)
+        if metric not in (None, "loss", "eval_loss"):
+            c.lose("metric_for_best_model", f"{metric}: the best checkpoint is that of eval_loss")
+        if not is_off(best):
+            c.set("checkpoint.export", "best", c.names("load_best_model_at_end"))
+    else:
+        why = "there are no data for evaluations"
+        c.skip(why, "load_best_model_at_end", "metric_for_best_model")
     resume = c.get("resume_from_checkpoint")
     if isinstance(resume, str) and resume.lower() not in ("true", "false"):
         c.lose("resume_from_checkpoint", "checkpoints of other tools cannot be resumed")
@@ -504,18 +552,21 @@ def saving(c: Conversion) -> None:
 
 def evaluating(c: Conversion, *, has_data: bool) -> None:
     """Evaluations of transformers' trainer."""
-    steps = c.get("eval_steps")
-    names = ("eval_strategy", "evaluation_strategy", "evals_per_epoch", "eval_delay", "eval_steps")
-    if has_data and isinstance(steps, int) and steps > 0:
-        c.set("evaluation.every_steps", steps, "eval_steps")
+    policies = ("eval_strategy", "evaluation_strategy")
+    names = (*policies, "evals_per_epoch", "eval_delay", "eval_steps")
+    if not has_data:
+        c.skip("there are no data for evaluations", *names)
+    elif _regularly(c, "evaluation", "eval_steps", policies, "evals_per_epoch"):
+        if c.tool == "axolotl":
+            c.set("evaluation.at_start", True)
+        if not is_off(c.get("eval_delay")):
+            c.lose("eval_delay", "evaluations begin with the first part of the run")
     else:
-        c.skip("evaluations come each evaluation.every_steps steps, and one at the end", *names)
-    c.get(*names)
+        c.set("evaluation.every_steps", None, c.names(*names), "one evaluation comes at the end")
     patience = c.get("early_stopping_patience", "early_stopping_steps")
     origin = c.names("early_stopping_patience", "early_stopping_steps")
     if has_data and not is_off(patience):
-        note = "evaluations, which come each evaluation.every_steps steps"
-        c.set("evaluation.stop_after", patience, origin, note)
+        c.set("evaluation.stop_after", patience, origin)
     else:
         c.skip("there are no data for evaluations", *origin.split(", "))
     c.skip("the micro-batch of training", "per_device_eval_batch_size", "eval_batch_size")

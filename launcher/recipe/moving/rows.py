@@ -19,6 +19,7 @@ class DataSet:
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of `data`, such as messages_column, that a source of a mixture may have too."""
     notes: list[str] = field(default_factory=list)
+    """What trains a bit differently."""
     loss_on: str | None = None
     """data.loss_on, which all sources share."""
 
@@ -31,6 +32,8 @@ def set_train(c: Conversion, sets: list[DataSet], origin: str) -> None:
     first = sets[0]
     kind = first.kind
     alike = len(kinds) == 1 and all(each.settings == first.settings for each in sets)
+    if len(sets) > 1 and any(each.settings.get("limit") for each in sets):
+        alike = False  # of each of them
     if alike:
         c.set("data.train", [each.file for each in sets], origin)
         for key, value in first.settings.items():
@@ -52,7 +55,7 @@ def set_train(c: Conversion, sets: list[DataSet], origin: str) -> None:
         c.set("data.kind", kind, first.origin)
     for each in sets:
         for note in each.notes:
-            c.note("data.kind" if kind is not None else "data.train", note)
+            c.differ("data.kind" if kind is not None else "data.train", note)
     wanted = {each.loss_on for each in sets if each.loss_on is not None}
     if wanted and kind in ("chat", "instruct"):
         c.set("data.loss_on", wanted.pop(), first.origin)
@@ -75,10 +78,11 @@ def validation(c: Conversion, name: str) -> bool:
     if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
         return False
     if size < 1:
-        c.set("data.validation_split", size, name, "other rows than there are held out")
+        c.set("data.validation_split", size, name)
+        c.differ("data.validation_split", "other rows than there are held out")
         return True
-    note = f"{size} rows there; here a share of the rows"
-    c.set("data.validation_split", 0.02, name, note)
+    c.set("data.validation_split", 0.02, name)
+    c.differ("data.validation_split", f"{size} rows there; here a share of the rows")
     return True
 
 
@@ -86,6 +90,20 @@ def packing(c: Conversion, *, on: bool, origin: str, isolated: bool = True) -> N
     """Packing; auto, so that models that cannot keep documents apart are trained without it."""
     if on:
         note = "documents of a sequence do not see each other"
-        c.set("data.packing", "auto", origin, note if isolated else f"{note}; there they do")
+        c.set("data.packing", "auto", origin, note if isolated else "")
+        if not isolated:
+            c.differ("data.packing", f"{note}; there they do")
     else:
         c.set("data.packing", False, origin, "")
+
+
+def too_long(c: Conversion, origin: str) -> None:
+    """What becomes of rows that are too long, which the tool cuts: after data.kind and the length."""
+    kind = c.values.get("data.kind")
+    if kind in ("chat", "instruct"):
+        c.set("data.overlong", "cut", origin, "there, too long rows are cut")
+    elif kind in ("preference", "unpaired"):
+        unit = "pairs with such an answer" if kind == "preference" else "such answers"
+        c.differ(
+            "data.sequence_length", f"there, too long answers are cut; here {unit} are dropped"
+        )

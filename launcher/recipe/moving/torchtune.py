@@ -19,6 +19,11 @@ _LORA_LAYERS = {
     "output_proj": "o_proj",
 }
 """Names of layers here, by torchtune's."""
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Layers of Phi-3 and Phi-4 that hold several of torchtune's."""
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _HEADINGS = "there, a user's turn holds Alpaca's headings; here the instruction and its input alone"
 DATA_SETS: dict[str, tuple[str, str, str | None, str]] = {
@@ -196,8 +201,15 @@ def _adapter(c: Conversion, builder: str, settings: dict[str, Any]) -> None:
         layers += _MLP
     if settings.get("apply_lora_to_output"):
         layers.append("lm_head")
-    note = "names of transformers; models whose layers are fused (Phi-3) have others"
-    c.set("lora.target_modules", layers, "model.lora_attn_modules, apply_lora_to_mlp", note)
+    names = "model.lora_attn_modules, apply_lora_to_mlp"
+    if re.search(r"phi[34]", builder):
+        layers = list(dict.fromkeys(_FUSED.get(name, name) for name in layers))
+        c.set("lora.target_modules", layers, names)
+        if {*_FUSED.values()} & {*layers}:
+            what = "layers that are one here have one adapter, which covers all parts of them"
+            c.differ("lora.target_modules", what)
+    else:
+        c.set("lora.target_modules", layers, names, "names of transformers")
     if settings.get("use_dora") or "dora" in builder:
         c.set("lora.dora", True, "model.use_dora")
     if settings.get("quantize_base") or builder.startswith(("qlora", "qdora")):
@@ -210,8 +222,9 @@ def _length(c: Conversion) -> None:
     if isinstance(length, int) and length > 1:
         c.set("data.sequence_length", length, "tokenizer.max_seq_len")
     else:
+        c.set("data.sequence_length", 2048, "tokenizer.max_seq_len")
         note = "no limit there; here rows that are longer are dropped, or cut with data.overlong"
-        c.set("data.sequence_length", 2048, "tokenizer.max_seq_len", note)
+        c.differ("data.sequence_length", note)
 
 
 def _tokenizer(c: Conversion) -> None:
@@ -226,6 +239,9 @@ def _train(c: Conversion) -> None:
     entries = given if isinstance(given, list) else [given]
     sets = [each for entry in entries if (each := _data_set(c, "dataset", entry)) is not None]
     rows.set_train(c, sets, "dataset")
+    _, tokenizer = _component(c, "tokenizer")
+    if isinstance(tokenizer.get("max_seq_len"), int):
+        rows.too_long(c, "tokenizer.max_seq_len")
     if "data.train" in c.values and not any(each.kind for each in sets):
         c.note("data.train", "data.kind by the columns of the rows")
     packed = any(isinstance(entry, dict) and entry.get("packed") for entry in entries)
@@ -259,6 +275,9 @@ def _data_set(c: Conversion, name: str, entry: Any) -> DataSet | None:
             return None
     if path in ("json", "csv", "text", "parquet") and files:
         path = files[0] if isinstance(files, list) else str(files)
+    if not is_off(folder := entry.get("data_dir")):
+        what = f"data_dir: {folder}: a folder of {path}: download it, and name it in data.train"
+        c.lose(name, what)
     if not is_off(entry.get("partition")):
         c.lose(name, f"partition: {entry['partition']}")
     subset = entry.get("subset") or entry.get("name")

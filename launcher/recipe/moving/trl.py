@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.errors import RecipeError
 from launcher.recipe.columns import first_row
+from launcher.recipe.hub import is_hub_id
 from launcher.recipe.layouts import TOKEN_KINDS, guess
 from launcher.recipe.moving import parts, rows
 from launcher.recipe.moving.conversion import Conversion, is_off
@@ -53,9 +54,7 @@ def convert(c: Conversion) -> None:
     _method(c, trainer)
     has_validation = _train(c, trainer)
     rows.sequence_length(c, "max_length" if "max_length" in c.given else "max_seq_length", 1024)
-    if c.values.get("data.kind") in ("chat", "instruct"):
-        note = "there, too long rows are cut"
-        c.set("data.overlong", "cut", c.names("max_length", "max_seq_length"), note)
+    rows.too_long(c, c.names("max_length", "max_seq_length"))
     if c.get("truncation_mode", default="keep_start") != "keep_start":
         c.lose("truncation_mode", "a row that is cut keeps its start")
     if trainer == "sft":
@@ -142,10 +141,10 @@ def _method(c: Conversion, trainer: str) -> None:
                 c.lose(name, what)
     elif trainer == "kto":
         c.set("kto.beta", c.get("beta", default=0.1), c.names("beta"))
-        c.note("kto.beta", "the reference point is 0 here, as with loss_type: apo_zero_unpaired")
+        if c.get("loss_type") != "apo_zero_unpaired":
+            c.differ("kto.beta", parts.REFERENCE_POINT)
         c.move("desirable_weight", "kto.desirable_weight")
         c.move("undesirable_weight", "kto.undesirable_weight")
-        c.get("loss_type")
     elif trainer == "dpo":
         loss = c.get("loss_type", default="sigmoid")
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
@@ -211,6 +210,10 @@ def _train(c: Conversion, trainer: str) -> bool:
     test = c.get("dataset_test_split")
     if str(c.given.get("eval_strategy", "no")).lower() != "no" and entries:
         path, name, _ = entries[0]
+        if not is_hub_id(path):
+            what = f"{path} has no split {test or 'test'}: name files in data.validation, or set "
+            c.lose("eval_strategy", f"{what}data.validation_split")
+            return False
         found = parts.hub_data(c, "dataset_test_split", path, name, test or "test")
         if found is not None:
             c.set("data.validation", [found], "dataset_test_split")

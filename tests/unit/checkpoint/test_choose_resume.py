@@ -185,7 +185,29 @@ def fingerprint(tmp_path):
 def check(before, now, *, allow=False):
     """before: of the data. now: the fingerprint."""
     state = {"data": before, "stream": None}
-    return check_content(CHECKPOINT_PATH, state, data=now, weights={}, stream=None, allow=allow)
+    content = {"settings": schema.Data(), "data": now, "weights": {}, "stream": None}
+    return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
+
+
+def test_positions_of_versions_that_packed_pairs_before_training_are_refused():
+    def check(kind, *, packing=True, allow=False, **recorded):
+        settings = schema.Data(kind=kind, packing=packing)
+        content = {"settings": settings, "data": {}, "weights": {}, "stream": None}
+        state = {"data": {}, "stream": None, **recorded}
+        return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
+
+    assert check("chat") == check("chat", batch_unit="sequences") == []
+    assert check("preference", batch_unit="pairs") == check("preference", allow=True) == []
+    assert check("unpaired", batch_unit="answers") == check("unpaired", packing=False) == []
+    for kind, unit in (("preference", "pairs"), ("unpaired", "answers")):
+        text = f"{CHECKPOINT_PATH} is of an earlier version, whose batches counted sequences with "
+        text += (
+            f"several {unit}, where they now count {unit}: its position would mean other samples"
+        )
+        with pytest.raises(RecipeError, match=text + ".*train into another run.dir"):
+            check(kind)
+    with pytest.raises(RecipeError, match="sequence_length was that of both answers"):
+        check("preference", packing=False)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -255,7 +277,7 @@ def test_changed_frozen_weights_are_refused_like_changed_data():
     def check(before, now, *, allow, key="model.path"):
         state = {"data": {}, "stream": None}
         state["weights" if key == "model.path" else "adapter"] = before
-        content = {"data": {}, "weights": {key: now}, "stream": None}
+        content = {"settings": schema.Data(), "data": {}, "weights": {key: now}, "stream": None}
         return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
 
     assert check("a", "a", allow=False) == check(None, "b", allow=False) == []
@@ -290,7 +312,7 @@ def test_changes_of_streamed_data_are_detected():
 
     def check(saved, order, *, allow=False):
         state = {"data": {}, "stream": saved}
-        content = {"data": {}, "weights": {}, "stream": order}
+        content = {"settings": schema.Data(), "data": {}, "weights": {}, "stream": order}
         return check_content(CHECKPOINT_PATH, state, **content, allow=allow)
 
     assert check(saved, "a") == check(None, None) == []

@@ -9,14 +9,20 @@ import pytest
 
 from launcher.data.batching import (
     NO_SAMPLE,
+    JoinedBatchSampler,
     MixtureOrder,
+    Position,
     RankBatchSampler,
     SampleOrder,
     SimilarLengths,
     TokenBatchSampler,
     accumulation_steps,
+    joined_rows,
     permuted,
+    row_tokens,
 )
+from launcher.data.run_data import RunData
+from launcher.recipe import schema
 
 
 def permutation(size, *, seed=0, epoch=0):
@@ -273,3 +279,64 @@ def test_similar_lengths_need_little_padding():
     firsts = [lengths[order.sample(n)] for n in range(0, 4096, 64)]
     rises = sum(one < other for one, other in itertools.pairwise(firsts))
     assert 20 < rises < 44
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 8, 500])
+def test_samples_of_a_step_share_rows(ranks, size):
+    """On any number of ranks and in any rows, a step has the same samples; rows are few, and filled
+    about equally."""
+    lengths, most = lengths_of(1030), 2049
+    order = SampleOrder(samples=1030, seed=1, shuffle=True, epochs=1)
+    steps = -(-1030 // size) if size > 1 else 20
+    common = {"order": order, "global_batch_size": size, "steps": steps, "ranks": ranks}
+    common |= {"lengths": lengths, "row_length": most, "rows": 2}
+    samplers = [JoinedBatchSampler(rank=rank, **common) for rank in range(ranks)]
+    batches = [list(sampler) for sampler in samplers]
+    at = held = padded = 0
+    for step in range(steps):
+        (count,) = {sampler.micro_batches(step) for sampler in samplers}
+        of_ranks = [mine[at : at + count] for mine in batches]
+        at += count
+        rows = [row for mine in of_ranks for micro_batch in mine for row in micro_batch]
+        drawn = [order.sample(position) for position in range(step * size, (step + 1) * size)]
+        assert sorted(itertools.chain(*rows)) == sorted({*drawn} - {NO_SAMPLE})
+        assert max(row_tokens(row, lengths) for row in rows) <= most
+        assert {len(mine[0]) for mine in of_ranks} <= {1, 2}
+        held += sum(row_tokens(row, lengths) for row in rows)
+        for micro_batch in itertools.chain(*of_ranks):
+            assert 1 <= len(micro_batch) <= 2
+            padded += len(micro_batch) * max(row_tokens(row, lengths) for row in micro_batch)
+    assert {len(mine) for mine in batches} == {at}
+    assert held / padded > 0.9
+    first = min(3, steps)
+    later = list(JoinedBatchSampler(rank=0, first_step=first, **common))
+    assert later == batches[0][len(batches[0]) - len(later) :]
+
+
+def test_rows_that_samples_share_are_few():
+    """Nine samples of 40 fit into five rows of 100 on one rank, and into six on two and three."""
+    counts = [
+        len(joined_rows(range(9), [40] * 9, row_length=100, ranks=ranks)) for ranks in (1, 2, 3, 10)
+    ]
+    assert counts == [5, 6, 6, 10]
+    assert sorted(map(len, joined_rows(range(3), [1], row_length=9, ranks=4))) == [0, 1, 1, 1]
+    assert joined_rows([4, 4], [1] * 5, row_length=9, ranks=1) == [(4, 4)], "of two epochs"
+
+
+@pytest.mark.parametrize("size", [3, 8, 64])
+@pytest.mark.parametrize("every", [0.1, 0.25, 1.0, 1.5])
+def test_parts_of_epochs_end_in_the_step_that_reaches_them(size, every):
+    """100 samples, three epochs: each part is noticed once, also after a resume with another batch."""
+    order = SampleOrder(samples=100, seed=0, shuffle=True, epochs=3)
+    sampler = RankBatchSampler(order=order, global_batch_size=size, micro_batch_size=1, steps=999)
+    data = RunData(None, {}, order, sampler, steps=999, data=schema.Data(), seed=0)
+    section = schema.Evaluation(every_epochs=every)
+    ends = [min(step * size, 300) for step in range(1, -(-300 // size) + 1)]
+    due = [end for step, end in enumerate(ends, start=1) if data.due(step, section)]
+    parts = [round(100 * every * number, 6) for number in range(1, int(3 / every + 1e-9) + 1)]
+    assert due == sorted({next(end for end in ends if end >= part) for part in parts})
+    later = data.starting(Position(step=7, samples=70))
+    assert [later.due(step, schema.Evaluation(every_steps=5)) for step in (9, 10)] == [False, True]
+    reached = [part for part in parts if 70 < part <= 70 + size]
+    assert later.due(8, section) == bool(reached)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.packing import pack_pairs
+from launcher.data.packing import separate_pairs
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
@@ -108,15 +108,13 @@ def store_of(pairs):
 
 def dataset_of(pairs, *, packing=True, length=LENGTH):
     store = store_of(pairs)
-    sequences = pack_pairs(
-        store.offsets, store.classes, store.targets, packing=packing, sequence_length=length
-    )
-    return datasets.dataset_of(store, sequences, length, packing, objective=preference.Preference())
+    sequences = separate_pairs(store.offsets, store.classes, store.targets, sequence_length=length)
+    objective = preference.Preference()
+    return datasets.dataset_of(store, sequences, 2 * length, joined=packing, objective=objective)
 
 
 def batch_of(dataset, indices=None):
-    rows = [dataset[index] for index in (range(len(dataset)) if indices is None else indices)]
-    return dataset.collate(rows)
+    return dataset.collate(datasets.rows_of(dataset, indices))
 
 
 def with_reference(dataset, loss):
@@ -200,7 +198,7 @@ def test_a_pair_twice_in_a_micro_batch_counts_twice():
 
 
 def test_long_pairs_and_answers_without_targets_are_dropped():
-    long, empty = (ids(1, 20), ids(2, 10), ids(3, 5)), (ids(1, 3), [], ids(3, 4))
+    long, empty = (ids(1, 20), ids(2, 21), ids(3, 5)), (ids(1, 3), [], ids(3, 4))
     dataset = dataset_of([*PAIRS[:2], long, *PAIRS[2:4], empty, *PAIRS[4:]])
     documents = np.concatenate([batch_of(dataset)["documents"]])
     assert sorted(documents.tolist()) == [0, 1, 3, 4, 6, 7]
@@ -209,8 +207,8 @@ def test_long_pairs_and_answers_without_targets_are_dropped():
     first, warning, dropped = dataset.describe()
     assert first.startswith("6 pairs, ")
     assert warning == (
-        "warning: 1 of 8 pairs are dropped: their two answers, each with the prompt, are longer "
-        "than 40 tokens (data.sequence_length)"
+        "warning: 1 of 8 pairs are dropped: the prompt with one of the answers is longer than 40 "
+        "tokens (data.sequence_length)"
     )
     assert dropped == "warning: 1 of 8 pairs have no token with loss and are dropped"
 

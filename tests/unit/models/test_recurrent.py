@@ -15,7 +15,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from launcher.data.collation import collate_sequences, make_sample
-from launcher.data.packing import pack_pairs
+from launcher.data.packing import separate_pairs
 from launcher.errors import RecipeError
 from launcher.models import recurrent
 from launcher.models.attention import check_isolation, isolate_documents
@@ -30,7 +30,7 @@ from launcher.models.recurrent import (
 from launcher.objectives.answers import answer_log_probabilities
 from launcher.objectives.loss import model_inputs
 from launcher.objectives.preference import Preference
-from tests.datasets import dataset_of
+from tests.datasets import dataset_of, rows_of
 from tests.unit.models.recurrent_families import FAMILIES, build
 from tests.unit.models.test_preference import store_of
 
@@ -230,20 +230,18 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
         for n in range(3)
     ]
     store = store_of(pairs)
-    sequences = pack_pairs(
-        store.offsets, store.classes, store.targets, packing=packing, sequence_length=90
-    )
+    sequences = separate_pairs(store.offsets, store.classes, store.targets, sequence_length=45)
     model, single = build("nemotron_h"), build("nemotron_h")
     rows = dataset_of(
         store,
         sequences,
         90,
-        packing,
+        joined=packing,
         objective=Preference(),
         masking=packable(model),
         recurrent=True,
     )
-    made = rows.collate([rows[index] for index in range(len(rows))])
+    made = rows.collate(rows_of(rows))
     found, _ = answer_log_probabilities(model, made["tensors"])
     for number, answers in zip(made["documents"].tolist(), found.tolist(), strict=True):
         prompt, *texts = pairs[number]

@@ -51,7 +51,7 @@ def make_model(masked=False):
 def rewards_of(store, sequences, masking, *, packing=True):
     objective = Reward(padding=PADDING)
     return datasets.dataset_of(
-        store, sequences, LENGTH, packing, masking=masking, objective=objective
+        store, sequences, 2 * LENGTH, joined=packing, masking=masking, objective=objective
     )
 
 
@@ -72,7 +72,7 @@ def test_losses_gradients_and_metrics_are_those_of_trl(margins, packing, masked)
     data = dataset(masking, packing=packing, margins=margins)
     total, gradient = torch.zeros(1 + len(Reward.metrics)), torch.zeros(1)
     for half in (range(0, len(data), 2), range(1, len(data), 2)):  # micro-batches
-        collated = data.collate([data[index] for index in half] + [data[NO_SAMPLE]])
+        collated = data.collate(datasets.rows_of(data, [*half, NO_SAMPLE]))
         sums = data.objective.loss(model, collated["tensors"]) / len(PAIRS)
         sums[0].backward()
         total += sums.detach()
@@ -109,7 +109,7 @@ def test_the_score_is_that_of_the_last_token_that_is_not_padding():
     model, masking = make_model()
     made = dataset_of(pairs)
     data = rewards_of(made.store, made.sequences, masking)
-    tensors = data.collate([data[0]])["tensors"]
+    tensors = data.collate([data[0, 1]])["tensors"]
     assert tensors["ends"].tolist() == [[2, 6], [7, 9]]
     alone = make_model()[0]
     expected = applied(alone).token_scores._model_forward(torch.tensor([[5, 6, 7, PADDING]])).logits

@@ -85,7 +85,7 @@ def dataset_of(answers, good, *, packing=True, reference=None):
     objective = kto.Kto(settings=SETTINGS, reference=reference)
     data = schema.Data(kind="unpaired", sequence_length=LENGTH, packing=packing)
     sequences = objective.pack(store, data, None)
-    return datasets.dataset_of(store, sequences, LENGTH, packing, objective=objective)
+    return datasets.dataset_of(store, sequences, LENGTH, joined=packing, objective=objective)
 
 
 def log_probability(model, prompt, answer):
@@ -111,9 +111,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(packing):
     reference = np.array(before, np.float32)[:, None]
     dataset = dataset_of(ANSWERS, GOOD, packing=packing, reference=reference)
     model = prepared(0.05)
-    collated = dataset.collate(
-        [*[dataset[index] for index in range(len(dataset))], dataset[NO_SAMPLE]]
-    )
+    collated = dataset.collate(datasets.rows_of(dataset, [*range(len(dataset)), NO_SAMPLE]))
     assert collated["loss_tokens"] == len(ANSWERS)
     assert sorted(collated["documents"]) == list(range(len(ANSWERS)))
     found = dataset.objective.loss(model, collated["tensors"])
@@ -147,7 +145,10 @@ def test_losses_by_source():
     parts = {"a": dataset_of(ANSWERS[:5], GOOD[:5]), "b": dataset_of(ANSWERS[5:], GOOD[5:])}
     mixture = MixtureDataset(parts, None)
     model = prepared(0.05)
-    collated = mixture.collate([mixture[index] for index in (*range(len(mixture)), NO_SAMPLE)])
+    assert mixture.joined
+    # Rows with answers of both sources, which have the same numbers there
+    rows = [tuple(range(0, len(mixture), 2)), (), tuple(range(1, len(mixture), 2))]
+    collated = mixture.collate([mixture[row] for row in rows])
     found = mixture.objective.loss(model, collated["tensors"])
     losses, counts = found[1 + len(kto.Kto.metrics) :].view(2, 2)
     assert counts.tolist() == [5, len(ANSWERS) - 5]

@@ -383,7 +383,8 @@ MISTAKES_IN_ARGUMENTS = [
     (None, ["optimizer.ema=0"], "optimizer.ema=0: must be greater than 0, or null; got 0"),
     (None, ["checkpoint.every_steps=0"], "checkpoint.every_steps=0: must be at least 1, or null; got 0"),
     (None, ["optimizer.ema=-1"], "optimizer.ema=-1: must be greater than 0; got -1"),
-    (None, ["optimizer.ema=0.9", "checkpoint.every_steps=null"], "optimizer.ema=0.9: needs checkpoint.every_steps"),
+    (None, ["optimizer.ema=0.9", "checkpoint.every_steps=null"],
+     "optimizer.ema=0.9: needs checkpoint.every_steps or checkpoint.every_epochs"),
     (None, ["optimizer.ema=0.9", "strategy.cpu_offload.what=optimizer"],
      "strategy.cpu_offload.what=optimizer: not available with optimizer.ema"),
     (None, ["evaluation.ema=true"], "evaluation.ema=true: needs optimizer.ema"),
@@ -537,9 +538,15 @@ MISTAKES_IN_ARGUMENTS = [
      "checkpoint.resume=runs/a: no such folder: runs/a (looked for in CWD); give auto, never, or a checkpoint such as "
      "runs/NAME/checkpoints/..."),
     (None, ["checkpoint.every_steps=null", "run.on_divergence=rewind"],
-     "run.on_divergence=rewind: needs checkpoint.every_steps"),
-    (None, ["checkpoint.export_dtype=bfloat16"], "checkpoint.export_dtype=bfloat16: needs checkpoint.export=at_end"),
+     "run.on_divergence=rewind: needs checkpoint.every_steps or checkpoint.every_epochs"),
+    (None, ["checkpoint.export_dtype=bfloat16"], "checkpoint.export_dtype=bfloat16: needs checkpoint.export=at_end or best"),
     (None, ["checkpoint={export: at_end, export_merged: true}"], "checkpoint.export_merged: needs lora"),
+    (None, ["checkpoint.export=best"], "checkpoint.export=best: needs checkpoints of which the best is kept: "
+     "checkpoint.keep_best=eval_loss"),
+    (None, ["checkpoint={every_steps: 100, every_epochs: 0.5}"],
+     "checkpoint.every_steps: not available with checkpoint.every_epochs; set one of them to null: "
+     "checkpoint.every_epochs=null or checkpoint.every_steps=null"),
+    (None, ["evaluation.every_epochs=0"], "evaluation.every_epochs=0: ..."),
     (None, ["lora={}", "model.freeze=a.*"], "model.freeze=a.*: not available with lora"),
     (None, ["lora={quantize: int4}"], "lora.quantize: must be nf4; got 'int4'"),
     (None, ["lora={dora: 1}"], "lora.dora: must be true or false; got 1"),

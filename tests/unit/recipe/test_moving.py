@@ -225,7 +225,10 @@ def test_what_changes_the_training_is_lost_with_its_name(tmp_path, more, name):
     ("more", "expected"),
     [
         ("rl: dpo\nrl_beta: 0.2", {"preference.loss": "dpo", "preference.beta": 0.2}),
-        ("rl: simpo\nsimpo_gamma: 1", {"preference.loss": "simpo", "preference.margin": 1}),
+        (
+            "rl: simpo\nsimpo_gamma: 1\ncpo_alpha: 0",
+            {"preference.loss": "simpo", "preference.margin": 1},
+        ),
         ("rl: kto\nkto_desirable_weight: 2", {"kto.beta": 0.1, "kto.desirable_weight": 2}),
         ("reward_model: true", {"model.task": "reward"}),
     ],
@@ -480,3 +483,218 @@ def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys
     ]
     assert "1 lost" in keys
     assert lost == ["   1 neftune_noise_alpha: noise on embeddings"]
+
+
+PLAIN = """
+base_model: owner/model
+datasets: [{path: rows.json, type: alpaca}]
+micro_batch_size: 4
+output_dir: out
+"""
+PAIRS = PLAIN.replace("alpaca", "chat_template.default")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PLAIN + "batch_size: 64", {"batch.global_batch_size": 128, "batch.micro_batch_size": 4}),
+        (PLAIN + "batch_size: 64\ngradient_accumulation_steps: 2", {"batch.global_batch_size": 16}),
+        (PLAIN, {"checkpoint.every_epochs": 1.0}),
+        (
+            PLAIN + "val_set_size: 0.1\nevals_per_epoch: 4\nsaves_per_epoch: 2",
+            {
+                "evaluation.every_epochs": 0.25,
+                "evaluation.at_start": True,
+                "checkpoint.every_epochs": 0.5,
+                "checkpoint.export": "best",
+            },
+        ),
+        (
+            PLAIN + "num_epochs: 3\nval_set_size: 0.1\neval_steps: 0.1",
+            {"evaluation.every_epochs": pytest.approx(0.3)},
+        ),
+        (
+            PLAIN + "max_steps: 50\nval_set_size: 0.1\neval_steps: 0.05",
+            {"evaluation.every_steps": 3},
+        ),
+        (
+            PLAIN + "val_set_size: 0.1\nsave_steps: 30\neval_steps: 20",
+            {"checkpoint.export": "at_end", "checkpoint.every_steps": 30},
+        ),
+        (PLAIN + "val_set_size: 0.1", {"evaluation.every_steps": None}),
+        (PLAIN + "curriculum_sampling: true", {"data.shuffle": False}),
+    ],
+)
+def test_batches_and_times_of_axolotl(tmp_path, text, expected):
+    found, lost = values(tmp_path, text, ranks=2)
+    assert {key: found.get(key, "not given") for key in expected} == expected
+    assert not {*lost} & {"curriculum_sampling"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["shuffle_merged_datasets: false", "sample_packing: true\nsample_packing_sequentially: 1"],
+)
+def test_rows_of_axolotl_are_drawn_at_random(tmp_path, more):
+    assert "data.shuffle" not in values(tmp_path, PLAIN + more)[0]
+
+
+def test_simpo_of_axolotl_has_the_loss_of_the_chosen_answer(tmp_path):
+    _, lost = values(tmp_path, PAIRS + "rl: simpo")
+    assert lost == {"rl": "the loss of the chosen answer, times 1.0, is not added to that of SimPO"}
+    assert "cpo_alpha" in values(tmp_path, PAIRS + "rl: simpo\ncpo_alpha: 0.5")[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "best"), [("eval_strategy: epoch\nsave_strategy: epoch", 1.0), ("eval_steps: 20", 20)]
+)
+def test_the_best_checkpoint_is_exported_if_the_tool_loads_it(tmp_path, steps, best):
+    text = LLAMA_FACTORY + f"val_size: 0.1\nload_best_model_at_end: true\n{steps}\n"
+    found, _ = values(tmp_path, text)
+    assert found["checkpoint.export"] == "best"
+    assert found["checkpoint.keep_best"] == "eval_loss"
+    every = "every_epochs" if best == 1.0 else "every_steps"
+    assert found[f"evaluation.{every}"] == best
+    without, _ = values(tmp_path, LLAMA_FACTORY + "load_best_model_at_end: true\n")
+    assert without["checkpoint.export"] == "at_end"
+    assert "checkpoint.keep_best" not in without
+
+
+def test_the_first_rows_of_each_data_set_of_llama_factory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    described = {name: {"file_name": f"{name}.json"} for name in ("questions", "more")}
+    described["more"]["num_samples"] = 7
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(described))
+    both = LLAMA_FACTORY.replace("dataset: questions", "dataset: questions,more")
+    found, _ = values(tmp_path, both)
+    limits = {name: source["limit"] for name, source in found["data.train"].items()}
+    assert limits == {"questions": 100, "more": 7}
+    del described["more"]["num_samples"]
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(described))
+    found, _ = values(tmp_path, both)
+    limits = {name: source["limit"] for name, source in found["data.train"].items()}
+    assert limits == {"questions": 100, "more": 100}
+    found, _ = values(tmp_path, LLAMA_FACTORY)
+    assert found["data.limit"] == 100
+
+
+SECOND = """
+model: owner/model
+train_dataset: rows.json
+micro_batch_size: 2
+global_batch_size: 8
+cutoff_len: 512
+batching_strategy: padding_free
+output_dir: out
+"""
+
+
+def test_the_second_trainer_counts_rows_and_needs_its_description(tmp_path):
+    found, lost = values(tmp_path, SECOND)
+    assert (found["data.packing"], found["batch.global_batch_size"], lost) == (False, 8, {})
+    _, lost = values(tmp_path, SECOND.replace("rows.json", "data/rows.yaml"))
+    assert "data/rows.yaml: the description of the data is not here" in lost["train_dataset"]
+
+
+def test_layers_rows_and_folders_of_torchtune(tmp_path):
+    found, _ = values(tmp_path, TORCHTUNE + "tensor_parallel_dim: 2\n")
+    assert found["batch.global_batch_size"] == 4  # 2 sequences of each of two groups
+    found, _ = values(tmp_path, TORCHTUNE)
+    assert found["data.overlong"] == "cut"
+    phi = TORCHTUNE.replace("models.llama3_2.lora_llama3_2_1b", "models.phi4.qlora_phi4_14b")
+    phi = phi.replace("apply_lora_to_mlp: false", "apply_lora_to_mlp: true")
+    found, _ = values(tmp_path, phi)
+    layers = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert found["lora.target_modules"] == layers
+    pairs = TORCHTUNE.replace(
+        "alpaca_cleaned_dataset,", "stack_exchange_paired_dataset, data_dir: data/rl,"
+    )
+    pairs = pairs.replace("modules.loss.LinearCrossEntropyLoss", "rlhf.loss.DPOLoss")
+    result = converted(tmp_path, pairs)
+    assert result.lost["dataset"].startswith("data_dir: data/rl: a folder of lvwerra/stack-")
+    assert "too long answers are cut" in result.differs["tokenizer.max_seq_len"]
+
+
+def test_a_file_of_trl_has_no_test_split(tmp_path, monkeypatch):
+    """The file for training was taken for validation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    text = TRL.replace("owner/rows", "rows.jsonl").replace("dataset_config: small\n", "")
+    found, lost = values(tmp_path, text + "eval_strategy: steps\neval_steps: 5\n")
+    assert "data.validation" not in found
+    assert lost["eval_strategy"].startswith("rows.jsonl has no split test: name files in data.val")
+    found, lost = values(tmp_path, TRL + "eval_strategy: epoch\n")
+    assert found["data.validation"] == ["owner/rows/small:test"]
+    assert found["evaluation.every_epochs"] == 1.0
+
+
+def test_what_trains_a_bit_differently_is_a_group_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cases = {
+        "headings": (PLAIN, "Alpaca's headings without the sentence that axolotl writes before"),
+        "kto": (PAIRS + "rl: kto\n", "the reference point is 0 here; there it is estimated from"),
+        "pairs": (
+            LLAMA_FACTORY.replace("stage: sft", "stage: dpo"),
+            "there, too long answers are cut; here pairs with such an answer are dropped",
+        ),
+        "ends": (LLAMA_FACTORY, "what follows the end of an answer in the template"),
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text('{"questions": {"file_name": "q.json"}}')
+    for name, (text, expected) in cases.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+        status = main(["new", f"from={name}.yaml", "output=new.yaml"])
+        written, told = (tmp_path / "new.yaml").read_text(), capsys.readouterr().err
+        group = told.partition("kept, but trains a bit differently:\n")[2]
+        assert expected in group, name
+        assert expected[:40] in written.replace("\n  # ", " "), name
+        assert status == 0, told
+
+
+def test_a_recipe_that_cannot_start_ends_with_status_3(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "base"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "phi3"}')
+    (model / "tokenizer_config.json").write_text("{}")
+    layers = ["model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.down_proj.weight"]
+    index = {"weight_map": dict.fromkeys(layers, "model-1.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = AXOLOTL.replace("Qwen/Qwen3-0.6B", "base").replace("chats.jsonl", "owner/chats")
+    adapter = "adapter: lora\nlora_target_modules: [q_proj, down_proj]\n"
+    (tmp_path / "a.yaml").write_text(text + adapter)
+    assert main(["new", "from=a.yaml", "output=new.yaml"]) == 3
+    told = capsys.readouterr().err
+    assert "base_model: base: its tokenizer has no chat template, so training cannot start" in told
+    assert "lora_target_modules: q_proj: base has no such layers; lora.target_modules names" in told
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (tmp_path / "a.yaml").write_text(text + adapter.replace("q_proj", "qkv_proj"))
+    assert main(["new", "from=a.yaml", "output=new.yaml"]) == 0
+
+
+def test_values_of_a_checkout_are_compared(tmp_path, monkeypatch, capsys):
+    """With the defaults of the tools, which the script has by itself."""
+    texts = {
+        "axolotl": {
+            "a": AXOLOTL.replace("chats.jsonl", "owner/chats"),
+            "b": PLAIN + "batch_size: 64",
+        },
+        "llamafactory": {"a": LLAMA_FACTORY + "gradient_accumulation_steps: 2\n", "b": SECOND},
+        "torchtune": {"a": TORCHTUNE},
+    }
+    script = str(REPOSITORY / "benchmarks/moved_values.py")
+    for tool, configs in texts.items():
+        folder = tmp_path / tool
+        folder.mkdir()
+        for name, text in configs.items():
+            (folder / f"{name}.yaml").write_text(text)
+        monkeypatch.setattr("sys.argv", ["moved_values.py", tool, str(folder)])
+        monkeypatch.chdir(folder)
+        runpy.run_path(script, run_name="__main__")
+        *differing, last = capsys.readouterr().out.splitlines()
+        assert differing == []
+        assert last.startswith(f"{len(configs)} configs, ")
+    wrong = runpy.run_path(script)
+    assert not wrong["same"](32, 8)
+    assert wrong["axolotl"](parse_yaml(PLAIN)[0])["batch.global_batch_size"] == 32
