@@ -254,7 +254,15 @@ def test_a_stream_whose_files_have_moved_is_the_same(fingerprint, tmp_path):
 def test_a_stream_of_another_version_is_named():
     state = {"data": {}, "stream": {"order": "0123456789"}}
     with pytest.raises(RecipeError, match="another version of the launcher wrote it"):
-        check_content(CHECKPOINT_PATH, state, data={}, weights={}, stream="6-0123", allow=False)
+        check_content(
+            CHECKPOINT_PATH,
+            state,
+            settings=schema.Data(kind="text"),
+            data={},
+            weights={},
+            stream="6-0123",
+            allow=False,
+        )
 
 
 def test_added_removed_and_edited_files_are_named(fingerprint):
