@@ -9,6 +9,7 @@
 # make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
+# make benchmark   CPU time of a step and of a start beside loops written by hand; after a change of the loop
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
 # make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
 # make gpu-plans   predicts what they measure, and writes docs/gpu.md and the table of docs/speed.md
@@ -62,7 +63,7 @@ pretrained = $$(dirname $$(ls -t runs/quickstart*/hf/tokenizer.json | head -n 1)
 # that compiles its modules takes three times the CPU time (14.5 instead of 5.0 s)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-cuda train finetune finetune-small finetune-real real-model prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
+.PHONY: benchmark install install-cuda train finetune finetune-small finetune-real real-model prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
 
 install: $(INSTALLED)
 
@@ -120,6 +121,11 @@ prefer: install
 test: lint types
 	$(BIN)/python -m pytest -ra -m 'not long and not gpu' --numprocesses 4 --dist loadfile \
 		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
+
+# On a machine that does nothing else: ratios of medians, of runs in turn
+benchmark: install
+	$(BIN)/python benchmarks/compare.py --rounds $(or $(ROUNDS),3) --steps 16 --no-losses \
+		--sides launcher --modes $(or $(MODES),ddp-fp32 fsdp-fp32-auto)
 
 lint: install
 	$(BIN)/ruff check .

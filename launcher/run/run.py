@@ -17,6 +17,7 @@ from launcher.data.loader import check_shared_memory
 from launcher.data.run_data import RunData
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
+from launcher.distributed.host_memory import FreedMemory
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
@@ -300,6 +301,7 @@ class TrainingRun:
         self._progress.preparing = False
         if self._early_stopping.over:  # in an earlier start
             return True
+        freed = FreedMemory() if self._ranks.device.type == "cpu" else None
         before_step = BeforeStep(self._training.wrapped.module, self._ranks.device)
         step: Step | None = None
         scores: Scores | None = {}
@@ -317,6 +319,8 @@ class TrainingRun:
             saved = self._saved_after == step.number
             garbage.step_done(step.number, everything=saved or bool(scores))
             before_step.take()
+            if freed is not None:
+                freed.step_done()
         if self._rank.watch.stop_agreement.stopped:
             before_step.restore()
             self._stop_in_step(step, scores)

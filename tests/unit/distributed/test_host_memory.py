@@ -1,10 +1,15 @@
 """Host memory limits and usage, read from simulated files of the kernel."""
 
+import json
 import mmap
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from launcher.distributed import host_memory
+from tests import REPOSITORY
 
 GIB = 2**30
 
@@ -77,3 +82,77 @@ def test_take_peak_returns_peak_since_last_call():
     except OSError:
         pytest.skip("the kernel does not allow resetting the peak here")
     assert host_memory.take_peak() < begin + size // 2
+
+
+FREED = """
+import resource
+import sys
+import torch
+from launcher.distributed import host_memory
+
+def step(megabytes):
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(size << 18) for size in (3, 5, 7, 11, 13) * 3]  # float32: 4 to 13 MiB
+    more = torch.ones(megabytes << 18)
+    del held, more
+    freed.step_done()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+
+torch.set_num_threads(1)
+host_memory.return_freed_memory()
+freed = host_memory.FreedMemory()
+if "short" in sys.argv:
+    host_memory.available = lambda: 1 << 20
+faults = [step(8) for _ in range(8)]
+print(faults, host_memory.resident(), freed._limit, freed._glibc is None)
+"""
+
+
+def freed(*words):
+    result = subprocess.run(
+        [sys.executable, "-c", FREED, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    lists, _, rest = result.stdout.strip().rpartition("]")
+    resident, limit, returned = rest.split()
+    return json.loads(f"{lists}]"), int(resident), float(limit), returned == "True"
+
+
+def test_freed_memory_is_kept_for_the_next_step():
+    """A step of an unchanged size has no more than a tenth of the page faults."""
+    faults, resident, limit, returned = freed()
+    assert not returned
+    assert max(faults[4:]) < min(faults[:2]) / 10, faults
+    assert resident <= limit
+
+
+def test_freed_memory_goes_back_where_memory_is_short():
+    faults, *_, returned = freed("short")
+    assert returned
+    assert min(faults[4:]) > max(faults[:2]) / 2, faults
+
+
+def test_freed_memory_goes_back_if_it_is_more_than_the_run_needs(monkeypatch):
+    gone = []
+    keeping = host_memory.FreedMemory()
+    keeping._glibc = SimpleNamespace(
+        mallopt=lambda *setting: gone.append(setting), malloc_trim=lambda pad: gone.append("trim")
+    )
+    monkeypatch.setattr(host_memory, "available", lambda: 1 << 50)
+    monkeypatch.setattr(host_memory, "largest_peak", lambda: 1000)
+    residents = iter([1050, 1051])
+    monkeypatch.setattr(host_memory, "resident", lambda: next(residents))
+    keeping.step_done()
+    assert not gone, "the first step has no state of the optimizer"
+    keeping.step_done()
+    assert gone == [(-3, 32 << 20), (-1, 1 << 30)]
+    keeping.step_done()
+    assert len(gone) == 2
+    keeping.step_done()
+    assert gone[2:] == [(-3, 2 << 20), (-1, 128 << 10), "trim"]
+    keeping.step_done()
+    assert len(gone) == 5
