@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 from launcher.checkpoint.resume import finished_run
 from launcher.cli.app import Overrides, option
 from launcher.cli.sweep import LocalSweep, Sweep, take_sweep
-from launcher.distributed.processes import process_start
+from launcher.distributed.processes import next_signal, process_start
 from launcher.distributed.torchrun import bind_stores
 from launcher.errors import (
     EXIT_DONE,
@@ -242,9 +242,8 @@ class _Requests:
     def _forward(self) -> None:
         repeats, signaled = Repeats(), set[int]()
         while True:
-            arrived = signal.sigtimedwait(self._requests, 0.2)
-            if arrived is not None:
-                number = signal.Signals(arrived.si_signo)
+            number = next_signal(self._requests, 0.2)
+            if number is not None:
                 if repeats.insists(number):
                     self._kill(number)
                 if self.first is None:

@@ -164,7 +164,8 @@ def find_parts(
     A folder means all files below it, except hidden files, caches and binaries. For kinds
     (data.kind) other than text, it means only files of rows. max_document: in bytes. notes: gains
     what folders hold and is not read, and which files are documents by their suffix. Raises
-    RecipeError if a pattern matches nothing, or a text file where rows are needed.
+    RecipeError if a pattern matches nothing, a link whose target is missing, or a text file where
+    rows are needed.
     """
     parts: dict[str, SourcePart] = {}
     unread: dict[str, list[Path]] = {}
@@ -182,6 +183,10 @@ def find_parts(
             files += inside
             if others:
                 unread[str(path)] = others
+        for file in files:
+            if file.is_symlink() and not file.exists():
+                what = f"a link to {os.readlink(file)}, which is not there; mend or remove the link"
+                raise RecipeError(f"{file}: {what}")
         files = [file for file in files if file.is_file() or is_saved_data_set(file)]
         if not files:
             raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")

@@ -1,11 +1,33 @@
-"""Whether a process of this machine still runs."""
+"""Processes of this machine: whether one still runs, and the signals that this one has got."""
 
 from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
+import time
+from collections.abc import Collection
 from pathlib import Path
+
+_SIGNAL_SECONDS = 0.05
+"""How often `next_signal` looks."""
+
+
+def next_signal(signals: Collection[signal.Signals], seconds: float) -> signal.Signals | None:
+    """One of the signals, which must be blocked; None if none arrives within these seconds.
+
+    It looks again and again. `signal.sigtimedwait` that sleeps must not be used: if the process is
+    stopped (Ctrl-Z, `scontrol suspend`, a machine that is paused) until the time is over, Python
+    returns memory that was never written as the signal. A call that does not sleep is safe.
+    """
+    deadline = time.monotonic() + seconds
+    while (arrived := signal.sigtimedwait(signals, 0)) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(left, _SIGNAL_SECONDS))
+    return signal.Signals(arrived.si_signo)
 
 
 def process_start(pid: int) -> int | None:

@@ -137,8 +137,9 @@ ABSENT = {
     "pipeline_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
     "each source is read whole and once an epoch; data.train.NAME.weight mixes sources": "mix_strategy "
     "interleave_probs dataset_shard_num dataset_shard_idx shuffle_before_merging_datasets "
-    "use_pose eval_sequence_len dataset_exact_deduplication min_sample_len max_prompt_len max_prompt_length "
-    "curriculum_sampling",
+    "use_pose eval_sequence_len dataset_exact_deduplication min_sample_len curriculum_sampling",
+    "prompts are read whole; data.sequence_length limits them with their answers": "max_prompt_len "
+    "max_prompt_length",
     "video and audio are not trained on": "video_max_pixels video_fps video_maxlen "
     "audio_sampling_rate",
     "the processor of the model scales images; see images.max_pixels": "image_min_pixels "

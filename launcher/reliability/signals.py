@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.distributed.environment import Environment
-from launcher.distributed.processes import process_start
+from launcher.distributed.processes import next_signal, process_start
 from launcher.distributed.spawn import end_process, end_with_parent
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError
 from launcher.reliability.run_directory import RunFolder
@@ -117,8 +117,8 @@ class StopRequest:
 
     def look(self) -> None:
         """Reads the signals that arrived; from any thread."""
-        while (arrived := signal.sigtimedwait(self._requests, 0)) is not None:
-            self._note(signal.Signals(arrived.si_signo))
+        while (arrived := next_signal(self._requests, 0)) is not None:
+            self._note(arrived)
 
     def _note(self, number: signal.Signals) -> None:
         self.ask(number.name)

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.distributed import processes
 from launcher.distributed.network import interface_address
 
 _REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
@@ -47,10 +48,9 @@ def block_signals() -> None:
         signal.signal(number, lambda *_: None)
 
 
-def next_signal(seconds: float) -> int | None:
+def next_signal(seconds: float) -> signal.Signals | None:
     """One of the signals, SIGCHLD at the end of a child; None if none arrives in time."""
-    arrived = signal.sigtimedwait(_SIGNALS, seconds)
-    return None if arrived is None else arrived.si_signo
+    return processes.next_signal(_SIGNALS, seconds)
 
 
 def in_child() -> None:
@@ -78,11 +78,10 @@ def run(command: Sequence[str]) -> int:
     stopping, signaled = False, set[int]()
     while child.poll() is None:
         arrived = next_signal(0.25 if stopping else 5.0)
-        if arrived in _REQUESTS and not stopping:
+        if arrived is not None and arrived in _REQUESTS and not stopping:
             stopping = True
-            name = signal.Signals(arrived).name
             with contextlib.suppress(OSError):  # a full disk must not lose the request
-                print(f"{name}: the ranks on {address(None)} save and stop", flush=True)
+                print(f"{arrived.name}: the ranks on {address(None)} save and stop", flush=True)
         for rank in set(listeners(child.pid)) - signaled if stopping else ():
             signaled.add(rank)
             with contextlib.suppress(ProcessLookupError):

@@ -162,6 +162,9 @@ def _model(c: Conversion) -> None:
     epochs, steps = c.get("epochs", default=1), c.get("max_steps_per_epoch")
     if isinstance(steps, int) and isinstance(epochs, int):
         c.set("run.max_steps", steps * epochs, c.names("max_steps_per_epoch", "epochs"))
+        c.differ(
+            "run.max_steps", "there, epochs of fewer steps end before; here another one begins"
+        )
     else:
         c.set("run.epochs", epochs, c.names("epochs"))
     builder, settings = _component(c, "model")
@@ -320,7 +323,8 @@ def _loss(c: Conversion) -> None:
         note = "here with the teacher's 64 most probable tokens (distillation.top_k)"
         c.set("distillation.weight", c.get("kd_ratio", default=0.5), c.names("kd_ratio"), note)
         c.get("teacher_model", "kd_loss")
-    c.skip("the loss of a token is cross-entropy", "loss")
+    if "preference.loss" not in c.values:
+        c.skip("the loss of a token is cross-entropy", "loss")
 
 
 def _optimizer(c: Conversion) -> None:

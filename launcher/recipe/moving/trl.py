@@ -55,6 +55,10 @@ def convert(c: Conversion) -> None:
     has_validation = _train(c, trainer)
     rows.sequence_length(c, "max_length" if "max_length" in c.given else "max_seq_length", 1024)
     rows.too_long(c, c.names("max_length", "max_seq_length"))
+    if trainer in ("dpo", "kto") and not is_off(c.get("max_prompt_length")):
+        what = "there, longer prompts are cut to this; here prompts are read whole"
+        c.note("data.sequence_length", f"max_prompt_length: {what}")
+        c.differs["max_prompt_length"] = what
     if c.get("truncation_mode", default="keep_start") != "keep_start":
         c.lose("truncation_mode", "a row that is cut keeps its start")
     if trainer == "sft":

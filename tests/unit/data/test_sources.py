@@ -93,6 +93,17 @@ def test_patterns_match_files(tmp_path, monkeypatch):
         found("set/README.md", kind="chat")
 
 
+@pytest.mark.parametrize("pattern", ["rows", "rows/*.jsonl", "rows/b.jsonl"])
+def test_a_link_to_a_missing_file_is_refused(tmp_path, pattern):
+    """As in a part of the hub's cache; the other files were read without it, in silence."""
+    write(tmp_path / "rows/a.jsonl", ["x"])
+    (tmp_path / "rows/b.jsonl").symlink_to(tmp_path / "gone")
+    (tmp_path / "rows/.b.jsonl.lock").symlink_to("a link of an editor")
+    problem = f"rows/b.jsonl: a link to {tmp_path / 'gone'}, which is not there"
+    with pytest.raises(RecipeError, match=problem):
+        find_parts([str(tmp_path / pattern)], kind="text")
+
+
 # Documents
 
 ROWS = [{"text": "one"}, {"text": "zwei ä 日本", "other": 3}, {"text": ""}, {"text": "drei\nvier"}]

@@ -614,6 +614,21 @@ def test_layers_rows_and_folders_of_torchtune(tmp_path):
     result = converted(tmp_path, pairs)
     assert result.lost["dataset"].startswith("data_dir: data/rl: a folder of lvwerra/stack-")
     assert "too long answers are cut" in result.differs["tokenizer.max_seq_len"]
+    assert "loss" not in result.needless  # it is preference.loss
+    result = converted(tmp_path, TORCHTUNE + "max_steps_per_epoch: 50\n")
+    assert result.differs["max_steps_per_epoch, epochs"].startswith("there, epochs of fewer steps")
+    assert result.needless["loss"] == "the loss of a token is cross-entropy"
+
+
+def test_the_length_of_prompts_of_trl(tmp_path):
+    """It was lost with a reason that is one of mixtures."""
+    prompts = "max_prompt_length: 512\n"
+    result = converted(tmp_path, TRL + "loss_type: sigmoid\nbeta: 0.1\n" + prompts)
+    assert "max_prompt_length" not in result.lost
+    assert result.differs["max_prompt_length"].startswith("there, longer prompts are cut")
+    assert "max_prompt_length: there, longer prompts are cut" in result.text
+    result = converted(tmp_path, TRL + prompts)  # no pairs
+    assert result.lost["max_prompt_length"].startswith("prompts are read whole")
 
 
 def test_a_file_of_trl_has_no_test_split(tmp_path, monkeypatch):
