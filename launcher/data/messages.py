@@ -246,7 +246,14 @@ def _is_silent(message: Message, what: str) -> bool:
             f"loss; {typed('data.ignore_columns', unknown)} trains without "
             f"{'it' if len(unknown) == 1 else 'them'}"
         )
-    return any(value == (key in _SILENT_KEYS) for key, value in given.items())
+    silent = {value == (key in _SILENT_KEYS) for key, value in given.items()}
+    if len(silent) > 1:
+        values = ", ".join(f"{key}: {value!r}" for key, value in given.items())
+        raise RowError(
+            f"{what}: {values}: one says that it carries loss, another that it carries none; "
+            f"{typed('data.ignore_columns', [[*given][-1]])} trains without the last one"
+        )
+    return True in silent
 
 
 def _only(images: bool) -> str:

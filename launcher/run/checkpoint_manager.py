@@ -209,10 +209,6 @@ class CheckpointManager:
             raise RecipeError(f"checkpoint.resume: {path} {files.why_not_resumed(path, problem)}")
         return path
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step (checkpoint.every_steps or every_epochs)."""
-        return self._training.data.due(step, self._settings)
-
     def load_best(self, trained: int) -> int | None:
         """Loads the best checkpoint (checkpoint.keep_best) into a model that has `trained` steps, and
         returns its step. None: the model is at this step already, or no evaluation had a value. Raises

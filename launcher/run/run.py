@@ -415,7 +415,8 @@ class TrainingRun:
         # One request is in two batches: the second batch counted it before the first batch was read
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
-        if last or stopping or requested_now or checkpoints.due(step.number):
+        due = self._training.data.due(step.number, self._recipe.checkpoint)
+        if last or stopping or requested_now or due:
             self._saved_after = step.number
             position = Position(
                 step.number,

@@ -52,3 +52,23 @@ def test_the_best_checkpoint_is_exported_also_after_a_resume(tmp_path):
     best_one, last = (load_file(tmp_path / f"out{step}/model.safetensors") for step in (best, 20))
     assert all((found[name] == best_one[name]).all() for name in found)
     assert (found[tensor] != last[tensor]).any()
+
+
+@pytest.mark.long
+def test_parts_of_epochs_count_from_the_checkpoint_of_a_resume(tmp_path):
+    """With another batch, evaluations and checkpoints come after the same steps."""
+    write_lines(tmp_path / "train.jsonl", [{"text": "aaaaaaab"} for _ in range(40)])
+    write_lines(tmp_path / "other.jsonl", [{"text": "aaaacc"}])
+    (tmp_path / "best.yaml").write_text(RECIPE)
+    command = [sys.executable, TRAIN, "recipe=best.yaml", "checkpoint.allow_changes=true"]
+    command += [
+        "evaluation.every_epochs=0.5",
+        "checkpoint.every_epochs=0.5",
+        "checkpoint.keep_last=9",
+    ]
+    run([*command, "run.epochs=1"], cwd=tmp_path).check()
+    larger = ["batch.global_batch_size=16", "batch.micro_batch_size=16"]
+    run([*command, "run.epochs=2", *larger], cwd=tmp_path).check()
+    folders = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))
+    # 20 samples are half an epoch: 5 and 10 steps of 4; then 16 + 16 reach 60, and the rest 80
+    assert [int(name[-8:]) for name in folders] == [5, 10, 12, 13]

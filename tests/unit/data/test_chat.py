@@ -1062,6 +1062,20 @@ def test_messages_without_loss(tokenizer, template):
         read_messages([{**last[1], "weight": 0.5}], "messages")
 
 
+@pytest.mark.parametrize("masks", [{"weight": 0, "train": True}, {"loss": True, "masked": 1}])
+def test_masks_of_a_message_that_differ_are_refused(masks):
+    """The one without loss was taken, in silence."""
+    (first, one), (last, other) = masks.items()
+    problem = (
+        f"^message 1: {first}: {one}, {last}: {other}: one says that it carries loss, another "
+    )
+    with pytest.raises(RowError, match=rf"{problem}.* data.ignore_columns='\[{last}\]' trains"):
+        read_messages([{"role": "assistant", "content": "yes", **masks}], "messages")
+    same = {"weight": 0, "train": False, "masked": True}
+    (message,) = read_messages([{"role": "assistant", "content": "yes", **same}], "messages")
+    assert message["loss"] is False
+
+
 def test_system_column(tmp_path, folder):
     tokenizer, system = bpe_tokenizer(), {"role": "system", "content": "what?"}
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "yes"}]
