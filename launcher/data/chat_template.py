@@ -239,6 +239,11 @@ class ChatTemplate:
         closed = messages[-1]["role"] == "assistant"
         return Rendered(text, [Turn(0, len(text), stopped=begin < end)], closed)
 
+    def render_prompt(self, messages: list[Message], tools: list[object] | None) -> Rendered:
+        """Renders a conversation that the assistant continues. Raises RowError."""
+        text = self.apply(self._opened(messages, tools), tools, add_generation_prompt=True)
+        return Rendered(text, [], closed=False)
+
     def note(self, text: str) -> None:
         """Logs the first note that begins with these words."""
         kind = text[:20]

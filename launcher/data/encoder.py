@@ -41,7 +41,7 @@ from launcher.data.messages import (
     with_system,
 )
 from launcher.data.pairs import different, pair_of_answers
-from launcher.data.rendering import load_template, render, render_text
+from launcher.data.rendering import load_template, render, render_prompt, render_text
 from launcher.data.sources import Row, SourcePart, Values, in_batches, read_all
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
@@ -261,8 +261,7 @@ def encode_prompt(
     """The tokens of a conversation that the assistant continues, and its images. images: None: it is
     text. Raises RowError."""
     placed, sources = place_images(messages, None, ".", placeholders=False)
-    text = template.apply(placed, None, add_generation_prompt=True)
-    rendered = Rendered(text, [], closed=False)
+    rendered = render_prompt(template, placed)
     processor = None if images is None else load_processor(images.processor, images.max_pixels)
     if processor is not None:
         rendered = processor.expand(rendered, sources)

@@ -54,7 +54,7 @@ def render(
     loss_from is the index of the first message that may carry loss; loss_on is data.loss_on, or
     None for the default. Raises RowError.
     """
-    tools, parsed = _tools(row, tools_column), parse_arguments(messages)
+    tools = _tools(row, tools_column)
     if tools and not uses_tools(template.source(tools)):
         raise RowError(_unused_tools(tools_column, "the chat template does not read them"))
     if loss_on == "last":
@@ -64,15 +64,40 @@ def render(
     apply: Callable[..., Rendered] = template.render_all
     if loss_on != "all":
         apply = functools.partial(template.render, loss_from=loss_from)
-    rendered = _first(template, apply, _forms(parsed, messages), tools)
-    encodable(rendered.text, "the conversation")
-    return rendered
+    return _render(template, apply, messages, tools)
 
 
-def _forms(parsed: list[Message], messages: list[Message]) -> list[list[Message]]:
+def render_prompt(template: ChatTemplate, messages: list[Message]) -> Rendered:
+    """A conversation that the assistant continues, with its messages as in `render`. Raises
+    RowError."""
+    return _render(template, template.render_prompt, messages, None)
+
+
+def _render(
+    template: ChatTemplate,
+    apply: Callable[..., Rendered],
+    messages: list[Message],
+    tools: list[object] | None,
+) -> Rendered:
+    """The rendering of the first form of the messages that the template does not refuse. Raises
+    RowError, the problem of the first form if it refuses them all."""
+    problem: RefusedError | None = None
+    for form in _forms(messages):
+        try:
+            rendered = _in_json(template, apply, form, tools)
+        except RefusedError as error:
+            problem = problem or error
+        else:
+            encodable(rendered.text, "the conversation")
+            return rendered
+    assert problem is not None
+    raise problem
+
+
+def _forms(messages: list[Message]) -> list[list[Message]]:
     """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
     text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
-    forms: list[list[Message]] = []
+    parsed, forms = parse_arguments(messages), list[list[Message]]()
     for form in (parsed, write_arguments(messages)):
         bare = [
             {**message, "content": None}
@@ -110,27 +135,8 @@ def _with_ids(messages: list[Message]) -> list[Message]:
     return changed
 
 
-def _first(
-    template: ChatTemplate,
-    apply: Callable[..., Rendered],
-    forms: list[list[Message]],
-    tools: list[object] | None,
-) -> Rendered:
-    """The rendering of the first form that the template does not refuse, or else the problem of
-    the first one."""
-    problem: RefusedError | None = None
-    for form in forms:
-        try:
-            return _in_json(template, apply, form, tools)
-        except RefusedError as error:
-            problem = problem or error
-    assert problem is not None
-    raise problem
-
-
 _WORDS = re.compile(r"\b(True|False|None)\b")
 _JSON = {"True": "true", "False": "false", "None": "null"}
-_CALL_OF_PYTHON = re.compile(r"\[\w+\(\w+=")
 _AS_PYTHON = "the chat template prints arguments of a call as Python does, not as JSON"
 
 
@@ -145,14 +151,16 @@ def _in_json(
     not print their JSON, either."""
     rendered, calls = apply(messages, tools), arguments_of(messages)
     whole = [arguments for arguments in calls if repr(arguments) != to_json(arguments)]
-    if _CALL_OF_PYTHON.search(rendered.text):  # the model's language of calls is Python (LFM2.5)
-        return rendered
+    keywords = [(f"({key}=", f", {key}=") for arguments in whole for key in arguments]
+    if all(first in rendered.text or later in rendered.text for first, later in keywords):
+        return rendered  # the template writes calls in Python (LFM2.5), or there are none
     if any(repr(arguments) in rendered.text for arguments in whole):
         what = "set data.chat_template to a template that writes them with tojson"
         raise RefusedError(f"{_AS_PYTHON}; {what}")
     values = [value for arguments in whole for value in arguments.values()]
     nested = [repr(value) for value in values if isinstance(value, dict | list) and value]
-    words = {str(value) for value in values if value is None or isinstance(value, bool)}
+    leaves = _leaves(values)
+    words = {str(value) for value in leaves if value is None or isinstance(value, bool)}
     shown = words.intersection(_WORDS.findall(rendered.text))
     if not shown and not any(text in rendered.text for text in nested):
         return rendered
@@ -164,15 +172,17 @@ def _in_json(
             text = text.replace(python, json_of[python])
         return _WORDS.sub(lambda word: _JSON[word[0]], text)
 
+    plain = template.apply(messages, tools)
     try:
-        plain, printed = (template.apply(each, tools) for each in (messages, changed))
-    except RefusedError:
-        plain, printed = "plain", "printed"
-    if len(_WORDS.findall(plain)) == len(_WORDS.findall(printed)) and not any(
-        text in plain for text in nested
-    ):
-        return rendered  # the words are in other texts
-    if as_json(plain) != as_json(printed):
+        printed = template.apply(changed, tools)
+    except RefusedError:  # it takes values apart
+        same = False
+    else:
+        same = as_json(plain) == as_json(printed)
+        words_of_calls = len(_WORDS.findall(plain)) - len(_WORDS.findall(printed))
+        if not words_of_calls and not any(text in plain for text in nested):
+            return rendered  # the words are in other texts
+    if not same:
         got = ", ".join(sorted(shown)) or "lists or objects"
         what = (
             "leave them out, or set data.chat_template to a template that writes them with tojson"
@@ -180,6 +190,14 @@ def _in_json(
         raise RowError(f"{_AS_PYTHON} ({got}); {what}")
     template.note(f"{_AS_PYTHON}: each one is written as JSON")
     return apply(changed, tools)
+
+
+def _leaves(value: object) -> list[object]:
+    """What is in lists and objects, at any depth."""
+    if not isinstance(value, dict | list):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value
+    return [leaf for each in inner for leaf in _leaves(each)]
 
 
 def render_text(

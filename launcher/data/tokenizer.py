@@ -228,8 +228,9 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return hugging_face_byte_tokenizer()
     folder = model_folder(name, key="data.tokenizer", weights=False)
     try:
-        fix = _fix_of_mistral(folder)
-        tokenizer = open_tokenizer(folder, trusted=trusted, **fix)
+        content = read_json(folder / TOKENIZER)
+        fix = _fix_of_mistral(folder, content)
+        tokenizer = open_tokenizer(folder, content, trusted=trusted, **fix)
         tokenizer.corrected = fix.get("fix_mistral_regex", False)
         if not tokenizer.chat_template:  # where processors of images keep theirs
             tokenizer.chat_template = read_json(folder / CHAT_TEMPLATE).get("chat_template")
@@ -242,11 +243,11 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise RecipeError(f"data.tokenizer: {name}: no tokenizer could be loaded: {what}") from None
 
 
-def _fix_of_mistral(folder: Path) -> dict[str, bool]:
+def _fix_of_mistral(folder: Path, tokenizer: dict[str, Any]) -> dict[str, bool]:
     """transformers' option for tokenizers of Mistral that older versions stored with Llama 3's
     pattern: they split words otherwise than the model learned. Their older tokenizers have no
     pattern, and the option would break them."""
-    config, tokenizer = (read_json(folder / name) for name in ("config.json", TOKENIZER))
+    config = read_json(folder / "config.json")
     major = str(config.get("transformers_version") or "0").partition(".")[0]
     if config.get("model_type") not in _MISTRAL or (major.isdigit() and int(major) >= 5):
         return {}

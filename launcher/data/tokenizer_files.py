@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.data.tokenizer import ExtendedName
-from launcher.data.tokenizer_json import CONFIG, TOKENIZER, others_read_alike
+from launcher.data.tokenizer_json import (
+    CONFIG,
+    PARTS,
+    TOKENIZER,
+    Json,
+    entry_of,
+    read_json,
+    transformers_reads_alike,
+)
 from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
@@ -37,11 +45,8 @@ _FILES = (
 """Files of tokenizers. A class may name others."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a processor of images."""
-_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-"""Of tokenizer.json, apart from its tokens."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
 """Keys that transformers 5 writes and does not read."""
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,22 +96,22 @@ class KeptTokenizer:
 
     def _keep_ids(self, folder: Path) -> None:
         """Changes files that transformers reads otherwise than the run did."""
-        config = _read(folder / CONFIG)
+        config = read_json(folder / CONFIG)
         if not (folder / TOKENIZER).is_file() or "auto_map" in config:
             return
-        if others_read_alike(folder, self.tokenizer):
+        if transformers_reads_alike(folder, self.tokenizer):
             return
         backend: Any = self.tokenizer
         state = json.loads(backend.backend_tokenizer.to_str())
-        _edit(folder / TOKENIZER, lambda content: content.update({p: state[p] for p in _PARTS}))
+        _edit(folder / TOKENIZER, lambda content: content.update({p: state[p] for p in PARTS}))
         self._add_tokens(folder)
         _edit(folder / CONFIG, self._name_no_class)
-        if not others_read_alike(folder, self.tokenizer):
-            kind = _read(folder / "config.json").get("model_type")
+        if not transformers_reads_alike(folder, self.tokenizer):
+            kind = read_json(folder / "config.json").get("model_type")
             logger.warning(
-                f"{folder}: transformers.AutoTokenizer makes other ids of a text than the run, for "
-                f"models of type {kind} in this version; PreTrainedTokenizerFast.from_pretrained makes "
-                "those of the run"
+                "the exported tokenizer: transformers.AutoTokenizer makes other ids of a text than the "
+                f"run, for models of type {kind} in this version; "
+                "PreTrainedTokenizerFast.from_pretrained makes those of the run"
             )
 
     def _name_no_class(self, config: Json) -> None:
@@ -126,7 +131,7 @@ class KeptTokenizer:
 
     def _copy(self, source: Path, folder: Path) -> None:
         own = getattr(self.tokenizer, "vocab_files_names", {})
-        code = ("*.py",) if "auto_map" in _read(source / CONFIG) else ()
+        code = ("*.py",) if "auto_map" in read_json(source / CONFIG) else ()
         copy_files(source, (*_FILES, *own.values(), *code), folder)
         if (source / NAMED_TEMPLATES).is_dir():
             (folder / NAMED_TEMPLATES).mkdir()
@@ -135,33 +140,28 @@ class KeptTokenizer:
     def _add_tokens(self, folder: Path) -> None:
         """Adds the tokens that copied files lack: new ones, and those that a class adds by itself,
         which would move their ids."""
-        known = {token["content"] for token in _read(folder / TOKENIZER).get("added_tokens") or ()}
-        added = self.tokenizer.added_tokens_decoder
-        entries = {
-            str(id): {
-                "content": token.content,
-                "single_word": token.single_word,
-                "lstrip": token.lstrip,
-                "rstrip": token.rstrip,
-                "normalized": token.normalized,
-                "special": token.special,
-            }
-            for id, token in sorted(added.items())
-            if token.content not in known
+        known = {
+            token["content"] for token in read_json(folder / TOKENIZER).get("added_tokens") or ()
         }
+        added = self.tokenizer.added_tokens_decoder
+        entries = [
+            entry_of(id, token) for id, token in sorted(added.items()) if token.content not in known
+        ]
 
         def extend(vocabulary: Json) -> None:
-            vocabulary["added_tokens"] = vocabulary.get("added_tokens") or []
-            vocabulary["added_tokens"] += [{"id": int(id)} | e for id, e in entries.items()]
+            vocabulary["added_tokens"] = [*(vocabulary.get("added_tokens") or ()), *entries]
 
         def extend_config(config: Json) -> None:
             if "added_tokens_decoder" in config:  # else the tokens are in tokenizer.json alone
-                config["added_tokens_decoder"] |= entries
+                config["added_tokens_decoder"] |= {
+                    str(entry["id"]): {key: entry[key] for key in entry if key != "id"}
+                    for entry in entries
+                }
 
         _edit(folder / TOKENIZER, extend)
         _edit(folder / CONFIG, extend_config)
         if (folder / "added_tokens.json").is_file():
-            ids = {entry["content"]: int(id) for id, entry in entries.items()}
+            ids = {entry["content"]: entry["id"] for entry in entries}
             _edit(folder / "added_tokens.json", lambda known: known.update(ids))
 
     def _make_readable(self, config: Json, folder: Path, source: Path | None) -> None:
@@ -170,7 +170,7 @@ class KeptTokenizer:
             config.pop(key, None)
         if "tokenizer_class" not in config and source is not None:
             # transformers then takes the class of the model that config.json names
-            model_types = {_read(f / "config.json").get("model_type") for f in (folder, source)}
+            model_types = {read_json(f / "config.json").get("model_type") for f in (folder, source)}
             if len(model_types) > 1:
                 config["tokenizer_class"] = type(self.tokenizer).__name__
         if config.get("tokenizer_class") == "TokenizersBackend":
@@ -194,7 +194,7 @@ def pixel_limit(folder: Path) -> int | None:
     """The largest number of pixels of an image in a processor's files (`limit_pixels`); None: there
     is none."""
     for name in PROCESSOR_FILES:
-        content = _read(folder / name)
+        content = read_json(folder / name)
         for section in (content, content.get("image_processor")):
             size = section.get("size") if isinstance(section, dict) else None
             most = size.get("longest_edge") if isinstance(size, dict) else None
@@ -229,14 +229,9 @@ def _set_template(folder: Path, template: str) -> None:
     _edit(folder / CONFIG, replace)
 
 
-def _read(file: Path) -> Json:
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content if isinstance(content, dict) else {}
-
-
 def _edit(file: Path, change: Callable[[Json], None]) -> None:
     """Changes the content of a JSON file. A file with nothing to change stays as it is."""
-    before, content = _read(file), _read(file)
+    before, content = read_json(file), read_json(file)
     change(content)
     if content != before:
         text = json.dumps(content, indent=2, ensure_ascii=False)

@@ -22,7 +22,15 @@ logger = logging.getLogger(__name__)
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 Json = dict[str, Any]
 
-_PARTS = ("normalizer", "pre_tokenizer", "decoder", "model", "post_processor")
+PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""What tokenizer.json has beside its model and its tokens."""
+_OF_TOKENS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+"""Keys of a token of tokenizer.json, beside its id."""
+_NO_MODEL = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+_SETTINGS_OF_MODELS = (
+    *("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word"),
+    *("dropout", "fuse_unk", "byte_fallback", "ignore_merges"),
+)
 _WITHOUT_EFFECT = {
     "pre_tokenizer": ("trim_offsets",),
     "decoder": ("trim_offsets", "add_prefix_space", "use_regex"),
@@ -47,8 +55,9 @@ _SAMPLE = (
 """Text in which rules for digits, spaces, lines, letters and marks differ."""
 
 
-def open_tokenizer(folder: Path, *, trusted: bool, **options: Any) -> Any:
-    """The tokenizer of transformers in a folder, with the ids of its `tokenizer.json`.
+def open_tokenizer(folder: Path, content: Json, *, trusted: bool, **options: Any) -> Any:
+    """The tokenizer of transformers in a folder, with the ids of its `tokenizer.json`, whose content
+    is given; empty: there is none.
 
     The class is the one that `tokenizer_config.json` names, else that of the model's type. What the
     file says about a text holds, and a line says where transformers reads it otherwise. Of
@@ -58,9 +67,9 @@ def open_tokenizer(folder: Path, *, trusted: bool, **options: Any) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    file, config = folder / TOKENIZER, read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     with_code = "auto_map" in config
-    own = file.is_file() and not (with_code and trusted)
+    own = bool(content) and not (with_code and trusted)
     kinds: list[Any] = [AutoTokenizer]
     options["local_files_only"] = True
     if options.get("fix_mistral_regex"):  # transformers corrects what it reads from the file
@@ -76,17 +85,17 @@ def open_tokenizer(folder: Path, *, trusted: bool, **options: Any) -> Any:
             if kind is kinds[-1]:
                 raise
     if own and getattr(tokenizer, "is_fast", False):
-        before = _reads(tokenizer)
-        _take_file(tokenizer, file, config)
-        if _reads(tokenizer) != before:
-            what = (
-                f"transformers' {type(tokenizer).__name__} reads text otherwise; the file decides"
-            )
-            logger.info(f"data.tokenizer: {file}: {what}")
+        before = _readings(tokenizer)
+        _use_file(tokenizer, folder / TOKENIZER, content)
+        _apply_settings(tokenizer, config)
+        if _readings(tokenizer) != before:
+            name = type(tokenizer).__name__
+            what = f"transformers' {name} reads text otherwise; the file decides"
+            logger.info(f"data.tokenizer: {folder / TOKENIZER}: {what}")
     return tokenizer
 
 
-def others_read_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+def transformers_reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether transformers by itself makes the ids of `tokenizer` from the files in a folder, of a
     sample of text."""
     from transformers import AutoTokenizer
@@ -97,7 +106,7 @@ def others_read_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
         )
     except Exception:  # its class cannot be built from the vocabulary
         return False
-    return _reads(other) == _reads(tokenizer)
+    return _readings(other) == _readings(tokenizer)
 
 
 def read_json(file: Path) -> Json:
@@ -122,7 +131,7 @@ def _named_class(config: Mapping[str, Any]) -> Any:
     return found if issubclass(found, PreTrainedTokenizerFast) else None
 
 
-def _reads(tokenizer: Any) -> list[object]:
+def _readings(tokenizer: Any) -> list[object]:
     """Of each sample of text its ids, those with the tokens that begin or end it, and their text."""
     special = "".join(f"{token}a b" for token in tokenizer.all_special_tokens[:8])
     found: list[object] = []
@@ -136,23 +145,37 @@ def _reads(tokenizer: Any) -> list[object]:
     return found
 
 
-def _take_file(tokenizer: Any, file: Path, config: Mapping[str, Any]) -> None:
-    """Gives the tokenizer the parts of its file, if it has others, and then the settings of its
-    config. The tokens that transformers added stay."""
-    from tokenizers import Tokenizer
+def _use_file(tokenizer: Any, file: Path, content: Json) -> None:
+    """Gives the tokenizer what its file holds, if it has anything else. The tokens that transformers
+    added stay.
 
-    backend, own = tokenizer.backend_tokenizer, Tokenizer.from_file(str(file))
-    added, tokens = backend.get_added_tokens_decoder(), own.get_added_tokens_decoder()
-    parts = _PARTS if own.post_processor is not None else _PARTS[:-1]
-    if any(_state(backend, part) != _state(own, part) for part in parts) or any(
-        id not in added or _meaning(added[id]) != _meaning(token) for id, token in tokens.items()
+    The vocabulary is not read from the file again where transformers took it over: for 262,000
+    tokens that would double the time of opening.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    backend = tokenizer.backend_tokenizer
+    tokens = {entry["id"]: entry for entry in content.get("added_tokens") or ()}
+    own = Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "model": _NO_MODEL}))
+    parts = [part for part in PARTS if part != "post_processor" or own.post_processor is not None]
+    added = backend.get_added_tokens_decoder()
+    same_model = _has_model(backend, content.get("model") or {})
+    if (
+        same_model
+        and all(_state(backend, part) == _state(own, part) for part in parts)
+        and all(id in added and entry_of(id, added[id]) == tokens[id] for id in tokens)
     ):
-        backend.__setstate__(own.__getstate__())
-        backend.encode_special_tokens = tokenizer.split_special_tokens
-        known = {token.content for token in tokens.values()}
-        more = [token for _, token in sorted(added.items()) if token.content not in known]
-        tokenizer.add_tokens(more)
-    _apply_settings(tokenizer, config)
+        return
+    model = backend.model if same_model else Tokenizer.from_file(str(file)).model
+    backend.__setstate__(own.__getstate__())  # also forgets the tokens
+    backend.model = model
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    backend.add_tokens(
+        [AddedToken(**{key: entry[key] for key in _OF_TOKENS}) for entry in tokens.values()]
+    )
+    known = {entry["content"] for entry in tokens.values()}
+    more = [token for _, token in sorted(added.items()) if token.content not in known]
+    tokenizer.add_tokens(more)
 
 
 def _apply_settings(tokenizer: Any, config: Mapping[str, Any]) -> None:
@@ -181,14 +204,33 @@ def _apply_settings(tokenizer: Any, config: Mapping[str, Any]) -> None:
             tokenizer.add_bos_token, tokenizer.add_eos_token = begin, end
 
 
+def _has_model(backend: Any, model: Json) -> bool:
+    """Whether a tokenizer has the model of a file. Of a large vocabulary some tokens are compared:
+    classes that add tokens of their own move the ids of all others. transformers takes over merges
+    and scores with the vocabulary."""
+    own = backend.model
+    if type(own).__name__ != model.get("type"):
+        return False
+    if model["type"] == "Unigram":  # its settings have no attributes
+        state = json.loads(own.__getstate__())
+        return all(value == model.get(key, False) for key, value in state.items())
+    tokens = [*model["vocab"].items()]
+    some = [*tokens[:1000], *tokens[1000:-100:64], *tokens[-100:]]
+    return (
+        len(tokens) == backend.get_vocab_size(with_added_tokens=False)
+        and all(own.token_to_id(token) == id for token, id in some)
+        and all(
+            (getattr(own, key, None) or None) == (model.get(key) or None)
+            for key in _SETTINGS_OF_MODELS
+        )
+    )
+
+
 def _state(backend: Any, part: str) -> object:
     """What a part of a tokenizer does, as JSON; None: there is no such part."""
     if (value := getattr(backend, part)) is None:
         return None
-    state = json.loads(value.__getstate__())
-    if part == "model":  # no prefix is "" or null
-        return {key: content or None for key, content in state.items()}
-    return _without(state, _WITHOUT_EFFECT.get(part, ()))
+    return _without(json.loads(value.__getstate__()), _WITHOUT_EFFECT.get(part, ()))
 
 
 def _without(state: object, keys: tuple[str, ...]) -> object:
@@ -197,6 +239,6 @@ def _without(state: object, keys: tuple[str, ...]) -> object:
     return [_without(each, keys) for each in state] if isinstance(state, list) else state
 
 
-def _meaning(token: Any) -> tuple[object, ...]:
-    flags = token.single_word, token.lstrip, token.rstrip, token.normalized, token.special
-    return token.content, *flags
+def entry_of(id: int, token: Any) -> Json:
+    """An added token in the form of tokenizer.json."""
+    return {"id": id, **{key: getattr(token, key) for key in _OF_TOKENS}}

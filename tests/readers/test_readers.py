@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from launcher.cli.main import main
+from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.models.config_files import problems_of_older_readers
-from launcher.recipe.schema import Data
+from launcher.recipe.schema import Data, Model
 from tests import REPOSITORY
 from tests.distributed.launching import run
 from tests.readers.sources import (
@@ -142,6 +143,27 @@ def test_transformers_4_reads_what_transformers_5_reads(exports, tmp_path, name,
             ).abs().max() > 0.01 * scale
     assert [len(each[-1]) for each in old["ids"]] != [4] * len(pairs)
     assert len(old["ids"][[*pairs].index("new tokens")][-1]) <= 5
+
+
+def test_transformers_4_reads_an_export_whose_class_disagrees_with_its_file(tmp_path, figures):
+    """Llama 3.1's file under a class that splits each digit in transformers 5, but not in 4."""
+    source = make_source(tmp_path / "source", "Llama 3.1", TOKENIZERS)
+    file = source / "tokenizer_config.json"
+    named = json.loads(file.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    file.write_text(json.dumps(named))
+    out = export(source, tmp_path / "out", "new tokens")
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    name = tokenizer_name(Data(), Model(path=str(source), new_tokens=NEW_TOKENS))
+    tokenizer = hugging_face_tokenizer(name)
+    texts = [*TEXTS, f"a{NEW_TOKENS[0]}b {NEW_TOKENS[1]}"]
+    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert len(wanted[TEXTS.index("1234567890123")]) == 5
+    for old in (True, False):
+        found, _ = read_with_transformers([str(out)], texts, [1, 2, 3], tmp_path, old=old)
+        assert found["ids"] == [wanted]
+        figure = f"{len(texts)} texts equal"
+        figures(f"transformers {found['version']}", "Llama 3.1", "another class", figure)
 
 
 def test_transformers_4_reads_models_from_scratch(tmp_path, figures):

@@ -22,7 +22,7 @@ from launcher.data.messages import (
     read_tools,
     refuse_empty_answers,
 )
-from launcher.data.rendering import render
+from launcher.data.rendering import render, render_prompt
 from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -1515,6 +1515,31 @@ def test_arguments_that_are_printed_one_by_one(tmp_path, folder, caplog):
     template = str(write(tmp_path / "t.jinja", template_of_calls(each.replace("VALUE", quoted))))
     (one, _) = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
     assert one.problem.startswith("the chat template prints arguments of a call as Python does")
+    inner = "{% for x, y in v | items %}{{ x }}={{ y }};{% endfor %}"
+    template = str(write(tmp_path / "t.jinja", template_of_calls(each.replace("VALUE", inner))))
+    rows = [{"messages": calling_maybe({"a": {"b": value}})} for value in (True, 1)]
+    one, two = encode_file(tmp_path, rows, "chat", folder, chat_template=template)
+    assert one.problem.startswith("the chat template prints arguments of a call as Python does")
+    assert not two.problem
+
+
+def test_prompts_and_other_texts_take_calls_as_rows_do():
+    """A text that looks like a call of Python changes nothing."""
+    printed = template_of_calls("{{ c.function.name }}{{ c.function.arguments }}")
+    asked, called = calling_maybe(WRITTEN)
+    messages = [{**asked, "content": "[maybe(x=None)]"}, called, *dialogue("b")]
+    chat = ChatTemplate(bpe_tokenizer(), "t", printed)
+    text = render_prompt(chat, messages).text
+    assert WRITTEN in text
+    assert text.endswith("b<|end|><|begin|>assistant\n")
+    assert render(chat, {}, None, messages, loss_from=0, loss_on=None).text in text
+
+
+def test_prompts_open_thoughts_as_rows_do():
+    opens = without_marks(CHATML).replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")  # fmt: skip
+    chat = ChatTemplate(bpe_tokenizer(), "t", opens)
+    text = render_prompt(chat, dialogue("a", "what</think>yes", "b")).text
+    assert "<think>what</think>yes" in text
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "3", 3, True, [1]])
