@@ -155,21 +155,21 @@ def axolotl(given: Values) -> Values:
 
 def llamafactory(given: Values) -> Values:
     """Defaults of LLaMA-Factory 0.9.5 (`hparams`), of the trainer of its first version."""
-    micro = given.get("per_device_train_batch_size", TRAINER["per_device_train_batch_size"])
+    micro: Any = given.get("per_device_train_batch_size", TRAINER["per_device_train_batch_size"])
     steps = given.get("gradient_accumulation_steps", TRAINER["gradient_accumulation_steps"])
     schedule = str(given.get("lr_scheduler_type", "linear"))
     if "train_dataset" in given:
-        micro, epochs = given.get("micro_batch_size", 1), given.get("num_train_epochs", 3)
+        micro, passes = given.get("micro_batch_size", 1), given.get("num_train_epochs", 3)
         groups = RANKS // given.get("cp_size", 1)
         pairs = "dpo" in str(given.get("stage", given["train_dataset"]))
         return {
             "batch.global_batch_size": given.get("global_batch_size", micro * groups),
             "data.sequence_length": given.get("cutoff_len", 2048),
-            "run.epochs": None if "max_steps" in given else epochs,
+            "run.epochs": None if "max_steps" in given else passes,
             "run.max_steps": given.get("max_steps"),
             "data.packing": None if pairs else False,
         }
-    epochs = given.get("num_train_epochs", TRAINER["num_train_epochs"])
+    epochs: Any = given.get("num_train_epochs", TRAINER["num_train_epochs"])
     found = dict(of_trainer(given, batch=micro * steps, epochs=epochs, schedule=schedule))
     found["data.sequence_length"] = given.get("cutoff_len", 2048)
     stage = given.get("stage", "sft")

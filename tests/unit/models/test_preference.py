@@ -250,7 +250,7 @@ def test_dropout_is_refused_by_name():
     with pytest.raises(RecipeError, match=r"transformer.drop.p is 0.1: set the model's dropout"):
         check_model(gpt2, LENGTH)
     with pytest.raises(RecipeError, match=r"^kto: not available with dropout"):
-        Kto().change_model(gpt2, sequence_length=LENGTH)
+        Kto().change_model(gpt2, row_length=LENGTH)
     check_model(make_model(0.0), LENGTH)
 
 
