@@ -137,8 +137,9 @@ def test_lora_training_and_export(results, case):
     for strategy, note in result.items():
         assert note["changed"] > 0.01, strategy
         # Merging is in float32, but the forward pass rounds the adapter's product to bfloat16
-        # A token takes another expert in bfloat16: logits of the model without adapters differ by 0.07
-        tolerance = (0.1 if "mixtral" in case else 3e-2) if half else 5e-6
+        # A token takes another expert in bfloat16: logits of the model without adapters differ by 0.07,
+        # and by 0.16 on a CPU without AVX-512
+        tolerance = (0.25 if "mixtral" in case else 3e-2) if half else 5e-6
         assert note["peft"] <= tolerance, strategy
         assert note["merged"] <= tolerance, strategy
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(note["files"])
