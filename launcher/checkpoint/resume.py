@@ -212,7 +212,7 @@ def _moved(before: Json, now: Json) -> bool:
     return sizes == sizes_now and all(sizes)
 
 
-def _version(order: str) -> str:
+def _order_version(order: str) -> str:
     """Of the digest of a stream's order. Earlier versions wrote none."""
     return order.rpartition("-")[0]
 
@@ -274,7 +274,7 @@ def check_content(
     saved = state["stream"]
     if stream is not None and not allow and (saved is None or saved["order"] != stream):
         what = "the files, or what decides the order of their samples, have changed. Restore them"
-        if saved is not None and _version(saved["order"]) != _version(stream):
+        if saved is not None and _order_version(saved["order"]) != _order_version(stream):
             what = "another version of the launcher wrote it. Resume with that version"
         raise RecipeError(
             f"{path} cannot be resumed with data.streaming: {what}; {_OTHERWISE}, which first "
