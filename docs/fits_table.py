@@ -44,7 +44,7 @@ def cell(model: str, method: str, machine_name: str) -> tuple[float | None, str]
     gpu, gpus = MACHINES[machine_name]
     machine = known_machine(gpu, nodes=1, gpus_per_node=gpus)
     wanted = Wanted(model, str(ROOT / "README.md"), "text", method, 4096)
-    recipe, _ = plannable(load_text(wanted.text(machine), machine), machine)
+    recipe, _ = plannable(load_text(wanted.text(machine), machine))
     best = search_configurations(recipe, machine, traced=0).best
     if best is None:
         return None, "does not fit"
