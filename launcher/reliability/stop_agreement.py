@@ -1,19 +1,18 @@
 """The micro-batch before which all ranks stop.
 
-A step may take half an hour, and what asks a run to stop waits for seconds. So a step ends between
-two micro-batches. All ranks must end it before the same one, because the passes of a micro-batch
-have collectives. They agree through the store, without a collective and without a wait in a
-micro-batch: the watchdog of each rank publishes how many micro-batches its rank has begun, and from
-then on its rank begins no other one before the largest of these numbers is known.
+A step may take half an hour, and a scheduler that stops a run waits for seconds only. So a step ends
+between two micro-batches. All ranks must end the step before the same micro-batch, because forward
+and backward passes have collectives. The ranks agree through the store, without a collective: the
+watchdog of each rank publishes how many micro-batches its rank has begun. From then on the rank
+begins no further micro-batch before the largest of these numbers is known.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
-Store = Any
-"""A store of torch.distributed."""
+from torch.distributed import Store
+
 # Keys of the store
 _WANTED, _AGREED, _BEGUN = "stop/wanted", "stop/agreed", "stop/begun_{}".format
 
@@ -25,7 +24,8 @@ class StopAgreement:
         self._rank, self._ranks = rank, ranks
         self._begun = 0
         """Micro-batches that this rank has begun since its start."""
-        self._published = False
+        self._holds = self._published = False
+        """Whether this rank begins no other micro-batch, and whether the store has its number."""
         self._agreed: int | None = None
         """Micro-batches that all ranks begin."""
         self._changed = threading.Condition()
@@ -35,7 +35,7 @@ class StopAgreement:
     @property
     def under_way(self) -> bool:
         """Whether this rank waits for the agreement before its next micro-batch."""
-        return self._published and self._agreed is None
+        return self._holds and self._agreed is None
 
     def reached(self) -> bool:
         """Must be called before each micro-batch. Returns whether the ranks stop before it; waits
@@ -52,15 +52,17 @@ class StopAgreement:
         be called again and again, by one thread. Raises RuntimeError if the store fails."""
         if self._agreed is not None:
             return
-        if wanted and not self._published:
-            store.set(_WANTED, "")
-        if not self._published and not store.check([_WANTED]):
-            return
-        with self._changed:
-            self._published, begun = True, self._begun
-        store.set(_BEGUN(self._rank), str(begun))
+        if not self._published:
+            if wanted:
+                store.set(_WANTED, "")
+            elif not self._holds and not store.check([_WANTED]):
+                return
+            with self._changed:
+                self._holds, begun = True, self._begun
+            store.set(_BEGUN(self._rank), str(begun))
+            self._published = True
         everyone = [_BEGUN(rank) for rank in range(self._ranks)]
-        if self._rank == 0 and store.check(everyone):
+        if self._rank == 0 and store.check(everyone):  # one request for all keys
             store.set(_AGREED, str(max(int(store.get(key)) for key in everyone)))
         if store.check([_AGREED]):
             with self._changed:

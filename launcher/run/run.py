@@ -332,7 +332,7 @@ class TrainingRun:
         """Saves the state after the last finished step, if it is not saved. `last` is None if this
         start has finished no step, which has then nothing to save."""
         done = self._progress.step
-        logger.info(f"step {done + 1} is not finished: it begins anew when the run resumes")
+        logger.info(f"step {done + 1} is not finished; the resumed run repeats it")
         if last is not None and self._saved_after != done:
             self._save_if_due(last, scores, stopping=True, requested=False)
         elif last is None and not done:

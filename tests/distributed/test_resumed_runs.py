@@ -284,7 +284,7 @@ def test_a_stop_does_not_wait_for_the_step(folder, strategy, step, target):
     if target == "rank":
         result.check(0)
     if step > 1:
-        assert f"step {step} is not finished: it begins anew when the run resumes" in result.output
+        assert f"step {step} is not finished; the resumed run repeats it" in result.output
         saved = [event["step"] for event in events(run_dir, "saved")]
         assert saved == ([4] if step == 5 else [4, step - 1])
     else:
