@@ -104,13 +104,7 @@ def export_checkpoint(
             merged=merged,
             source=stored.source,
         )
-        tokenizer = tokenizer_to_keep(
-            recipe.data,
-            recipe.model,
-            recipe.images,
-            template=prompts.template,
-            ends=prompts.ends,
-        )
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
         if tokenizer is not None:
             tokenizer.save(scratch)
     return adapter

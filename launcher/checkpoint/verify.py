@@ -70,9 +70,7 @@ def verify_export(
     teach_ends(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     differences, dtype = _compare_tensors(stored, out)
     differences += problems_of_older_readers(out)
-    kept = tokenizer_to_keep(
-        recipe.data, recipe.model, recipe.images, template=prompts.template, ends=prompts.ends
-    )
+    kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
     tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)

@@ -354,12 +354,11 @@ def tokenizer_to_keep(
     data: schema.Data,
     model: schema.Model,
     images: schema.Images | None = None,
-    *,
-    template: str | None = None,
-    ends: Sequence[int] | None = None,
+    prompts: TrainedPrompts | None = None,
 ) -> KeptTokenizer | None:
-    """The tokenizer of an exported model: that of the data, with the run's chat template and end
-    (`TrainedPrompts`), or the model's own; None if there is none. ends: None: those of the data."""
+    """The tokenizer of an exported model: that of the data, with the chat template and the end of
+    answers that the run trained, or the model's own; None if there is none. prompts: None: the
+    template is the tokenizer's own, and the ends are those of the data."""
     name = tokenizer_name(data, model)
     if name is None:
         return None
@@ -371,13 +370,14 @@ def tokenizer_to_keep(
         # Token rows, and a model whose folder has none, or one with code of its own
         logger.warning(f"the model is exported without its tokenizer: {error}")
         return None
+    template = None if prompts is None else prompts.template
     if template is not None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template or None
     source = None
     if str(name) != "bytes":
         source = model_folder(name, key="data.tokenizer", weights=False)
-    ids = taught_ends(data, tokenizer=name) if ends is None else ends
+    ids = taught_ends(data, tokenizer=name) if prompts is None else prompts.ends
     end = own_end(ids, tokenizer=name, template=template, known=_ends_of_source(model))
     if end is not None:
         tokenizer = copy.deepcopy(tokenizer)

@@ -247,13 +247,7 @@ def _make_export(
     tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
         assert prompts is not None
-        tokenizer = tokenizer_to_keep(
-            recipe.data,
-            recipe.model,
-            recipe.images,
-            template=prompts.template,
-            ends=prompts.ends,
-        )
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
     return partial(
         export_hugging_face,
         wrapped.module,

@@ -290,11 +290,11 @@ def test_chat_and_export_use_the_format_that_was_trained(tmp_path, tokenizers):
         kind = "preference" if "chosen" in row else "instruct"
         settings = schema.Data(kind=kind, train=(file,), **data)
         settings = replace(settings, tokenizer=tokenizers[tokenizer])
-        template = recorded_prompts(None, settings, schema.Model()).template
+        prompts = recorded_prompts(None, settings, schema.Model())
         encoder = make_encoder(kind, settings, tokenizer=tokenizers[tokenizer])
         forms = {prompt_form(encoder, find_parts((file,), kind=kind))}
-        assert trained_prompts(settings, schema.Model(), forms).template == template
-        kept = tokenizer_to_keep(settings, schema.Model(), template=template)
+        assert trained_prompts(settings, schema.Model(), forms) == prompts
+        kept = tokenizer_to_keep(settings, schema.Model(), prompts=prompts)
         return kept.tokenizer.chat_template
 
     turns = [{"role": "system", "content": "Brief."}]
@@ -343,8 +343,8 @@ def test_an_export_that_was_trained_as_text_is_trained_as_text_again(tmp_path, t
     file = str(write(tmp_path / "a.jsonl", [row]))
     settings = schema.Data(kind="instruct", train=(file,), tokenizer=tokenizers["base"])
     (tmp_path / "export").mkdir()
-    template = recorded_prompts(None, settings, schema.Model()).template
-    tokenizer_to_keep(settings, schema.Model(), template=template).save(tmp_path / "export")
+    prompts = recorded_prompts(None, settings, schema.Model())
+    tokenizer_to_keep(settings, schema.Model(), prompts=prompts).save(tmp_path / "export")
     assert has_chat_template(str(tmp_path / "export"))
     _, first = encoded(tmp_path, row, tokenizers["base"])
     _, again = encoded(tmp_path, row, str(tmp_path / "export"))

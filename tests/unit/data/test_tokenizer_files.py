@@ -61,8 +61,7 @@ def read(folder, name="tokenizer_config.json"):
 
 def exported(source, tmp_path, *, data=None, **section):
     data, model = data or Data(), Model(path=str(source), **section)
-    template = trained_prompts(data, model, set()).template
-    kept = tokenizer_to_keep(data, model, template=template)
+    kept = tokenizer_to_keep(data, model, prompts=trained_prompts(data, model, set()))
     assert kept is not None
     out = tmp_path / "out"
     out.mkdir()
