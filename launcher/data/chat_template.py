@@ -214,8 +214,9 @@ class ChatTemplate:
             learned_turns[last] = served[1]
             unknown = []
             self.note(
+                "served",
                 "the chat template never shows an answer after its generation prompt: the last "
-                "turn of a row is written after it (docs/data.md)"
+                "turn of a row is written after it (docs/data.md)",
             )
         if unknown:
             raise unknown[0]
@@ -224,7 +225,7 @@ class ChatTemplate:
             raise problems[max(problems)] if problems else what
         if unlearned := problems.keys() - learned_turns:
             problem = problems[min(unlearned)]
-            self.note(f"turns without loss, such as this {problem} (docs/data.md)")
+            self.note("unlearned", f"turns without loss, such as this {problem} (docs/data.md)")
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
     def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
@@ -244,12 +245,11 @@ class ChatTemplate:
         text = self.apply(self._opened(messages, tools), tools, add_generation_prompt=True)
         return Rendered(text, [], closed=False)
 
-    def note(self, text: str) -> None:
-        """Logs the first note that begins with these words."""
-        kind = text[:20]
-        if kind not in self._noted:
+    def note(self, subject: str, text: str) -> None:
+        """Logs the first note of this subject."""
+        if subject not in self._noted:
             logger.info(text)
-        self._noted.add(kind)
+        self._noted.add(subject)
 
     def _opened(self, messages: list[Message], tools: list[object] | None) -> list[Message]:
         """The messages with `<think>` where a server left it out: a generation prompt that ends in
@@ -267,8 +267,9 @@ class ChatTemplate:
         if not self._opens[known]:
             return messages
         self.note(
+            "opened",
             "<think> is added to answers that have only </think>: the chat template's generation "
-            "prompt ends in it"
+            "prompt ends in it",
         )
         return opened
 

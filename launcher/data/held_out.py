@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from launcher.data.image_processor import moved_images
 from launcher.data.packing import Integers
+from launcher.data.store_files import Hashes, document_hashes
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.files import checksum_of
-
-Hashes = npt.NDArray[np.uint64]
-
 
 CHOSEN = "by content"
 """How documents are chosen, for the fingerprint of the data. Earlier versions chose them by their
@@ -45,21 +41,6 @@ def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
     return np.asarray(mask)
 
 
-def document_hashes(store: TokenStore) -> Hashes:
-    """A hash of the tokens and images of each document, (documents,)."""
-    tokens = np.ascontiguousarray(store.ids).data.cast("B")
-    bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
-    hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
-    hashes = np.fromiter(hashed, dtype=np.uint64, count=store.documents)
-    if store.images is not None:  # their tokens are equal
-        documents = np.searchsorted(store.offsets, store.images["first"], side="right") - 1
-        numbers = [
-            xxh3_64_intdigest(str(image).encode()) for image in store.images["checksum"].tolist()
-        ]
-        np.add.at(hashes, documents, np.array(numbers, dtype=np.uint64))
-    return hashes
-
-
 def split_documents(
     store: TokenStore, share: float, *, divide: bool
 ) -> tuple[TokenStore, npt.NDArray[np.bool_]]:
@@ -71,9 +52,10 @@ def split_documents(
     tokens = int(store.offsets[-1])
     if store.documents != 1 or not divide or tokens < 4:
         chosen = dataclasses.replace(store, fingerprint=store.fingerprint | {"held_out": CHOSEN})
-        return chosen, held_out(document_hashes(store), share)
+        hashes = document_hashes(store) if store.hashes is None else store.hashes
+        return chosen, held_out(hashes, share)
     held = min(max(2, round(share * tokens)), tokens - 2)
-    both = dataclasses.replace(store, offsets=np.array([0, tokens - held, tokens]))
+    both = dataclasses.replace(store, offsets=np.array([0, tokens - held, tokens]), hashes=None)
     return both, np.array([False, True])
 
 
@@ -103,6 +85,7 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
         **tokens,
         offsets=offsets,
         classes=None if store.classes is None else store.classes[documents],
+        hashes=None if store.hashes is None else store.hashes[documents],
         images=images,
         skipped=[],
         fingerprint=store.fingerprint | {"content": content},

@@ -188,7 +188,7 @@ def _in_json(
             "leave them out, or set data.chat_template to a template that writes them with tojson"
         )
         raise RowError(f"{_AS_PYTHON} ({got}); {what}")
-    template.note(f"{_AS_PYTHON}: each one is written as JSON")
+    template.note("printed", f"{_AS_PYTHON}: each one is written as JSON")
     return apply(changed, tools)
 
 

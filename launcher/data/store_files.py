@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import mmap
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
 
 from launcher.data.image_processor import moved_images
 from launcher.errors import RecipeError, first_line
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("empty", "cut_documents", "cut_tokens")
 """Fields of a TokenStore that are sums over its parts."""
+Hashes = npt.NDArray[np.uint64]
 _SPILLED = ("ids", "labels", "offsets", "classes", "weights", "images", "image_data")
 
 
@@ -38,6 +41,21 @@ class MappedArray(np.memmap[Any, Any]):
         offset = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         offset += self.ctypes.data - mapped.ctypes.data
         return MappedArray, (self.filename, self.dtype, "r", offset, self.shape)
+
+
+def document_hashes(store: Any) -> Hashes:
+    """A hash of the tokens and images of each document of a TokenStore, (documents,)."""
+    tokens = np.ascontiguousarray(store.ids).data.cast("B")
+    bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
+    hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
+    hashes = np.fromiter(hashed, dtype=np.uint64, count=store.documents)
+    if store.images is not None:  # their tokens are equal
+        documents = np.searchsorted(store.offsets, store.images["first"], side="right") - 1
+        numbers = [
+            xxh3_64_intdigest(str(image).encode()) for image in store.images["checksum"].tolist()
+        ]
+        np.add.at(hashes, documents, np.array(numbers, dtype=np.uint64))
+    return hashes
 
 
 def store_problem(folder: Path) -> str:
@@ -83,6 +101,7 @@ _NOTED = (
     "image_data.bin",
     "lengths.bin",
     "classes.bin",
+    "hashes.bin",
     _SKIPPED,
 )
 """The files to which `StoreWriter` appends."""
@@ -138,6 +157,7 @@ class StoreWriter:
         if labelled:
             self._append("labels", store.targets)
         self._append("lengths", np.diff(store.offsets))
+        self._append("hashes", document_hashes(store))
         if store.images is not None:
             self._append("images", moved_images(store.images, self._tokens, self._image_bytes))
             self._append("image_data", store.image_data)
@@ -180,7 +200,8 @@ class StoreWriter:
         lines = skipped.read_text().splitlines() if skipped.exists() else []
         for name in ("lengths.bin", "classes.bin", _SKIPPED, _PROGRESS):
             (self._folder / name).unlink(missing_ok=True)
-        (self._folder / "ids.bin").touch()
+        for name in ("ids.bin", "hashes.bin"):
+            (self._folder / name).touch()
         sizes: dict[str, int] = {}
         content: list[bytes | memoryview] = []
         names = ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin")
@@ -190,6 +211,8 @@ class StoreWriter:
                 sizes[name] = file.stat().st_size
             if sizes.get(name):
                 content += [name.encode(), np.memmap(file, mode="r").data]
+        # Not in `content`: they follow from it, and older checkpoints have a checksum without them
+        sizes["hashes.bin"] = (self._folder / "hashes.bin").stat().st_size
         return {
             "documents": len(offsets) - 1,
             "tokens": int(offsets[-1]),

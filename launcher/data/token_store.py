@@ -3,7 +3,7 @@
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `weights.bin` (float32) with
 data.weights_column, `classes.npy` for classification, `images.bin` and `image_data.bin` for rows
-with images, `meta.json`.
+with images, `hashes.bin` (uint64, a document each), `meta.json`.
 One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
 all others, on any node and of any job, wait. A store with files of another length than `meta.json`
 and the offsets say is built again.
@@ -51,6 +51,7 @@ from launcher.data.sources import (
 )
 from launcher.data.store_files import (
     COUNTS,
+    Hashes,
     MappedArray,
     StoreWriter,
     commit,
@@ -70,7 +71,7 @@ from launcher.reliability.lock import OwnedError, Ownership, Silence, current_ow
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 8
+_FORMAT = 9
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096
@@ -154,6 +155,8 @@ class TokenStore:
     """kind classification: (documents,)."""
     weights: Weights | None = None
     """(tokens,): the weight of each token as a target; None: each counts 1."""
+    hashes: Hashes | None = None
+    """(documents,): see `document_hashes`; None: not computed."""
     images: npt.NDArray[Any] | None = None
     """(images,), of the type IMAGE, in the order of their tokens; None: there are none."""
     image_data: npt.NDArray[np.uint8] | None = None
@@ -485,13 +488,13 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         offsets=np.load(folder / "offsets.npy"),
         classes=np.load(classes) if classes.exists() else None,
         weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
+        hashes=MappedArray(folder / "hashes.bin", dtype=np.uint64, mode="r"),
         images=np.fromfile(images, dtype=IMAGE) if images.exists() else None,
         image_data=MappedArray(image_data, dtype=np.uint8, mode="r") if images.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
-        # Earlier versions did not record it
-        prompt_form=meta.get("prompt_form") or prompt_form(encoder, parts),
+        prompt_form=meta["prompt_form"],
         **{name: meta[name] for name in ("largest_id", "skipped", "unused", *COUNTS)},
     )
 

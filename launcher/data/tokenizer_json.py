@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
 Json = dict[str, Any]
 
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

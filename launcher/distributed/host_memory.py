@@ -69,16 +69,18 @@ def shared_text() -> str:
     )
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Parameters of mallopt(3): larger allocations are mapped, and unmapped when they are freed; free
-memory at the end of the heap above this goes back to the system."""
+_MMAP_THRESHOLD = -3
+"""Parameter of mallopt(3): larger allocations are mapped, and unmapped when they are freed."""
+_TRIM_THRESHOLD = -1
+"""Parameter of mallopt(3): free memory at the end of the heap above this goes back to the system."""
 RETURNED = 1 << 21
 """Allocations of so many bytes or more go back to the system when they are freed."""
-_KEPT, _KEPT_END = 32 << 20, 1 << 30
-"""The same while freed memory is kept, and free bytes at the end of the heap. glibc maps allocations
-above 32 MiB in any case."""
-_GLIBC_END = 128 << 10
-"""glibc's own limit of free bytes at the end of the heap."""
+_LARGEST_THRESHOLD = 32 << 20
+"""The same while freed memory is kept: glibc maps larger allocations in any case."""
+_KEPT_AT_END = 1 << 30
+"""Free bytes at the end of the heap while freed memory is kept."""
+_DEFAULT_AT_END = 128 << 10
+"""The same by default."""
 _MORE = 1.05
 """Resident memory may exceed what the run needs by this factor while freed memory is kept."""
 _MEASURED_STEPS = 2
@@ -141,12 +143,12 @@ class FreedMemory:
             self._glibc = None
             return
         self._limit = _MORE * need
-        self._glibc.mallopt(_MMAP_THRESHOLD, _KEPT)
-        self._glibc.mallopt(_TRIM_THRESHOLD, _KEPT_END)
+        self._glibc.mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        self._glibc.mallopt(_TRIM_THRESHOLD, _KEPT_AT_END)
 
     def _return(self) -> None:
         self._glibc.mallopt(_MMAP_THRESHOLD, RETURNED)
-        self._glibc.mallopt(_TRIM_THRESHOLD, _GLIBC_END)
+        self._glibc.mallopt(_TRIM_THRESHOLD, _DEFAULT_AT_END)
         self._glibc.malloc_trim(0)
         self._glibc = None
 

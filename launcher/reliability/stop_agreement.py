@@ -14,7 +14,9 @@ import threading
 from torch.distributed import Store
 
 # Keys of the store
-_WANTED, _AGREED, _BEGUN = "stop/wanted", "stop/agreed", "stop/begun_{}".format
+_WANTED = "stop/wanted"
+_AGREED = "stop/agreed"
+_BEGUN = "stop/begun_{}".format  # by rank
 
 
 class StopAgreement:

@@ -33,7 +33,6 @@ from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.auto import (
     detect_machine,
-    open_collectives,
     profiles_of,
     resolve_auto,
     resolve_collectives,
@@ -213,18 +212,15 @@ class TrainingRun:
         self._check_device(loaded)
         self._progress.heartbeat("model")
         prepared = prepare_model(recipe, device=ranks.device)
-        decided = bool(
-            open_keys(loaded.recipe)
-            or open_collectives(recipe, ranks=machine.ranks)
-            or recipe.model.keep_logits == "auto"
-        )
         profiles = profiles_of(recipe, prepared, machine)
+        planned = recipe
         recipe = resolve_collectives(recipe, profiles, machine, start=start, ranks=ranks, run=run)
         warn_of_memory(
             recipe,
             profiles,
             machine,
-            exact=decided,  # where memory is scarce, the choice has traced the model, too
+            # A choice has traced the model; without one, a trace would delay the start
+            exact=bool(open_keys(loaded.recipe)) or recipe != planned,
             ranks=ranks,
             environment=rank.environment,
         )

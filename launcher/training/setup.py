@@ -189,10 +189,12 @@ def assemble(
         prepared.vocabulary or 0,
         partial(_load_teacher, recipe, prepared, ranks),
     )
-    data = objective.before_model(data, about)
-    gc.collect()  # a teacher's wrapped model is in reference cycles
-    if ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
+    computed = objective.before_model(data, about)
+    if computed is not data:
+        gc.collect()  # a teacher's wrapped model is in reference cycles
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+        data = computed
     heartbeat("strategy")
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from launcher.checkpoint.resume import data_changes
-from launcher.data.held_out import CHOSEN, copy_documents, document_hashes, held_out
+from launcher.data.held_out import CHOSEN, copy_documents, held_out
 from launcher.data.image_processor import IMAGE
 from launcher.data.opening import open_dataset
-from launcher.data.token_store import ModelInputs, TokenStore
+from launcher.data.store_files import document_hashes
+from launcher.data.token_store import ModelInputs, TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from tests.datasets import objective_of
@@ -74,6 +75,17 @@ def test_documents_with_other_images_are_other_documents():
     hashes = document_hashes(dataclasses.replace(store, images=images))
     assert len(set(hashes.tolist())) == 25
     assert np.array_equal(hashes[::2], hashes[1::2])
+
+
+def test_hashes_are_written_at_tokenization(tmp_path):
+    """Each rank read all tokens at the start."""
+    file = write(tmp_path / "rows.jsonl", [{"text": letter(number)} for number in range(20)])
+    data = schema.Data(kind="text", tokenizer="bytes", cache=str(tmp_path / "cache"))
+    store = open_store((str(file),), data, tokenizer="bytes", build=True)
+    assert np.array_equal(store.hashes, document_hashes(store))
+    chosen = np.array([7, 2])
+    copied = copy_documents(store, chosen)
+    assert np.array_equal(copied.hashes, document_hashes(copied))
 
 
 def test_a_single_document_cannot_be_split():

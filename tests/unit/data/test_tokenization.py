@@ -121,7 +121,7 @@ def test_document_order_is_independent_of_process_count(
     assert serial.largest_id == parallel.largest_id == END
     (name,) = store_names(cache)
     files = sorted(file.name for file in (cache / name).iterdir())
-    assert files == ["ids.bin", "meta.json", "offsets.npy"]
+    assert files == ["hashes.bin", "ids.bin", "meta.json", "offsets.npy"]
     assert [line for line in messages() if line.startswith("tokenized 181 documents")]
     printed = capfd.readouterr()
     assert "Generating" not in printed.out + printed.err
@@ -322,7 +322,7 @@ def test_an_ended_tokenization_is_continued(
     assert any(f"continuing after 30 of {len(tasks) - 1} parts" in text for text in messages())
     assert store_names(cache) == [store.folder.name]
     assert sorted(file.name for file in store.folder.iterdir()) == [
-        *("ids.bin", "labels.bin", "meta.json", "offsets.npy", "weights.bin")
+        *("hashes.bin", "ids.bin", "labels.bin", "meta.json", "offsets.npy", "weights.bin")
     ]
 
 

@@ -1,6 +1,7 @@
 """Detection and report of a failed rank, with killed processes and failing stores."""
 
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -532,16 +534,29 @@ def failure_of(how, workers):
     return caught.value
 
 
+def told_of(how, workers):
+    """What is said of the failure, and whether it counts as a lost loader process."""
+    error = failure_of(how, workers)
+    return describe(error), lost_a_loader(error)
+
+
+@pytest.fixture(scope="module")
+def fresh_process():
+    """A process without the threads of other tests, with which a loader process that was forked from
+    it crashed once."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("how", "text", "line"),
     [(raise_key_error, "KeyError: ", "raise KeyError"), (read_missing, "FileNotFoundError: ", "")],
 )
-def test_an_exception_of_a_loader_process_has_its_own_line(how, text, line, workers):
+def test_an_exception_of_a_loader_process_has_its_own_line(how, text, line, workers, fresh_process):
     """It named a line of torch, which raises the exception again."""
-    error = failure_of(how, workers)
-    assert not lost_a_loader(error)
-    told = describe(error)
+    told, lost = fresh_process.submit(told_of, how, workers).result(timeout=100)
+    assert not lost
     assert told.startswith(text)
     assert "Traceback" not in told
     assert "no such" in told.lower()

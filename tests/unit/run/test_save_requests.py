@@ -20,10 +20,11 @@ def saved_steps(requests, *, due=()):
     def save_done():
         file[0] = False
 
-    run._checkpoints = SimpleNamespace(
-        report=lambda: None, due=lambda step: step in due, save=save, trouble=None
+    run._checkpoints = SimpleNamespace(report=lambda: None, save=save, trouble=None)
+    data = SimpleNamespace(
+        due=lambda step, section: step in due, stream_state=lambda batch, ranks: None
     )
-    run._training = SimpleNamespace(data=SimpleNamespace(stream_state=lambda batch, ranks: None))
+    run._training, run._recipe = SimpleNamespace(data=data), SimpleNamespace(checkpoint=None)
     run._ranks = None
     context = SimpleNamespace(__enter__=lambda self: None, __exit__=lambda *_: None)
     nothing = type("Nothing", (), vars(context))
