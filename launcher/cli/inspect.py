@@ -38,16 +38,26 @@ def inspect(
     if recipe.data.builder is not None:
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
-    sets = _sets_of(recipe.data, set)
+    _sets_of(recipe.data, set)  # a set without that name is reported at once
     if html is not None:
         make_parent_of_file(html, "html")
 
     # After all other errors of the recipe, because they import torch
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
+    from launcher.run import sizes
 
     check_config_keys(loaded)
+    rows = sizes.rows_here(recipe)
+    recipe, choices = sizes.choose_sizes(
+        recipe, rows, ranks=nodes * (gpus or 1), may_unpack=sizes.may_unpack(loaded)
+    )
+    sets = _sets_of(recipe.data, set)
     print_page(recipe, set, sets, samples=samples, tokens=tokens, html=html)
+    if choices:
+        print(sizes.choices_text(rows, choices))
+    if isinstance(rows, sizes.Rows):
+        print(sizes.run_length(recipe, rows).text())
     return EXIT_DONE
 
 

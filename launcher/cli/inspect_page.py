@@ -21,13 +21,13 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from launcher.cli.prepare import DataFiles, model_inputs
+from launcher.cli.prepare import DataFiles
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
-from launcher.data.opening import make_order, open_dataset
+from launcher.data.opening import make_order, model_inputs, open_dataset
 from launcher.data.problems import causes, problem_lines
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards

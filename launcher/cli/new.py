@@ -3,7 +3,6 @@ by the plan."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -11,7 +10,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -37,16 +36,21 @@ if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
     from launcher.planner.search import SearchResult
 
-LENGTH = 4096
-"""Tokens of a sequence, by default."""
 _METHODS = {
-    "full": (32, "1.0e-5", ""),
-    "lora": (16, "2.0e-4", "lora: {rank: 16, alpha: 32}"),
-    "qlora": (16, "2.0e-4", "lora: {rank: 16, alpha: 32, quantize: nf4}  # base weights in 4 bits"),
-    "dpo": (32, "1.0e-6", "preference: {loss: dpo, beta: 0.1}"),
-    "kto": (32, "1.0e-6", "kto: {beta: 0.1}"),
+    "full": "",
+    "lora": "lora: {rank: 16, alpha: 32}",
+    "qlora": "lora: {rank: 16, alpha: 32, quantize: nf4}  # base weights in 4 bits",
+    "dpo": "preference: {loss: dpo, beta: 0.1}",
+    "kto": "kto: {beta: 0.1}",
 }
-"""Of each method: sequences per step, learning rate, and the section that it adds."""
+"""Of each method the section that it adds."""
+_SIZES = {
+    "run.epochs": "passes over the data",
+    "data.sequence_length": "tokens; longer chats are dropped",
+    "batch.global_batch_size": "sequences per optimizer step, over all ranks",
+    "schedule.warmup_steps": "steps in which the learning rate rises",
+}
+"""What sizes are, for a reader who has not seen them."""
 _ROWS = {
     "dpo": ("preference", "chosen and rejected"),
     "kto": ("unpaired", "a label that says whether the answer is good"),
@@ -89,7 +93,7 @@ def new(
     nodes: Annotated[int, option("Nodes.", "N")] = 1,
     sequence_length: Annotated[
         int | None,
-        option(f"Tokens of a sequence. Default: {LENGTH}, or what the model takes.", "N", min=2),
+        option("Tokens of a sequence. Default: as many as the longest row needs.", "N", min=2),
     ] = None,
     from_files: Annotated[
         str | None,
@@ -143,15 +147,20 @@ def new(
     if notes and machine.device == "cpu":
         print(*notes, sep="\n", file=sys.stderr)
     kind, images = _kind(data, method)
-    wanted = Wanted(model, data, kind, method, sequence_length or LENGTH, images)
+    wanted = Wanted(model, data, kind, method, sequence_length, images)
     draft = load_text(wanted.text(machine), machine)
 
     from launcher.planner.search import search_configurations
+    from launcher.run import sizes
 
+    with working("counting the rows"):
+        planned, note = plannable(draft)
+        rows = sizes.rows_here(planned)
+        _, choices = sizes.choose_sizes(planned, rows, ranks=machine.ranks, may_unpack=True)
+        chosen = {choice[0].partition("=")[0]: choice for choice in choices}
+        wanted = replace(wanted, choices=chosen)
     with working("searching for the fastest configuration that fits"):
-        if sequence_length is None and (length := _positions(draft)) < LENGTH:
-            wanted = replace(wanted, sequence_length=length)
-            draft = load_text(wanted.text(machine), machine)
+        draft = load_text(wanted.text(machine), machine)
         planned, note = plannable(draft)
         result = search_configurations(planned, machine)
         if result.best is None:
@@ -161,10 +170,15 @@ def new(
             print("\n".join(_offloaded(wanted, result.best, machine)), file=sys.stderr)
     kept = dataclasses.replace(draft.data, packing=planned.data.packing)
     best = dataclasses.replace(result.best.recipe, data=kept)
-    lines = [*_header(wanted, result, machine, note), wanted.text(machine, best)]
+    long = f"the usual sizes: {rows}" if isinstance(rows, str) else None
+    if isinstance(rows, sizes.Rows):
+        run = sizes.run_length(best, rows)
+        long = run.text(sizes.seconds_of_step(result.best.seconds, best, run.tokens))
+    lines = [*_header(wanted, result, machine, note, str(long)), wanted.text(machine, best)]
     text = "\n".join(lines)
     load_text(text, machine)
     write_text(text, output)
+    print(long, file=sys.stderr)
     return EXIT_DONE
 
 
@@ -238,19 +252,6 @@ def _with_config(recipe: Recipe) -> tuple[Recipe, Mapping[str, Any], str]:
     return planned, config, note
 
 
-def _positions(recipe: Recipe) -> int:
-    """The most tokens of a sequence by the model's config; LENGTH if it does not say."""
-    from launcher.models.build import make_config
-
-    planned, config, _ = _with_config(recipe)
-    whole = dataclasses.replace(planned.model, path=None, config=dict(config))
-    positions = None
-    with contextlib.suppress(Exception):  # what is wrong with a config is reported by the search
-        text = make_config(whole, None).get_text_config(decoder=True)
-        positions = getattr(text, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 1 else LENGTH
-
-
 @dataclass(frozen=True)
 class Wanted:
     """What to train, and how."""
@@ -259,41 +260,45 @@ class Wanted:
     data: str
     kind: str
     method: str
-    sequence_length: int
+    sequence_length: int | None
+    """None: as many tokens as the longest row needs."""
     images: bool = False
     """Whether rows have images."""
+    choices: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Override and reason of each size that the rows decide, by key; none yet: it is `auto`."""
 
     def command(self, machine: Machine) -> str:
         """The command that asks for it."""
         words = [f"model={self.model}", f"data={self.data}", f"method={self.method}"]
         words += [f"gpu={machine.name.lower().replace(' ', '-')}", f"gpus={machine.gpus_per_node}"]
         words += [f"nodes={machine.nodes}"] if machine.nodes > 1 else []
-        if self.sequence_length != LENGTH:
+        if self.sequence_length is not None:
             words.append(f"sequence_length={self.sequence_length}")
         return f"launcher new {shlex.join(words)}"
 
     def text(self, machine: Machine, best: Recipe | None = None) -> str:
         """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
-        ranks, on_cpu = machine.ranks, machine.device == "cpu"
-        size, rate, section = _METHODS[self.method]
-        size = -(-size // ranks) * ranks
+        on_cpu = machine.device == "cpu"
+        section = _METHODS[self.method]
         name = re.sub(r"\W+", "_", Path(self.model).name.lower()).strip("_") or "model"
         micro = 1 if best is None else best.batch.micro_batch_size
         lines = [
-            *("run:", f"  name: {name}_{self.method}", "  epochs: 2  # passes over the data"),
+            *("run:", f"  name: {name}_{self.method}", f"  {self._size('run.epochs')}"),
             *(["  device: cpu"] if on_cpu else ()),
             *("model:", f"  path: {_scalar(self.model)}"),
             *(["  compile: auto  # torch.compile on GPUs"] if best and best.model.compile else ()),
             *("data:", f"  kind: {self.kind}  # by the columns of the data"),
             f"  train: [{_scalar(self.data)}]",
-            "  validation_split: 0.02  # one document in fifty is not trained on",
-            f"  sequence_length: {self.sequence_length}  # tokens; longer chats are dropped",
+            f"  {self._size('data.validation_split')}",
+            f"  {self._size('data.sequence_length')}",
         ]
-        if best is not None and not best.data.packing:
+        if "data.packing" in self.choices:
+            lines.append(f"  {self._size('data.packing')}")
+        elif best is not None and not best.data.packing:
             lines.append("  packing: false  # this model cannot keep packed documents apart")
         lines += [
             "batch:",
-            f"  global_batch_size: {size}  # sequences per optimizer step, over all ranks",
+            f"  {self._size('batch.global_batch_size')}",
             f"  micro_batch_size: {micro}  # of a rank and forward pass; the rest is accumulated",
         ]
         if best is not None:
@@ -308,12 +313,27 @@ class Wanted:
                 else ()
             ),
             *([section] if section else ()),
-            f"optimizer: {{learning_rate: {rate}, weight_decay: 0.0}}",
-            "schedule: {warmup_steps: 20}",
-            "evaluation: {every_steps: 100}",
-            "checkpoint: {every_steps: 200, export: at_end}  # RUN_DIR/hf, for from_pretrained",
+            "optimizer:",
+            f"  {self._size('optimizer.learning_rate')}",
+            "  weight_decay: 0.0",
+            "schedule:",
+            f"  {self._size('schedule.warmup_steps')}",
+            "evaluation:",
+            f"  {self._size('evaluation.every_steps')}",
+            "checkpoint:",
+            f"  {self._size('checkpoint.every_steps')}",
+            "  export: at_end  # RUN_DIR/hf, for from_pretrained",
         ]
         return "\n".join(lines) + "\n"
+
+    def _size(self, key: str) -> str:
+        """A key with its value, and what it is or why it has this value."""
+        name = key.partition(".")[2]
+        if key == "data.sequence_length" and self.sequence_length is not None:
+            return f"{name}: {self.sequence_length}  # {_SIZES[key]}"
+        override, why = self.choices.get(key, ("=auto", ""))
+        about = "; ".join(text for text in (_SIZES.get(key), why) if text)
+        return f"{name}: {override.partition('=')[2]}  # {about}"
 
 
 def _flow(section: Section, first: str) -> str:
@@ -335,7 +355,9 @@ def _scalar(value: object) -> str:
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def _header(wanted: Wanted, result: SearchResult, machine: Machine, note: str) -> Iterator[str]:
+def _header(
+    wanted: Wanted, result: SearchResult, machine: Machine, note: str, long: str
+) -> Iterator[str]:
     from launcher.planner.candidates import overrides_between
 
     best = result.best
@@ -355,6 +377,7 @@ def _header(wanted: Wanted, result: SearchResult, machine: Machine, note: str) -
         f"# {rank} needs {bytes_as_text(best.plan.needed)} of {bytes_as_text(machine.memory)} by plan, "
         "which is not measured: " + speed_text(best.tokens_per_second, best.tokens_per_second_range)
     )
+    yield f"# {long}"
     others = [
         other
         for other in result.configurations
@@ -400,7 +423,8 @@ def _changes(wanted: Wanted, machine: Machine) -> Iterator[list[tuple[Wanted, Ma
     from launcher.planner.search import NODES, SHORTEST
 
     yield [(replace(wanted, method=method), machine) for method in _LESS.get(wanted.method, ())]
-    lengths = [wanted.sequence_length // 2**n for n in range(1, 20)]
+    chosen = wanted.choices.get("data.sequence_length", ("=4096", ""))[0].partition("=")[2]
+    lengths = [(wanted.sequence_length or int(chosen)) // 2**n for n in range(1, 20)]
     yield [
         (replace(wanted, sequence_length=length), machine)
         for length in lengths
@@ -418,6 +442,10 @@ def _first_fit(changes: Iterable[tuple[Wanted, Machine]], *, offload: bool = Tru
     from launcher.planner.search import smallest_that_fits
 
     for wanted, machine in changes:
+        size = -(-32 // machine.ranks) * machine.ranks  # the rows decide it when it is asked for
+        choices = {"batch.global_batch_size": (f"batch.global_batch_size={size}", "")}
+        choices = {**wanted.choices, **choices}
+        wanted = replace(wanted, choices=choices)
         recipe, _ = plannable(load_text(wanted.text(machine), machine))
         found = smallest_that_fits(recipe, machine)
         if found is not None and (offload or found.strategy.cpu_offload is None):

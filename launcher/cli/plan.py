@@ -145,28 +145,43 @@ def _report(
     # These modules import torch; errors in the command line are reported before
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import fastest, known_models, measurement, plan, recipe_values, search
+    from launcher.planner import (
+        fastest,
+        known_models,
+        measurement,
+        plan,
+        profile,
+        recipe_values,
+        search,
+    )
+    from launcher.run import sizes
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
     gc.freeze()  # collections would scan the imported modules again and again
     loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
-    recipe = loaded.recipe
-    progress = partial(working, quiet=quiet)
+    recipe, progress = loaded.recipe, partial(working, quiet=quiet)
     if not (verify or measure_fastest):
         recipe, known = known_models.with_known_config(recipe)
         notes = [*notes, known] if known else notes
+    with progress("counting the rows"):
+        rows = sizes.rows_here(recipe)
+    recipe, choices = sizes.choose_sizes(
+        recipe, rows, ranks=machine.ranks, may_unpack=sizes.may_unpack(loaded)
+    )
+    overrides = [*overrides, *(override for override, _ in choices)]
+    chosen_sizes = sizes.choices_text(rows, choices).splitlines() if choices else []
     if recipe.model.compile == "auto":
         here = verify or measure_fastest
         recipe, note = recipe_values.with_compile(recipe, machine.device, check_triton=here)
         word = f"model.compile={str(recipe.model.compile).lower()}"
         overrides, notes = [*overrides, word], [*notes, note]
     with progress("choosing what is auto"):
-        choices = [_choose]
+        functions = [_choose]
         if not measure_fastest:  # which compares configurations that compute logits again
-            choices.append(_choose_logits)
-        for choose in choices:
+            functions.append(_choose_logits)
+        for choose in functions:
             if (chosen := choose(recipe, machine)) is not None:
                 recipe, added, note = chosen
                 overrides, notes = [*overrides, *added], [*notes, note]
@@ -184,7 +199,22 @@ def _report(
         gpus = machine.device == "cuda"
         with progress("training three steps"):
             (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
-    return as_json(recipe, planned, result, verified) | {"measured": trials}
+    length = None
+    if isinstance(rows, sizes.Rows) and recipe.model.builder is None:
+        run, shapes = (
+            sizes.run_length(recipe, rows),
+            profile.profile_model(recipe, device=machine.device),
+        )
+        seconds = sizes.seconds_of_steps(recipe, run.tokens, shapes, machine)
+        length = dataclasses.asdict(run) | {
+            "seconds": run.steps * seconds,
+            "text": run.text(seconds),
+        }
+    return as_json(recipe, planned, result, verified) | {
+        "measured": trials,
+        "sizes": chosen_sizes,
+        "length": length,
+    }
 
 
 def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
 from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
-from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Data, Recipe
-
-if TYPE_CHECKING:
-    from launcher.data.token_store import ModelInputs
 
 
 def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes = 1) -> int:
@@ -64,6 +60,7 @@ def _fetch(recipe: Recipe) -> int:
 
 
 def _tokenize(recipe: Recipe, files: DataFiles) -> None:
+    from launcher.data.opening import model_inputs
     from launcher.data.problems import causes
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
@@ -88,21 +85,6 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
         _print(f"{files.key}: {len(skipped):,} rows cannot be used and are skipped:")
         for line in causes(skipped):
             _print(f"  {line}")
-
-
-def model_inputs(recipe: Recipe) -> ModelInputs:
-    """The model's vocabulary, number of classes and processor of images, as far as the recipe sets
-    them."""
-    from launcher.data.image_inputs import images_of
-    from launcher.data.token_store import ModelInputs
-
-    model = recipe.model
-    vocabulary: Any = of_text(model.config or {})[1].get("vocab_size")
-    return ModelInputs(
-        vocabulary=vocabulary,
-        classes=model.num_labels,
-        images=images_of(recipe.images, model),
-    )
 
 
 class DataFiles(NamedTuple):

@@ -155,12 +155,16 @@ def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
         yield ""
     for remark in remarks:
         yield from _paragraph(remark, remark.index(":") + 2, min(WIDTH, columns or WIDTH))
+    if plan.get("sizes"):
+        yield from ("", *plan["sizes"])
     if plan["search"] is not None:
         yield from ("", *_configurations(plan, columns))
     if plan["verified"] is not None:
         yield from ("", *_comparison(plan["verified"]))
     if plan.get("measured") is not None:
         yield from ("", *measured_text(plan["measured"], columns))
+    if plan.get("length") is not None:
+        yield from ("", plan["length"]["text"])
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:

@@ -107,6 +107,13 @@ def tokens_per_step(recipe: Recipe) -> int:
     return recipe.batch.global_batch_size * recipe.data.row_length
 
 
+def seconds_of_step(time: StepTime, recipe: Recipe, tokens: float) -> float:
+    """Seconds of a step with so many tokens, by an estimate for full sequences. What the optimizer
+    does takes as long for any number."""
+    share = tokens / tokens_per_step(recipe)
+    return time.optimizer + share * (time.total - time.optimizer)
+
+
 def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
     """Time of one optimizer step of a recipe that the profile covers."""
     work = Work(profile, recipe, ranks=machine.ranks)

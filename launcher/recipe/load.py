@@ -57,6 +57,14 @@ _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500
 """In a recipe. A text counts those in the values that it refers to, too."""
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
+_STANDS_BACK = {
+    "run.epochs": ("run.max_steps",),
+    "data.validation_split": ("data.validation", "data.builder", "data.streaming"),
+    "schedule.warmup_steps": ("schedule.warmup_ratio",),
+    "evaluation.every_steps": ("evaluation.every_epochs",),
+    "checkpoint.every_steps": ("checkpoint.every_epochs",),
+}
+"""Keys whose `auto` has nothing to choose where one of these keys is given."""
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
 """Not `\\${`, which stands for the two characters."""
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -143,6 +151,7 @@ def load_recipe(
     refused = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in refused if problem is not None]
     _replace_alternatives(plain, origins)
+    _yield_auto(plain)
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
     problems += _decide_packing(plain, origins, hub=hub)
@@ -266,6 +275,15 @@ def _replace_alternatives(plain: dict[str, Any], origins: Origins) -> None:
                 _get(plain, path[:-1])[path[-1]] = None
                 origins.places.pop(path, None)
                 origins.derived[path] = f"null, because {dotted(typed[0])} is given"
+
+
+def _yield_auto(plain: dict[str, Any]) -> None:
+    """Removes each `auto` that has nothing to choose, because another key of the recipe is given."""
+    for key, others in _STANDS_BACK.items():
+        path = tuple(key.split("."))
+        given = any(_value(plain, tuple(other.split("."))) not in (None, False) for other in others)
+        if given and _value(plain, path) == "auto":
+            del _get(plain, path[:-1])[path[-1]]
 
 
 def _joined_key(value: object) -> str | None:

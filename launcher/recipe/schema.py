@@ -37,6 +37,7 @@ from launcher.recipe.section import (
     StrictFloat,
     Text,
     TextList,
+    auto,
     form,
     size_in_bytes,
 )
@@ -81,8 +82,9 @@ class Run(Section):
     """Precision of float32 matrix products on CUDA: highest is float32, high is TF32."""
     max_steps: PositiveInt | None = None
     """Length of the run in optimizer steps; or give epochs."""
-    epochs: PositiveInt | None = None
-    """Length of the run in passes over the training data; or give max_steps."""
+    epochs: Annotated[PositiveInt, auto(2)] | None = None
+    """Length of the run in passes over the training data; or give max_steps. auto: more of them for
+    fewer rows."""
     max_skipped_steps: PositiveInt = 20
     """Consecutive steps, at most all of the run, with gradients that are not finite before
     on_divergence applies; a float16 loss scale causes up to 16."""
@@ -210,9 +212,12 @@ class Data(Section):
     null: all."""
     validation: TextList | Annotated[dict[Name, TextList], Field(min_length=1)] | None = None
     """Like data.train, for evaluation. Or several sets: {NAME: [...], ...}."""
-    validation_split: Annotated[Annotated[PositiveFloat, Field(lt=1)] | None, _ZeroIsNull] = None
+    validation_split: Annotated[
+        Annotated[PositiveFloat, Field(lt=1), auto(0.02)] | None, _ZeroIsNull
+    ] = None
     """Without validation: the share of the training documents that is held out for it, the same on
-    any number of ranks and after a resume. null or 0: none. Not used if validation is given."""
+    any number of ranks and after a resume. null or 0: none. Not used if validation is given. auto: a
+    tenth of few rows, a fiftieth of many."""
     builder: Function | None = None
     """Instead of train and validation: a function of yours (see launcher/data/custom.py)."""
     arguments: dict[str, Any] | None = None
@@ -220,13 +225,16 @@ class Data(Section):
     text, and not the value."""
     tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
-    sequence_length: Annotated[PositiveInt, Field(ge=2)] = 2048
-    """Tokens of a sequence. For kinds preference and unpaired, of a prompt with one answer."""
+    sequence_length: Annotated[PositiveInt, Field(ge=2), auto(2048)] = 2048
+    """Tokens of a sequence. For kinds preference and unpaired, of a prompt with one answer. auto: as
+    many as the longest row needs, and at most 4,096."""
     packing: Annotated[StrictBool, _AutoIsTrue] = True
     """Fill sequences with several documents, which are kept apart: in attention, positions and
     recurrent layers. For kinds preference and unpaired, the pairs or answers of a step share
     sequences. auto, the same as not given: true, but false if the model cannot keep documents
     apart; the start then gives the reason. true: an error for such a model."""
+    repeat_in_step: StrictBool = False
+    """true: a step may see a row twice, where the batch is larger than the data. false: an error."""
     shuffle: StrictBool = True
     """false: keep the order of the files."""
     similar_lengths: StrictBool = False
@@ -358,8 +366,9 @@ class Data(Section):
 class Batch(Section):
     """Sequences of a step. Accumulation follows from the sizes and the number of ranks."""
 
-    global_batch_size: PositiveInt
-    """Sequences per optimizer step, over all ranks. Kind preference: pairs; kind unpaired: answers."""
+    global_batch_size: Annotated[PositiveInt, auto(32)]
+    """Sequences per optimizer step, over all ranks. Kind preference: pairs; kind unpaired: answers.
+    auto: so many that a pass over the data has enough steps to learn from."""
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Sequences per rank and forward pass; auto: the fastest size that fits by the memory plan. For
     kinds preference and unpaired with packing: pairs or answers of data.sequence_length; of shorter
@@ -557,8 +566,8 @@ class Optimizer(Section):
     """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;
     its learning rate is relative to the root mean square of a parameter. muon: Jordan et al., 2024,
     for the matrices of the blocks; adamw for the rest, with the same learning rate."""
-    learning_rate: NonNegativeFloat = 2.0e-5
-    """Peak learning rate."""
+    learning_rate: Annotated[NonNegativeFloat, auto(1.0e-5)] = 2.0e-5
+    """Peak learning rate. auto: by the width of the model; for adapters more."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """adamw, muon: decay rates of adamw's two moments."""
     eps: PositiveFloat = 1.0e-8
@@ -582,8 +591,9 @@ class Schedule(Section):
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after the warm-up; wsd: constant, then linear decay over decay_steps."""
-    warmup_steps: NonNegativeInt = 100
-    """Steps of linear warm-up; the first step has learning_rate / warmup_steps."""
+    warmup_steps: Annotated[NonNegativeInt, auto(100)] = 100
+    """Steps of linear warm-up; the first step has learning_rate / warmup_steps. auto: a twentieth of
+    the run, and at most 100."""
     warmup_ratio: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
     """In place of warmup_steps: this share of the run's steps, rounded up; null: warmup_steps."""
     min_ratio: Share = 0.1
@@ -607,8 +617,9 @@ class Generate(Section):
 class Evaluation(Section):
     """Loss and other metrics on data.validation."""
 
-    every_steps: PositiveInt | None = 200
-    """Optimizer steps between evaluations; the last step is always evaluated. null: only that."""
+    every_steps: Annotated[PositiveInt, auto(100)] | None = 200
+    """Optimizer steps between evaluations; the last step is always evaluated. null: only that. auto:
+    those of an epoch, and at most 100."""
     every_epochs: PositiveFloat | None = None
     """Instead of every_steps: epochs between evaluations, such as 0.25 for four in each epoch."""
     max_batches: PositiveInt | None = None
@@ -627,9 +638,9 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """Checkpoints to resume from, and the weights at the end."""
 
-    every_steps: PositiveInt | None = 500
+    every_steps: Annotated[PositiveInt, auto(200)] | None = 500
     """Optimizer steps between checkpoints. One is also written when the run is stopped or ends.
-    null: no checkpoints, unless every_epochs is given."""
+    null: no checkpoints, unless every_epochs is given. auto: those of an epoch, and at most 200."""
     every_epochs: PositiveFloat | None = None
     """Instead of every_steps: epochs between checkpoints, such as 0.5 for two in each epoch."""
     keep_last: PositiveInt = 2

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, StrictInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictInt,
+    WrapValidator,
+)
 
 
 def refuse_unless(accepts: Callable[[str], object], message: str) -> AfterValidator:
@@ -43,6 +51,26 @@ def size_in_bytes(text: str) -> int | None:
         return None
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** ("KMGT".index(match[2].upper()) + 1)) or None
+
+
+class AutoInt(int):
+    """`auto`: a whole number that is chosen from the rows of the data (`run/sizes.py`). Until then,
+    and where the rows cannot be seen, its value counts."""
+
+
+class AutoFloat(float):
+    """The same for a number."""
+
+
+def auto(value: int | float) -> WrapValidator:
+    """Accepts `auto`, which stands for `value` until it is chosen."""
+    stands_for = AutoInt(value) if isinstance(value, int) else AutoFloat(value)
+
+    def read(given: Any, check: Callable[[Any], Any]) -> Any:
+        return stands_for if given == "auto" else check(given)
+
+    kind = type(value)
+    return WrapValidator(read, json_schema_input_type=kind | Literal["auto"])
 
 
 Dtype = Literal["bfloat16", "float16", "float32"]

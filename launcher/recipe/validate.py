@@ -23,6 +23,7 @@ from launcher.recipe.layouts import KINDS, TOKEN_KINDS
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
+from launcher.recipe.section import AutoInt
 
 _TEMPLATE_VALUES = (
     "messages",
@@ -334,6 +335,8 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
         return
+    if isinstance(size, AutoInt):  # chosen to be one
+        return
     unit = 1 if micro == "auto" else micro
     resume = recipe.checkpoint.resume
     resumes = _has_checkpoints(recipe) if resume == "auto" else resume != "never"
@@ -367,6 +370,8 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
 
 def _context(recipe: Recipe, ranks: int | None) -> Found:
     size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
+    if isinstance(length, AutoInt):  # chosen to be one
+        return
     if length % size and (ranks or 0) % size == 0:  # else `_groups` refuses the size
         what = f"is not a multiple of {size} (strategy.context_parallel_size)"
         yield "data.sequence_length", f"{length} {what}; try {-(-length // size) * size}"

@@ -12,6 +12,7 @@ import yaml
 from launcher.errors import first_line
 from launcher.recipe.decode import KeyPath, Reference
 from launcher.recipe.schema import Recipe
+from launcher.recipe.section import AutoFloat, AutoInt
 
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01][01_]*|0x[0-9a-fA-F][0-9a-fA-F_]*)\Z")
@@ -150,12 +151,17 @@ class _Dumper(yaml.SafeDumper):
     def represent_list(self, values: Iterable[object]) -> yaml.SequenceNode:
         return self.represent_sequence(_TAG + "seq", values, flow_style=True)
 
+    def represent_auto(self, value: object) -> yaml.ScalarNode:
+        return self.represent_scalar(_TAG + "str", "auto")
+
     def represent_reference(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar(_TAG + "str", str(text))
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
 _Dumper.add_representer(Reference, _Dumper.represent_reference)
+_Dumper.add_representer(AutoInt, _Dumper.represent_auto)
+_Dumper.add_representer(AutoFloat, _Dumper.represent_auto)
 _Dumper.add_representer(list, _Dumper.represent_list)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))

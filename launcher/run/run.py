@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
 from launcher.checkpoint.state import BeforeStep
-from launcher.console import configure_logging, task
+from launcher.console import configure_logging, seconds_as_text, task
 from launcher.data.batching import Position
-from launcher.data.dataset import MixtureDataset
-from launcher.data.loader import check_shared_memory
+from launcher.data.dataset import MixtureDataset, SequenceDataset
+from launcher.data.loader import check_shared_memory, expected_padding
 from launcher.data.run_data import RunData
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
@@ -45,6 +45,7 @@ from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
+from launcher.run.sizes import check_repeats, open_sizes, resolve_sizes, seconds_of_steps
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
@@ -134,6 +135,7 @@ class TrainingRun:
         # Rank 0 decides: another node may see the folder a little later
         first_day = directory.first_day() if environment.main else None
         start, first_day = from_rank_0((start or Fresh(), first_day), rank.ranks.group)
+        self._fresh = start == Fresh()
         prepared = self._resolve(loaded, start, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"
@@ -181,17 +183,36 @@ class TrainingRun:
         rank.failures.on_end.callback(self._reporter.abort)
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
         logger.info("\n".join(summarize(self._training, loaded.origins.derived)))
+        if (text := self._time_text()) is not None:
+            logger.info(text)
         if environment.main:
             remove_leftovers(directory.export, owned=True)
             directory.note("built", **describe_start(training, environment.local_world_size))
         if resumed is not None:
             self._resume(resumed)
 
+    def _time_text(self) -> str | None:
+        """How long the steps will take by plan; None: it is not known, as of a user's own code."""
+        data, recipe = self._training.data, self._recipe
+        if self._ranks.rank or recipe.model.builder is not None or recipe.data.builder is not None:
+            return None
+        samples, steps = data.order.samples, self._steps - self._position.step
+        if not samples or not isinstance(data.training, SequenceDataset) or steps < 1:
+            return None
+        size = min(samples, recipe.batch.global_batch_size)
+        tokens = data.training.tokens / samples * size
+        padding = expected_padding(data.training, data.sampler) or 0.0
+        profile, machine = self._plan
+        seconds = seconds_of_steps(recipe, tokens / (1 - padding), profile()[0], machine)
+        return f"time: about {seconds_as_text(steps * seconds)} by plan for {steps:,} steps"
+
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)
 
     def _check_data(self, data: RunData) -> None:
         environment = self._rank.environment
+        if self._fresh:  # an earlier version allowed it
+            check_repeats(self._recipe, data.order.samples)
         compare_content(
             self._recipe,
             data,
@@ -206,13 +227,19 @@ class TrainingRun:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)
-        recipe = resolve_auto(loaded.recipe, machine, start=start, ranks=ranks, run=run)
+        if open_sizes(loaded.recipe):
+            self._progress.heartbeat("data")
+        sized = resolve_sizes(
+            loaded, start=start, ranks=ranks, run=run, build=rank.environment.local_rank == 0
+        )
+        recipe = resolve_auto(sized, machine, start=start, ranks=ranks, run=run)
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
         self._progress.heartbeat("model")
         prepared = prepare_model(recipe, device=ranks.device)
         profiles = profiles_of(recipe, prepared, machine)
+        self._plan = profiles, machine
         planned = recipe
         recipe = resolve_collectives(recipe, profiles, machine, start=start, ranks=ranks, run=run)
         warn_of_memory(
@@ -220,7 +247,7 @@ class TrainingRun:
             profiles,
             machine,
             # A choice has traced the model; without one, a trace would delay the start
-            exact=bool(open_keys(loaded.recipe)) or recipe != planned,
+            exact=bool(open_keys(sized)) or recipe != planned,
             ranks=ranks,
             environment=rank.environment,
         )

@@ -283,9 +283,3 @@ def _batch(training: Training) -> Iterator[str]:
             f"note: the warm-up of {warmup} steps does not end within the run's {steps}, so the "
             f"learning rate stays low; {', '.join(more[:-1])} or {more[-1]} changes that"
         )
-    if 0 < data.order.samples < batch.global_batch_size:
-        many = batch.global_batch_size / data.order.samples
-        yield (
-            f"note: the data are {data.order.samples:,} {unit}, so each step sees them {many:.2g} "
-            f"times; batch.global_batch_size={max(1, data.order.samples // 8)} makes more steps of them"
-        )

@@ -1,0 +1,496 @@
+"""Chooses the sizes of a run that are `auto` from the rows of its data.
+
+docs/small_data.md has the experiments behind the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from launcher.checkpoint.resume import Start, recorded_recipe
+from launcher.console import seconds_as_text
+from launcher.data.encoder import make_encoder
+from launcher.data.opening import model_inputs
+from launcher.data.packing import text_lengths
+from launcher.data.sources import find_parts
+from launcher.data.token_store import open_store, store_rows
+from launcher.data.tokenizer import tokenizer_name
+from launcher.distributed.process_group import from_rank_0
+from launcher.distributed.rank_layout import RankLayout, layout_sizes
+from launcher.errors import RecipeError, first_line
+from launcher.files import replace_text
+from launcher.models.build import make_config
+from launcher.planner.machine import Machine
+from launcher.planner.profile import ModelProfile
+from launcher.planner.speed import estimate_time, seconds_of_step
+from launcher.recipe import schema
+from launcher.recipe.combinations import value_of
+from launcher.recipe.decode import keys
+from launcher.recipe.hub import config_file
+from launcher.recipe.layouts import KINDS
+from launcher.recipe.load import LoadedRecipe, to_yaml
+from launcher.recipe.schema import Recipe
+from launcher.recipe.section import AutoFloat, AutoInt
+from launcher.reliability.run_directory import RunFolder
+
+logger = logging.getLogger(__name__)
+
+FEW = 20
+"""Of fewer rows none is held out."""
+HELD_OUT = (0.1, 50, 0.02, 2000)
+"""Rows that are held out: at most this share of them, of few rows so many, else this share, and at
+most so many."""
+ROWS_PER_STEP = (4, 64)
+"""The least and the most rows of a step."""
+TOKENS_PER_STEP = 65_536
+"""The most tokens of a step."""
+EPOCHS = ((2_000, 3), (20_000, 2))
+"""Passes over fewer training rows than so many; one over more."""
+SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 100
+"""Share of a run's steps in which the learning rate rises, and the most such steps."""
+LONGEST = 4096
+"""The most tokens of a sequence."""
+TEXT_ROW = 256
+"""Tokens of continuous text that count as a row."""
+WIDTH_AND_RATE = 4096 * 1.0e-5
+"""Width of a model x learning rate of all its weights: 1e-5 for the 4,096 of an 8B model, which is
+usual. The best rate falls with the width (Yang et al., 2022, Tensor Programs V)."""
+ADAPTER_RATE = 20
+"""The learning rate of adapters / that of all weights: 2e-4 for 7B and 13B models, and 1e-4 for larger
+ones (Dettmers et al., 2023, QLoRA)."""
+RATES = {"full": (5.0e-6, 1.0e-4), "adapters": (1.0e-4, 5.0e-4)}
+"""The smallest and the largest of these rates."""
+WHOLE_ANSWERS = 0.1
+"""Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
+
+
+COUNTED_BYTES = 64 << 20
+"""A command that does not train looks at the first rows of larger files only."""
+LOOKED_AT = 2000
+"""These first rows."""
+
+Choice = tuple[str, str]
+"""An override, and the reason for its value."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the training data: documents, pairs or answers."""
+
+    lengths: Any
+    """Tokens of each row, (rows,); of a pair, those of its longer answer with the prompt."""
+    scale: float = 1.0
+    """Rows of the data / rows that were counted; more than 1 is an estimate."""
+
+    @property
+    def count(self) -> int:
+        """Rows of the data."""
+        return round(len(self.lengths) * self.scale)
+
+    def text(self) -> str:
+        """`60 rows of 57 tokens on average`."""
+        about = "" if self.scale == 1.0 else "about "
+        mean = float(self.lengths.mean())
+        return f"{about}{self.count:,} rows of {mean:,.0f} tokens on average"
+
+
+def open_sizes(recipe: Recipe) -> list[str]:
+    """The keys that are `auto` until the rows are known."""
+    every = (".".join(key) for key in keys())
+    return [key for key in every if isinstance(value_of(recipe, key), AutoInt | AutoFloat)]
+
+
+def why_not_counted(recipe: Recipe) -> str | None:
+    """Why the rows cannot be counted before training; None: they can."""
+    if recipe.data.builder is not None:
+        return "data.builder makes the rows"
+    return "the data is streamed" if recipe.data.streaming else None
+
+
+def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
+    """Counts the rows of the training data, which are tokenized into the cache. build: see
+    `open_store`. Raises RecipeError if a row cannot be used."""
+    lengths = []
+    for data in recipe.data.sources().values():
+        assert isinstance(data.train, tuple)
+        store = open_store(
+            data.train,
+            data,
+            tokenizer=tokenizer_name(recipe.data, recipe.model),
+            model=model_inputs(recipe),
+            build=build,
+        )
+        lengths.append(text_lengths(store, _texts(data)))
+    return Rows(np.concatenate(lengths))
+
+
+def rows_here(recipe: Recipe) -> Rows | str:
+    """The rows of the training data, for a command that does not train: of large files estimated
+    from the first rows. Or why they are not known."""
+    if (why := why_not_counted(recipe)) is not None:
+        return why
+    try:
+        found = [
+            (
+                data,
+                find_parts(
+                    data.train, kind=data.kind, max_document=data.max_document_bytes, notes=[]
+                ),
+            )
+            for data in recipe.data.sources().values()
+            if isinstance(data.train, tuple)
+        ]
+        size = sum(part.size for _, parts in found for part in parts)
+        if size <= COUNTED_BYTES:
+            return count_rows(recipe)
+        lengths, read = [], 0
+        for data, parts in found:
+            encoder = make_encoder(
+                data.kind,
+                data,
+                tokenizer=tokenizer_name(recipe.data, recipe.model),
+                images=model_inputs(recipe).row_images,
+            )
+            rows = list(itertools.islice(encoder.encode_rows(encoder.read(parts)), LOOKED_AT))
+            read += sum(encoded.row.size for encoded in rows)
+            lengths.append(text_lengths(store_rows(rows), _texts(data)))
+        return Rows(np.concatenate(lengths), scale=max(1.0, size / max(1, read)))
+    except (RecipeError, OSError) as error:
+        return f"the data or its tokenizer is not here ({first_line(error)})"
+
+
+def _texts(data: schema.Data) -> int:
+    return 2 if data.batch_unit == "pairs" else 1
+
+
+def resolve_sizes(
+    loaded: LoadedRecipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
+) -> Recipe:
+    """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
+    this. A resumed run keeps the sizes of its checkpoint. Writes the recipe to RUN_DIR/recipe.yaml.
+
+    build: tokenize what is not cached (one process of a node). Raises RecipeError.
+    """
+    recipe = loaded.recipe
+    if not open_sizes(recipe):
+        return recipe
+    earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
+    if earlier:
+        return with_recorded(recipe, earlier)
+    rows = why_not_counted(recipe) or count_rows(recipe, build=build)
+    chosen, choices = choose_sizes(recipe, rows, ranks=ranks.size, may_unpack=may_unpack(loaded))
+    chosen = from_rank_0(chosen, ranks.group)
+    if ranks.rank == 0:
+        run.check()
+        replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
+        logger.info(choices_text(rows, choices))
+    # This rank's own folders, caches and loader processes, with rank 0's sizes
+    for key in (*open_sizes(recipe), "data.packing"):
+        recipe = _with(recipe, key, value_of(chosen, key))
+    return recipe
+
+
+def with_recorded(recipe: Recipe, earlier: dict[str, Any]) -> Recipe:
+    """The recipe with the sizes of another, given as plain values, in place of those that are
+    `auto`."""
+    for key in (*open_sizes(recipe), "data.packing"):
+        section, name = key.split(".")
+        if name in earlier.get(section, {}):
+            recipe = _with(recipe, key, earlier[section][name])
+    return recipe
+
+
+def may_unpack(loaded: LoadedRecipe) -> bool:
+    """Whether the recipe leaves it open whether rows are packed."""
+    return ("data", "packing") not in loaded.origins.places
+
+
+def choose_sizes(
+    recipe: Recipe, rows: Rows | str, *, ranks: int, may_unpack: bool
+) -> tuple[Recipe, list[Choice]]:
+    """Replaces each size that is `auto`. rows: a text: they are not known, and why; then each size is
+    what `auto` stands for. may_unpack: rows of small data are not packed.
+
+    Raises RecipeError if there are fewer rows than ranks.
+    """
+    choices = []
+    for key, value, why in _choices(recipe, rows, ranks=ranks, may_unpack=may_unpack):
+        recipe = _with(recipe, key, value)
+        shown = "null" if value is None else str(value).lower()
+        choices.append((f"{key}={shown}", why))
+    return recipe, choices
+
+
+def choices_text(rows: Rows | str, choices: list[Choice]) -> str:
+    """The choices in lines below each other."""
+    heading = f"for {rows.text()}" if isinstance(rows, Rows) else f"the usual sizes: {rows}"
+    width = max(len(override) for override, _ in choices)
+    lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in choices)
+    return f"auto: {heading}{''.join(lines)}"
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is."""
+
+    rows: int
+    """Rows that are trained in a pass over the data."""
+    samples: int
+    """What a batch counts, in a pass: packed sequences, rows, or pairs."""
+    unit: str
+    steps: int
+    passes: float
+    tokens: float
+    """Tokens of a step."""
+
+    def text(self, seconds: float | None = None) -> str:
+        """In a line. seconds: of a step, by plan."""
+        passes = "1 pass" if self.passes == 1 else f"{self.passes:.3g} passes"
+        packed = "" if self.samples == self.rows else f" in {self.samples:,} {self.unit}"
+        text = f"{self.rows:,} rows{packed}: {self.steps:,} steps are {passes} over the data"
+        if seconds is None:
+            return text
+        return f"{text}, about {seconds_as_text(max(1.0, self.steps * seconds))} by plan"
+
+
+def check_repeats(recipe: Recipe, samples: int) -> None:
+    """Raises RecipeError if a step sees a row twice, and the recipe does not allow it. samples: of
+    the data; 0: not known."""
+    data, size = recipe.data, recipe.batch.global_batch_size
+    if not 0 < samples < size or data.repeat_in_step:
+        return
+    unit = _unit(recipe)
+    text = (
+        f"batch.global_batch_size: {size:,} {unit} are more than the {samples:,} of the data, so each "
+        f"step would see a row {size / samples:.2g} times; batch.global_batch_size="
+        f"{max(1, samples // 8)} makes {math.ceil(samples / max(1, samples // 8))} steps of an epoch"
+    )
+    if data.packing and not data.joins_rows:
+        text += ", data.packing=false trains each row by itself"
+    raise RecipeError(f"{text}, and data.repeat_in_step=true allows it")
+
+
+def run_length(recipe: Recipe, rows: Rows) -> Length:
+    """The length of a run whose sizes are chosen. The number of packed sequences is an estimate."""
+    data, length, batch = recipe.data, recipe.data.sequence_length, recipe.batch.global_batch_size
+    counted = rows.lengths[rows.lengths <= length] if data.drops_overlong else rows.lengths
+    split = 0.0 if data.validation is not None else data.validation_split or 0.0
+    kept = max(1, round(len(counted) * rows.scale * (1 - split)))
+    mean = float(counted.mean()) if len(counted) else float(length)
+    samples, tokens = kept, min(mean, length) if not data.packing else mean
+    if data.packing and data.batch_unit == "sequences":
+        samples = _sequences(kept * mean, length)
+        tokens = kept * mean / samples
+    steps = recipe.run.max_steps or math.ceil((recipe.run.epochs or 1) * samples / batch)
+    passes = steps * batch / samples if recipe.run.max_steps else float(recipe.run.epochs or 1)
+    return Length(kept, samples, _unit(recipe), steps, passes, tokens * min(batch, samples))
+
+
+def seconds_of_steps(
+    recipe: Recipe, tokens: float, profile: ModelProfile, machine: Machine
+) -> float:
+    """Predicted seconds of a step with so many tokens. On a CPU with the rate of products that is
+    measured now, in a tenth of a second; a plan, whose choices should not depend on it, assumes one."""
+    if machine.device == "cpu":
+        single, half = (_products(dtype) for dtype in (torch.float32, torch.bfloat16))
+        rates = replace(machine.rates, float32_flops=single, half_flops=half)
+        machine = replace(machine, rates=rates)
+    return seconds_of_step(estimate_time(profile, recipe, machine), recipe, tokens)
+
+
+def _products(dtype: torch.dtype, seconds: float = 0.05) -> float:
+    """Operations a second of matrix products on the threads of this process."""
+    left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
+    left @ right  # the first product loads the library
+    best, end = 0.0, time.perf_counter() + seconds
+    while not best or time.perf_counter() < end:
+        started = time.perf_counter()
+        left @ right
+        best = max(best, 2 * 512**3 / (time.perf_counter() - started))
+    return best
+
+
+def _sequences(tokens: float, length: int) -> int:
+    """Packed sequences of some tokens: a few hundredths of them stay empty."""
+    return max(1, math.ceil(tokens / (0.97 * length)))
+
+
+def _choices(
+    recipe: Recipe, rows: Rows | str, *, ranks: int, may_unpack: bool
+) -> Iterator[tuple[str, Any, str]]:
+    """Key, value and reason of each choice."""
+    auto = set(open_sizes(recipe))
+    groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
+    if "optimizer.learning_rate" in auto:
+        yield ("optimizer.learning_rate", *_learning_rate(recipe))
+    if isinstance(rows, str):
+        for key in open_sizes(recipe):
+            if key != "optimizer.learning_rate":
+                value = value_of(recipe, key)
+                value = int(value) if isinstance(value, int) else float(value)
+                if key == "data.sequence_length":
+                    value = min(value, _positions(recipe) or value)
+                elif key == "batch.global_batch_size":
+                    value = -(-value // groups) * groups
+                yield key, value, ""
+        return
+    data = recipe.data
+    most = int(data.sequence_length)
+    if "data.sequence_length" in auto:
+        most = min(LONGEST, _positions(recipe) or LONGEST)
+    cuts = not data.drops_overlong
+    lengths = rows.lengths if cuts else rows.lengths[rows.lengths <= most]
+    if not len(lengths):
+        raise RecipeError(
+            f"data.sequence_length: all {len(rows.lengths):,} rows are longer than {most:,} tokens, "
+            f"the shortest has {int(rows.lengths.min()):,}; give a larger data.sequence_length"
+        )
+    tokens, count = float(lengths.sum()) * rows.scale, round(len(lengths) * rows.scale)
+    if data.kind == "text":
+        count = max(count, int(tokens / TEXT_ROW))
+    share = data.validation_split or 0.0
+    if "data.validation_split" in auto:
+        share, why = 0.0, "rows are given for it"
+        if data.validation is None:
+            share, why = _held_out(count)
+        yield "data.validation_split", share or None, why
+    train = max(1, round(count * (1 - share)))
+    mean = tokens / count
+    wanted = 2 ** round(math.log2(math.sqrt(train) / 2))
+    wanted = min(max(wanted, ROWS_PER_STEP[0]), ROWS_PER_STEP[1])
+    wanted = max(groups, min(wanted, round(TOKENS_PER_STEP / mean)))
+    length, packed = most, data.packing and data.batch_unit == "sequences"
+    longest = int(lengths.max()) if not cuts else min(most, int(lengths.max()))
+    if "data.sequence_length" in auto:
+        length, why = _length(longest, most, wanted * mean / groups if packed else 0)
+        if data.kind == "text":
+            length = min(most, max(TEXT_ROW, 2 ** int(math.log2(max(1, wanted * mean / groups)))))
+            why = "so that a step has a sequence for each rank"
+        length = max(2, length - length % recipe.strategy.context_parallel_size)
+        yield "data.sequence_length", length, why
+    if packed and may_unpack and data.kind != "text" and wanted * mean < 2 * length * groups:
+        packed = False
+        what = f"packed sequences would be longer than a step of {round(wanted * mean):,} tokens"
+        yield "data.packing", False, what
+    batch, samples = recipe.batch.global_batch_size, train
+    if packed:
+        samples = _sequences(train * mean, length)
+    if "batch.global_batch_size" in auto:
+        batch, why = _batch(
+            wanted,
+            samples,
+            train,
+            groups,
+            unit=_unit(replace(recipe, data=replace(data, packing=packed))),
+        )
+        yield "batch.global_batch_size", batch, why
+    epochs = recipe.run.epochs
+    if "run.epochs" in auto:
+        epochs = next((passes for below, passes in EPOCHS if train < below), 1)
+        yield (
+            "run.epochs",
+            epochs,
+            f"for {train:,} {'sequences' if data.kind == 'text' else 'rows'}",
+        )
+    steps = max(1, math.ceil(samples / batch))
+    whole = recipe.run.max_steps or steps * (epochs or 1)
+    if "schedule.warmup_steps" in auto:
+        warmup = min(MOST_WARMUP, math.ceil(SHARE_OF_WARMUP * whole))
+        yield "schedule.warmup_steps", warmup, f"{SHARE_OF_WARMUP:.0%} of about {whole:,} steps"
+    for section, limit in (("evaluation", 100), ("checkpoint", 200)):
+        if f"{section}.every_steps" in auto:
+            every = min(limit, steps)
+            why = "once an epoch" if every == steps else f"an epoch has about {steps:,} steps"
+            yield f"{section}.every_steps", every, why
+
+
+def _unit(recipe: Recipe) -> str:
+    """What a batch counts, for users."""
+    unit = recipe.data.batch_unit
+    return "rows" if unit == "sequences" and not recipe.data.packing else unit
+
+
+def _held_out(rows: int) -> tuple[float, str]:
+    """The share of rows that is held out, and why."""
+    share, few, other, most = HELD_OUT
+    if rows < FEW:
+        return 0.0, f"{rows} rows are too few to hold some out; give data.validation for a score"
+    held = min(share * rows, max(few, min(other * rows, most)))
+    return round(held / rows, 4), f"about {round(held):,} of {rows:,} rows, for evaluation"
+
+
+def _length(longest: int, most: int, tokens: float) -> tuple[int, str]:
+    """Tokens of a sequence, for rows of up to `longest`, and why."""
+    multiple = 64 if longest > 64 else 16
+    length = min(most, -(-longest // multiple) * multiple)
+    if tokens > 2 * length:  # longer sequences waste less at their ends
+        length = min(most, max(length, 2 ** int(math.log2(tokens / 2))))
+    return length, f"the longest row has {longest:,} tokens"
+
+
+def _batch(wanted: int, samples: int, train: int, groups: int, *, unit: str) -> tuple[int, str]:
+    """Samples of a step, and why: about `wanted` of the `train` rows, which are `samples` of the
+    unit."""
+    if samples < groups:
+        raise RecipeError(
+            f"batch.global_batch_size: the data are {samples:,} {unit} for {groups} data-parallel "
+            "ranks, so a step would see a row twice; use fewer ranks"
+        )
+    size = max(1, round(wanted * samples / train))
+    size = min(max(1, round(size / groups)) * groups, samples // groups * groups)
+    steps = math.ceil(samples / size)
+    each = "" if unit != "sequences" else f", about {round(size * train / samples)} rows"
+    return size, f"{samples:,} {unit}, so an epoch has about {steps:,} steps{each}"
+
+
+def _learning_rate(recipe: Recipe) -> tuple[float, str]:
+    """The peak learning rate, and why."""
+    adapters = recipe.lora is not None
+    what = "adapters" if adapters else "full"
+    whole = KINDS[recipe.data.kind].loss_on == "whole answers" and recipe.data.builder is None
+    scale = (ADAPTER_RATE if adapters else 1.0) * (WHOLE_ANSWERS if whole else 1.0)
+    width = _config_value(recipe, "hidden_size")
+    smallest, largest = (limit * (WHOLE_ANSWERS if whole else 1.0) for limit in RATES[what])
+    trained = "adapters" if adapters else "all weights"
+    if not isinstance(width, int) or width < 1:
+        return 1.0e-5 * scale, f"for {trained}; the width of the model is not known"
+    rate = min(max(scale * WIDTH_AND_RATE / width, smallest), largest)
+    return float(f"{rate:.1e}"), f"for {trained} of a model of width {width:,}"
+
+
+def _positions(recipe: Recipe) -> int | None:
+    """The most tokens of a sequence by the model's config."""
+    positions = _config_value(recipe, "max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 1 else None
+
+
+def _config_value(recipe: Recipe, name: str) -> Any:
+    """A value of the model's config for text; None where it is not known."""
+    config: dict[str, Any] = {}
+    if recipe.model.path is not None:
+        with contextlib.suppress(RecipeError, OSError, ValueError):
+            file = config_file(recipe.model.path, fetch=False)
+            if file is not None:
+                config = json.loads(file.read_text(encoding="utf-8"))
+    whole = replace(recipe.model, path=None, config=config | (recipe.model.config or {}))
+    with contextlib.suppress(Exception):  # what is wrong with it is reported when it is built
+        return getattr(make_config(whole, None).get_text_config(decoder=True), name, None)
+    return None
+
+
+def _with(recipe: Recipe, key: str, value: Any) -> Recipe:
+    section, name = key.split(".")
+    changed: Any = replace(getattr(recipe, section), **{name: value})
+    sections: dict[str, Any] = {section: changed}
+    return replace(recipe, **sections)

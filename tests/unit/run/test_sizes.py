@@ -1,0 +1,201 @@
+"""Sizes that are chosen from the rows of the data."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from launcher.errors import RecipeError
+from launcher.recipe.load import load_recipe
+from launcher.recipe.yaml_text import to_yaml
+from launcher.run.sizes import (
+    Rows,
+    check_repeats,
+    choices_text,
+    choose_sizes,
+    may_unpack,
+    open_sizes,
+    rows_here,
+    run_length,
+    with_recorded,
+)
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT))
+    return tmp_path
+
+
+def loaded(*overrides, ranks=None):
+    words = ["recipe=sft", "model.path=model", "data.train=chat.jsonl", *overrides]
+    return load_recipe(words, ranks=ranks)
+
+
+def rows_of(count, mean=60, longest=None):
+    """Rows of `mean` tokens on average."""
+    lengths = np.random.default_rng(1).integers(mean // 2, mean + mean // 2 + 1, count)
+    lengths[0] = longest or lengths.max()
+    return Rows(lengths)
+
+
+def chosen(rows, *overrides, ranks=1):
+    recipe = loaded(*overrides, ranks=ranks)
+    return choose_sizes(recipe.recipe, rows, ranks=ranks, may_unpack=may_unpack(recipe))[0]
+
+
+def summary(recipe):
+    run, data = recipe.run, recipe.data
+    return (
+        recipe.batch.global_batch_size,
+        data.packing,
+        data.sequence_length,
+        data.validation_split,
+        run.epochs,
+    )
+
+
+def test_sizes_of_small_and_large_data(here):
+    """Sixty rows were one step that saw each row eleven times."""
+    assert summary(chosen(rows_of(60))) == (4, False, 128, 0.1, 3)
+    assert summary(chosen(rows_of(600))) == (4, True, 256, 0.0833, 3)
+    assert summary(chosen(rows_of(6000))) == (4, True, 512, 0.02, 2)
+    many = chosen(rows_of(100_000, mean=400))
+    assert many.run.epochs == 1
+    assert many.data.packing
+    assert many.data.validation_split == 0.02
+    length = run_length(many, rows_of(100_000, mean=400))
+    assert 20_000 < length.tokens < 65_536 * 1.05
+    assert length.steps > 1000
+
+
+@pytest.mark.parametrize("ranks", [1, 6, 8, 64])
+@pytest.mark.parametrize("mean", [10, 60, 900, 3000])
+@pytest.mark.parametrize("count", [100, 200, 600, 6000, 60_000])
+@pytest.mark.parametrize("kind", ["chat", "text", "preference"])
+def test_an_epoch_has_enough_steps_and_no_step_sees_a_row_twice(here, kind, count, mean, ranks):
+    """Of each size, for any number of ranks."""
+    rows = rows_of(count, mean)
+    overrides = [] if kind == "chat" else [f"data.kind={kind}"]
+    overrides += ["preference={}"] if kind == "preference" else []
+    if kind == "text" and count * mean < 64 * ranks * 256:
+        return  # refused: not a sequence for each rank
+    recipe = chosen(rows, *overrides, ranks=ranks)
+    assert not open_sizes(recipe)
+    size, length = recipe.batch.global_batch_size, run_length(recipe, rows)
+    assert size % ranks == 0
+    assert size <= length.samples
+    steps = length.steps / recipe.run.epochs
+    assert steps >= min(8, length.samples // ranks * 0.7)
+    assert length.tokens <= max(65_536 * 1.3, ranks * 4096)
+    assert 1 <= recipe.schedule.warmup_steps <= max(1, length.steps // 10)
+    assert recipe.evaluation.every_steps <= steps + 1
+
+
+def test_what_the_recipe_gives_is_obeyed(here):
+    recipe = chosen(
+        rows_of(60),
+        *("batch.global_batch_size=2", "run.epochs=7", "optimizer.learning_rate=3e-4"),
+        *("data.packing=true", "data.sequence_length=512", "schedule.warmup_ratio=0.5"),
+        *("evaluation.every_epochs=0.5", "data.validation=chat.jsonl"),
+    )
+    assert summary(recipe) == (2, True, 512, None, 7)
+    assert recipe.optimizer.learning_rate == 3e-4
+    assert recipe.schedule.warmup_ratio == 0.5
+    assert recipe.evaluation.every_epochs == 0.5
+    assert chosen(rows_of(60), "run.max_steps=9").run.epochs is None
+
+
+def test_the_learning_rate_follows_from_the_width_and_the_method(here):
+    def rate(width, *overrides):
+        (here / "model/config.json").write_text(json.dumps(CONFIG | {"hidden_size": width}))
+        return chosen(rows_of(60), *overrides).optimizer.learning_rate
+
+    lora = "lora={rank: 8, alpha: 16}"
+    assert [rate(width) for width in (64, 576, 2048, 4096, 8192)] == [
+        *(1e-4, 7.1e-5, 2e-5, 1e-5, 5e-6)
+    ]
+    assert [rate(width, lora) for width in (576, 4096, 8192)] == [5e-4, 2e-4, 1e-4]
+    pairs = ("data.kind=preference", "preference={}")
+    assert rate(4096, *pairs) == 1e-6
+
+
+def test_few_rows_hold_none_out_and_fewer_rows_than_ranks_are_refused(here):
+    assert chosen(rows_of(19)).data.validation_split is None
+    with pytest.raises(RecipeError, match=r"the data are 3 rows for 8 data-parallel ranks"):
+        chosen(rows_of(3), ranks=8)
+    with pytest.raises(
+        RecipeError, match=r"all 5 rows are longer than 16 tokens, the shortest has"
+    ):
+        chosen(rows_of(5), "data.sequence_length=16")
+
+
+def test_the_length_follows_the_rows_up_to_the_positions_of_the_model(here):
+    assert chosen(rows_of(60, longest=1000)).data.sequence_length == 1024
+    assert chosen(rows_of(60, longest=9000)).data.sequence_length == 128  # it is dropped
+    (here / "model/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 500}))
+    assert chosen(rows_of(60, longest=490)).data.sequence_length == 500
+    assert chosen("no rows").data.sequence_length == 500
+
+
+def test_without_rows_the_usual_sizes_count(here):
+    recipe = loaded()
+    assert open_sizes(recipe.recipe)
+    assert to_yaml(recipe.recipe).count(": auto\n") >= 8
+    usual, choices = choose_sizes(recipe.recipe, "why", ranks=6, may_unpack=True)
+    assert summary(usual) == (36, True, 2048, 0.02, 2)
+    assert choices_text("why", choices).startswith("auto: the usual sizes: why\n")
+    assert "not here" in rows_here(recipe.recipe)  # there is no tokenizer
+
+
+def test_large_files_are_estimated_from_their_first_rows(here, monkeypatch):
+    text = json.dumps(CHAT) + "\n"
+    (here / "chat.jsonl").write_text(text * 5000)
+    recipe = loaded("data.kind=text", "data.tokenizer=bytes", "data.text_column=messages").recipe
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, kind="text"))
+    (here / "chat.jsonl").write_text('{"text": "abcdef"}\n' * 5000)
+    recipe = loaded("data.kind=text", "data.tokenizer=bytes", "data.cache=cache").recipe
+    assert rows_here(recipe).count == 5000
+    monkeypatch.setattr("launcher.run.sizes.COUNTED_BYTES", 1000)
+    estimated = rows_here(recipe)
+    assert estimated.scale > 2
+    assert estimated.count == pytest.approx(5000, rel=0.02)
+
+
+def test_a_resumed_run_keeps_its_sizes(here):
+    earlier = chosen(rows_of(60))
+    values = {
+        name: dataclasses.asdict(getattr(earlier, name))
+        for name in vars(earlier)
+        if getattr(earlier, name)
+    }
+    resumed = with_recorded(loaded().recipe, values)
+    assert not open_sizes(resumed)
+    assert summary(resumed) == summary(earlier)
+
+
+def test_a_step_that_sees_a_row_twice_is_refused(here):
+    recipe = loaded("batch.global_batch_size=32").recipe
+    with pytest.raises(
+        RecipeError, match=r"32 sequences are more than the 2 of the data, so each "
+    ):
+        check_repeats(recipe, 2)
+    check_repeats(recipe, 32)
+    check_repeats(recipe, 0)
+    check_repeats(loaded("batch.global_batch_size=32", "data.repeat_in_step=true").recipe, 2)
