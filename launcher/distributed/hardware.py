@@ -1,9 +1,24 @@
-"""Peak rates of GPUs: a table of data-sheet figures. Does not import torch."""
+"""Peak rates of GPUs, a table of data-sheet figures, and what a CPU can. Does not import torch."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+_CPU = Path("/proc/cpuinfo")
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Flags of CPUs with instructions for bfloat16, of x86 and Arm."""
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for bfloat16; true if it does not say."""
+    try:
+        text = _CPU.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    flags = re.findall(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return not flags or not _BFLOAT16.isdisjoint(flags[0].split())
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from launcher.distributed.hardware import computes_in_bfloat16
 from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_row, rows_as_text, why_text
@@ -155,6 +156,7 @@ def load_recipe(
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
     problems += _decide_packing(plain, origins, hub=hub)
+    _decide_precision(plain, origins)
     problems += _characters(plain, {problem.path for problem in problems})
     problems += _continued_adapter(plain, origins)
     reported = {problem.path for problem in problems}
@@ -525,6 +527,19 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
         origins.derived["data", "packing"] = f"false, because {why}"
     elif why is not None:
         yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
+
+
+def _decide_precision(plain: dict[str, Any], origins: Origins) -> None:
+    """Sets float32 where `strategy.kind: auto` leaves the precision open and the CPU of the run has
+    no instructions for bfloat16, with which a step then takes several times as long."""
+    strategy = plain.get("strategy")
+    if _value(plain, ("run", "device")) != "cpu" or not isinstance(strategy, dict):
+        return
+    open_ = strategy.get("kind") == "auto" and "mixed_precision" not in strategy
+    if open_ and not computes_in_bfloat16():
+        strategy["mixed_precision"] = None
+        why = "null, so float32: this CPU has no instructions for bfloat16"
+        origins.derived["strategy", "mixed_precision"] = why
 
 
 def _decide_compile(recipe: Recipe, origins: Origins) -> Recipe:

@@ -45,7 +45,13 @@ from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
-from launcher.run.sizes import check_repeats, open_sizes, resolve_sizes, seconds_of_steps
+from launcher.run.sizes import (
+    check_repeats,
+    faster_text,
+    open_sizes,
+    resolve_sizes,
+    seconds_of_steps,
+)
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
@@ -203,8 +209,10 @@ class TrainingRun:
         tokens = data.training.tokens / samples * size
         padding = expected_padding(data.training, data.sampler) or 0.0
         profile, machine = self._plan
-        seconds = seconds_of_steps(recipe, tokens / (1 - padding), profile()[0], machine)
-        return f"time: about {seconds_as_text(steps * seconds)} by plan for {steps:,} steps"
+        tokens /= 1 - padding
+        seconds = seconds_of_steps(recipe, tokens, profile()[0], machine)
+        faster = faster_text(recipe, tokens=tokens, steps=steps, seconds=seconds, machine=machine)
+        return f"time: about {seconds_as_text(steps * seconds)} by plan for {steps:,} steps{faster}"
 
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)

@@ -32,7 +32,7 @@ from launcher.errors import RecipeError, first_line
 from launcher.files import replace_text
 from launcher.models.build import make_config
 from launcher.planner.machine import Machine
-from launcher.planner.profile import ModelProfile
+from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
@@ -75,6 +75,8 @@ WHOLE_ANSWERS = 0.1
 """Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
 
 
+LONG = 300.0
+"""Seconds of a run from which on what is faster is said."""
 COUNTED_BYTES = 64 << 20
 """A command that does not train looks at the first rows of larger files only."""
 LOOKED_AT = 2000
@@ -309,6 +311,24 @@ def seconds_of_steps(
     return seconds_of_step(estimate_time(profile, recipe, machine), recipe, tokens)
 
 
+def faster_text(
+    recipe: Recipe, *, tokens: float, steps: int, seconds: float, machine: Machine
+) -> str:
+    """What takes less time than these steps of so many seconds; empty: they are few, or nothing is
+    known to be faster. On a CPU adapters are: most weights need no gradients and no update."""
+    own_code = recipe.model.builder is not None or recipe.data.builder is not None
+    if machine.device != "cpu" or steps * seconds < LONG or recipe.lora is not None or own_code:
+        return ""
+    adapters = replace(recipe, lora=schema.Lora(rank=16, alpha=32))
+    with contextlib.suppress(RecipeError):
+        profile = profile_model(adapters, device="cpu")
+        shorter = seconds_of_steps(adapters, tokens, profile, machine)
+        if shorter < 0.8 * seconds:
+            time_text = seconds_as_text(steps * shorter)
+            return f"; with lora='{{rank: 16, alpha: 32}}' about {time_text}"
+    return ""
+
+
 def _products(dtype: torch.dtype, seconds: float = 0.05) -> float:
     """Operations a second of matrix products on the threads of this process."""
     left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
@@ -480,7 +500,7 @@ def _config_value(recipe: Recipe, name: str) -> Any:
     config: dict[str, Any] = {}
     if recipe.model.path is not None:
         with contextlib.suppress(RecipeError, OSError, ValueError):
-            file = config_file(recipe.model.path, fetch=False)
+            file = config_file(recipe.model.path, fetch=True)
             if file is not None:
                 config = json.loads(file.read_text(encoding="utf-8"))
     whole = replace(recipe.model, path=None, config=config | (recipe.model.config or {}))

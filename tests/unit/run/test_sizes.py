@@ -199,3 +199,16 @@ def test_a_step_that_sees_a_row_twice_is_refused(here):
     check_repeats(recipe, 32)
     check_repeats(recipe, 0)
     check_repeats(loaded("batch.global_batch_size=32", "data.repeat_in_step=true").recipe, 2)
+
+
+@pytest.mark.parametrize(("flags", "lower"), [("fpu avx2", False), ("fpu avx512_bf16", True)])
+def test_a_cpu_without_bfloat16_computes_in_float32(here, monkeypatch, flags, lower):
+    """A step took fifteen times as long on a CPU with AVX2 alone."""
+    (here / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr("launcher.distributed.hardware._CPU", here / "cpuinfo")
+    cpu = loaded("run.device=cpu")
+    assert (cpu.recipe.strategy.mixed_precision is not None) is lower
+    assert (("strategy", "mixed_precision") in cpu.origins.derived) is not lower
+    assert loaded().recipe.strategy.mixed_precision is not None
+    given = loaded("run.device=cpu", "strategy.mixed_precision={param_dtype: bfloat16}")
+    assert given.recipe.strategy.mixed_precision is not None
