@@ -19,6 +19,7 @@ from launcher.recipe.decode import subsection
 from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
 from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe
+from launcher.recipe.validate import with_recorded
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
@@ -357,6 +358,7 @@ def decide(
     recorded = _newest(start, checkpoints)
     if recorded is None:
         return Decision(start, not_continued)
+    recipe = with_recorded(recipe, recorded.recipe)
     now, allow = recipe_to_compare(recipe, recorded.environment), recipe.checkpoint.allow_changes
     check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if start == Latest() and wanted != "never":
@@ -405,7 +407,8 @@ def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
         return False
     try:
         before = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changes = recipe_changes(before, yaml.safe_load(to_yaml(recipe)), altering=True)
+        now = yaml.safe_load(to_yaml(with_recorded(recipe, before)))
+        changes = recipe_changes(before, now, altering=True)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         return False
     return not changes or recipe.checkpoint.allow_changes

@@ -24,7 +24,7 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.recipe.load import LoadedRecipe
-from launcher.recipe.validate import open_keys
+from launcher.recipe.validate import open_keys, open_sizes
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
@@ -48,7 +48,6 @@ from launcher.run.reporting import Reporter
 from launcher.run.sizes import (
     check_repeats,
     faster_text,
-    open_sizes,
     resolve_sizes,
     seconds_of_steps,
 )

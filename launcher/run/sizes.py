@@ -36,12 +36,11 @@ from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
-from launcher.recipe.decode import keys
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.load import LoadedRecipe, to_yaml
 from launcher.recipe.schema import Recipe
-from launcher.recipe.section import AutoFloat, AutoInt
+from launcher.recipe.validate import open_sizes, with_recorded, with_value
 from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -105,12 +104,6 @@ class Rows:
         about = "" if self.scale == 1.0 else "about "
         mean = float(self.lengths.mean())
         return f"{about}{self.count:,} rows of {mean:,.0f} tokens on average"
-
-
-def open_sizes(recipe: Recipe) -> list[str]:
-    """The keys that are `auto` until the rows are known."""
-    every = (".".join(key) for key in keys())
-    return [key for key in every if isinstance(value_of(recipe, key), AutoInt | AutoFloat)]
 
 
 def why_not_counted(recipe: Recipe) -> str | None:
@@ -199,17 +192,7 @@ def resolve_sizes(
         logger.info(choices_text(rows, choices))
     # This rank's own folders, caches and loader processes, with rank 0's sizes
     for key in (*open_sizes(recipe), "data.packing"):
-        recipe = _with(recipe, key, value_of(chosen, key))
-    return recipe
-
-
-def with_recorded(recipe: Recipe, earlier: dict[str, Any]) -> Recipe:
-    """The recipe with the sizes of another, given as plain values, in place of those that are
-    `auto`."""
-    for key in (*open_sizes(recipe), "data.packing"):
-        section, name = key.split(".")
-        if name in earlier.get(section, {}):
-            recipe = _with(recipe, key, earlier[section][name])
+        recipe = with_value(recipe, key, value_of(chosen, key))
     return recipe
 
 
@@ -228,7 +211,7 @@ def choose_sizes(
     """
     choices = []
     for key, value, why in _choices(recipe, rows, ranks=ranks, may_unpack=may_unpack):
-        recipe = _with(recipe, key, value)
+        recipe = with_value(recipe, key, value)
         shown = "null" if value is None else str(value).lower()
         choices.append((f"{key}={shown}", why))
     return recipe, choices
@@ -507,10 +490,3 @@ def _config_value(recipe: Recipe, name: str) -> Any:
     with contextlib.suppress(Exception):  # what is wrong with it is reported when it is built
         return getattr(make_config(whole, None).get_text_config(decoder=True), name, None)
     return None
-
-
-def _with(recipe: Recipe, key: str, value: Any) -> Recipe:
-    section, name = key.split(".")
-    changed: Any = replace(getattr(recipe, section), **{name: value})
-    sections: dict[str, Any] = {section: changed}
-    return replace(recipe, **sections)

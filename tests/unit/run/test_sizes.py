@@ -8,6 +8,7 @@ import pytest
 
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
+from launcher.recipe.validate import open_sizes, with_recorded
 from launcher.recipe.yaml_text import to_yaml
 from launcher.run.sizes import (
     Rows,
@@ -15,10 +16,8 @@ from launcher.run.sizes import (
     choices_text,
     choose_sizes,
     may_unpack,
-    open_sizes,
     rows_here,
     run_length,
-    with_recorded,
 )
 
 CONFIG = {
