@@ -463,7 +463,8 @@ def template(c: Conversion, key: str) -> None:
     shows_images = c.shows_images or "processor_type" in c.given
     known = template_name(name) if name in _SAME_TEMPLATES[c.tool].split() else None
     if known is not None and not shows_images and "data.kind" not in c.values:
-        c.lose(key, f"{name}: add chat_template: {known} to the section data with the data")
+        what = f"{key}: {name}; add chat_template: {known} to this section, with the data"
+        c.note("data.train", f"{c.tool}: {what}")
         return
     if known is not None and not shows_images:
         c.set("data.chat_template", known, key)

@@ -692,9 +692,12 @@ def test_names_of_templates_of_llama_factory(tmp_path, template, name, differenc
     assert ("template" in result.differs) == (difference is not None)
 
 
-def test_a_template_whose_data_is_not_here_is_lost_with_the_line_to_add(tmp_path):
-    _, lost = values(tmp_path, LLAMA_FACTORY)
-    assert lost["template"] == "qwen3: add chat_template: qwen3 to the section data with the data"
+def test_a_template_whose_data_is_not_here_becomes_a_line_to_add(tmp_path):
+    """A recipe whose kind of data is not known cannot have a template."""
+    result = converted(tmp_path, LLAMA_FACTORY)
+    assert list(result.lost) == ["dataset"]
+    added = "template: qwen3; add chat_template: qwen3 to this section, with the data"
+    assert f"LLaMA-Factory: {added}" in result.text.replace("\n  # ", " ")
 
 
 def test_chatml_of_torchtune_is_kept(tmp_path):
