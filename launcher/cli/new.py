@@ -20,7 +20,7 @@ import typer
 from launcher.cli.app import option
 from launcher.cli.new_from import new_from, write_text
 from launcher.cli.plan import machine_to_plan
-from launcher.console import bytes_as_text, two_digits, working
+from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
@@ -100,8 +100,9 @@ def new(
             "--from",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, option("File for the recipe. Default: standard output.", "FILE")
+    out: Annotated[
+        Path | None,
+        option("File for the recipe. Default: standard output.", "FILE", "--out", "--output"),
     ] = None,
 ) -> int:
     """Write a recipe with the fastest configuration that fits, to standard output.
@@ -117,8 +118,8 @@ def new(
 
     \b
     Example:
-      launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full > my.yaml
-      launcher new from=axolotl.yaml gpus=8 output=my.yaml
+      launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full out=my.yaml
+      launcher new from=axolotl.yaml gpus=8 out=my.yaml
     """
     if from_files is not None:
         return new_from(
@@ -131,7 +132,7 @@ def new(
             model=model,
             data=data,
             method=method,
-            output=output,
+            out=out,
         )
     if model is None or data is None:
         words = [] if model is not None else ["model=MODEL"]
@@ -161,10 +162,11 @@ def new(
             print("\n".join(_offloaded(wanted, result.best, machine)), file=sys.stderr)
     kept = dataclasses.replace(draft.data, packing=planned.data.packing)
     best = dataclasses.replace(result.best.recipe, data=kept)
-    lines = [*_header(wanted, result, machine, note), wanted.text(machine, best)]
+    file = "THIS_FILE" if out is None else str(out)
+    lines = [*_header(wanted, result, machine, note, file), wanted.text(machine, best)]
     text = "\n".join(lines)
     load_text(text, machine)
-    write_text(text, output)
+    write_text(text, out)
     return EXIT_DONE
 
 
@@ -270,7 +272,7 @@ class Wanted:
         words += [f"nodes={machine.nodes}"] if machine.nodes > 1 else []
         if self.sequence_length != LENGTH:
             words.append(f"sequence_length={self.sequence_length}")
-        return f"launcher new {shlex.join(words)}"
+        return f"{program()} new {shlex.join(words)}"
 
     def text(self, machine: Machine, best: Recipe | None = None) -> str:
         """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
@@ -335,16 +337,19 @@ def _scalar(value: object) -> str:
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def _header(wanted: Wanted, result: SearchResult, machine: Machine, note: str) -> Iterator[str]:
+def _header(
+    wanted: Wanted, result: SearchResult, machine: Machine, note: str, file: str
+) -> Iterator[str]:
+    """file: in which the recipe is."""
     from launcher.planner.candidates import overrides_between
 
     best = result.best
     assert best is not None
     assert machine.memory is not None
     where = f"gpus={machine.gpus_per_node}"
-    start = f"launcher train recipe=THIS_FILE {where}"
+    start = f"{program()} train recipe={shlex.quote(file)} {where}"
     if machine.nodes > 1:
-        start = f"launcher submit recipe=THIS_FILE nodes={machine.nodes} {where}"
+        start = f"{program()} submit recipe={shlex.quote(file)} nodes={machine.nodes} {where}"
     yield f"# {wanted.command(machine)}"
     yield "# wrote this recipe. To start it:"
     yield f"#   {start}"

@@ -18,7 +18,14 @@ from typing import Literal
 import torch
 
 from launcher.checkpoint.resume import Resumed
-from launcher.console import LINE_SECONDS, ProgressLine, bytes_as_text, finite, seconds_as_text
+from launcher.console import (
+    LINE_SECONDS,
+    ProgressLine,
+    bytes_as_text,
+    finite,
+    program,
+    seconds_as_text,
+)
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
@@ -424,9 +431,10 @@ class Reporter:
         if state == "finished":
             run, model = shlex.quote(str(path)), self._recipe.model
             generates = model.task == "causal_lm" and model.builder is None
-            commands = [f"launcher report {run}"]
+            commands = [f"report {run}"]
             if generates and self._recipe.data.builder is None and (kept is not None or exported):
-                commands.insert(0, f"launcher chat {run}")
+                commands.insert(0, f"chat {run}")
             if kept is not None and model.builder is None:
-                commands.append(f"launcher export {run} OUT")
-            logger.info("next: " + "\n      ".join(commands))
+                commands.append(f"export {run} out={shlex.quote(f'exported/{path.name}')}")
+            lines = [f"{program()} {command}" for command in commands]
+            logger.info("next: " + "\n      ".join(lines))
