@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from launcher.cli.submit import sort_arguments
 from launcher.console import program
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.decode import dotted, keys
+from launcher.recipe.load import load_recipe
 from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, OPTIONS, answer_to
 from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
@@ -532,3 +534,19 @@ def test_a_machine_that_loses_the_store_after_a_refusal_was_refused(
     assert train._run_agent(["--nproc-per-node=1", "-m", "launcher.train"]) == status
     assert ("did not meet" in capsys.readouterr().err) is not refused
     assert not Path(os.environ.pop("LAUNCHER_REFUSED")).exists()
+
+
+def test_the_commands_at_the_end_of_a_run_can_be_pasted(tmp_path, monkeypatch):
+    from launcher.run.reporting import next_commands
+
+    monkeypatch.setattr("launcher.run.reporting.program", lambda: ".venv/bin/launcher")
+    recipe = load_recipe(["recipe=quickstart"], ranks=1).recipe
+    run_folder = tmp_path / "a run"
+    run_folder.mkdir()
+    chat, report, export = next_commands(run_folder, recipe, saved=True, exported=True)
+    for line, name in ((chat, "chat"), (report, "report"), (export, "export")):
+        program, command, *words = shlex.split(line)
+        assert (program, command) == (".venv/bin/launcher", name)
+        COMMANDS[name].make_context(name, [*words], parent=GROUP.make_context("launcher", [name]))
+    assert export.endswith("/a run' out='exported/a run'")
+    assert next_commands(run_folder, recipe, saved=False, exported=False) == [report]
