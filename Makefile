@@ -66,7 +66,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: benchmark install install-cuda train finetune finetune-small finetune-real real-model prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
 
 install: $(INSTALLED)
-	@printf '%s\n' 'next: make train' '      $(BIN)/launcher new model=Qwen/Qwen3-0.6B data=DATA out=my.yaml'
+	@printf '%s\n' 'next: make train' '      $(BIN)/launcher plan recipe=qwen3_8b gpu=h100 gpus=8'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
