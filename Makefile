@@ -66,6 +66,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: benchmark install install-cuda train finetune finetune-small finetune-real real-model prefer test lint types test-long test-cuda gpu-first test-gpu gpu-plans gpu-wheels docs
 
 install: $(INSTALLED)
+	@printf '%s\n' 'next: make train' '      $(BIN)/launcher plan recipe=qwen3_8b gpu=h100 gpus=8'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; name one: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -73,13 +74,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(call pip_install,$(VENV)) --constraint constraints.txt --editable '.[dev]'
 	touch $(INSTALLED)
 
-train: install
+train: $(INSTALLED)
 	@dir=$(call unused,quickstart); set -x; \
 	$(BIN)/launcher train recipe=quickstart gpus=$(RANKS) run.device=$(DEVICE) run.dir=$$dir
 
 finetune: $(if $(REAL),finetune-real,finetune-small)
 
-finetune-small: install
+finetune-small: $(INSTALLED)
 	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/arithmetic.py generate runs/arithmetic
 	@model=$(pretrained); dir=$(call unused,make_finetune); \
@@ -106,7 +107,7 @@ finetune-real: $(REAL_MODEL)/config.json
 	for model in $(REAL_MODEL) $$lora/hf $$full/hf; do \
 		$$show answers $$model && $$show accuracy $$model runs/orders || exit 1; done
 
-prefer: install
+prefer: $(INSTALLED)
 	@ls runs/quickstart*/hf/tokenizer.json >/dev/null 2>&1 || $(MAKE) train
 	$(BIN)/python recipes/preferences.py generate runs/preferences
 	@model=$(pretrained); dir=$(call unused,make_prefer); both=$$dir/both_styles; \
@@ -123,11 +124,11 @@ test: lint types
 		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
 
 # On a machine that does nothing else: ratios of medians, of runs in turn
-benchmark: install
+benchmark: $(INSTALLED)
 	$(BIN)/python benchmarks/compare.py --rounds $(or $(ROUNDS),3) --steps 16 --no-losses \
 		--sides launcher --modes $(or $(MODES),ddp-fp32 fsdp-fp32-auto)
 
-lint: install
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/hadolint Dockerfile
@@ -140,7 +141,7 @@ $(VENV)/.installed-docs: $(INSTALLED)
 	$(call pip_install,$(VENV)) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-types: install
+types: $(INSTALLED)
 	$(BIN)/mypy
 
 install-cuda: $(CUDA_INSTALLED)
@@ -157,7 +158,7 @@ test-cuda: install-cuda
 
 # REAL_MODEL=FOLDER: also a pretrained model. LLAMA_CPP=FOLDER: converters of another version
 .PHONY: test-readers
-test-readers: install
+test-readers: $(INSTALLED)
 	$(BIN)/python -m tests.readers.install build/readers
 	$(if $(REAL_MODEL),REAL_MODEL=$(abspath $(REAL_MODEL))) $(if $(LLAMA_CPP),LLAMA_CPP=$(abspath $(LLAMA_CPP))) \
 		$(BIN)/python -m pytest -ra tests/readers
@@ -194,12 +195,12 @@ test-gpu:
 	@$(cuda_torch) || $(MAKE) install-cuda
 	@$(gpu_python) benchmarks/gpu.py $(if $(PART),--parts $(PART)) $(GPU_OPTIONS)
 
-gpu-plans: install
+gpu-plans: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_plans.py
 	$(BIN)/python -m docs.gpu_page
 	$(BIN)/python -m tests.unit.planner.published_speeds --write
 
-gpu-wheels: install
+gpu-wheels: $(INSTALLED)
 	@mkdir -p build
 	grep -v '^torchao==' constraints.txt >build/gpu-constraints.txt
 	$(PYTHON) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \

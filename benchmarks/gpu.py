@@ -168,7 +168,7 @@ def commands(part: str, *, gpu: str, gpus: int, quick: bool, logs: Path) -> list
         return [Command(part, [*words, "--output", logs.parent / "plans.json"], tables)]
     if part == "doctor":
         file = logs / "doctor.json"
-        words = ["-m", "launcher.cli.main", "doctor", f"ranks={gpus}", f"json={file}"]
+        words = ["-m", "launcher.cli.main", "doctor", f"ranks={gpus}", f"out={file}"]
         return [Command("doctor", words, diagnosis(file))]
     assert part == "plan"
     few = ["--strategies", "ddp", "fsdp, full", "--rows", 1] if quick else []

@@ -8,11 +8,14 @@ import itertools
 import logging
 import math
 import os
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
@@ -38,6 +41,20 @@ _stream: str | None = None
 """Where messages are printed; None: nowhere."""
 
 logger = logging.getLogger(__name__)
+
+
+def program() -> str:
+    """How one types the launcher of this environment, for commands to paste: `launcher` if a shell
+    finds it, else its path, relative where it is below the current folder."""
+    own = Path(sys.executable).with_name("launcher")
+    found = shutil.which("launcher")
+    if not own.is_file():  # a part of another installation
+        return "launcher" if found else f"{shlex.quote(sys.executable)} -m launcher"
+    if found is not None and os.path.realpath(found) == os.path.realpath(own):
+        return "launcher"
+    with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or not above it
+        own = own.relative_to(Path.cwd())
+    return shlex.quote(str(own) if len(own.parts) > 1 else f"./{own}")
 
 
 class _ConsoleHandler(logging.Handler):

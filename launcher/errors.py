@@ -62,9 +62,10 @@ def line_of(error: BaseException) -> str:
     return f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` is probably a misspelling of."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+def closest(word: str, known: Iterable[str], *, similar: float = 0.6) -> str | None:
+    """The known word that `word` is probably a misspelling of. similar: from 0 to 1, how much it must
+    be."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=similar)), None)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
-from launcher.errors import RecipeError, suggestion
-from launcher.recipe.decode import answer, json_schema
+from launcher.errors import RecipeError, closest
+from launcher.recipe.decode import answer, json_schema, keys
+from launcher.recipe.other_names import KEYS_BY_NAME, option_meant
 from launcher.recipe.schema import Recipe, Slurm
 from launcher.recipe.section import size_in_bytes
 
@@ -125,9 +126,11 @@ class Command(TyperCommand):
     def _with_dashes(self, argument: str, options: dict[str, TyperOption], ctx: Any) -> list[str]:
         name, equals, value = argument.partition("=")
         overrides = any(param.name == "overrides" for param in self.params)
-        word = name.removeprefix("--").replace("-", "_") if name.startswith("--") or equals else ""
-        if overrides and word not in options and (meant := answer(word)) is not None:
-            if word not in self.sections:
+        word = name.lstrip("-").replace("-", "_") if name.startswith("-") or equals else ""
+        if word not in options and word not in self.sections:
+            if (known_as := option_meant(word, options)) is not None:
+                raise typer.TyperException(f"{argument}: did you mean {known_as}?")
+            if overrides and (meant := answer(word)) is not None:
                 raise typer.TyperException(f"{argument}: {meant}")
         section, dot, _ = name.removeprefix("--").partition(".")
         if overrides and dot and name.startswith("--") and section in self.sections:
@@ -136,6 +139,12 @@ class Command(TyperCommand):
         if overrides and equals and section == "sweep" and "sweep" not in self.sections:
             takers = _listed(_commands_with("sweep", ctx))
             raise typer.TyperException(f"{argument}: {takers} sweeps")
+        others = {
+            *ctx.help_option_names,
+            *(each for param in self.params for each in param.secondary_opts),
+        }
+        if name.startswith("--") and word and word not in options and name not in others:
+            raise typer.TyperException(f"{argument}: {self._refusal(word, options, ctx)}")
         if not equals or not (name.isidentifier() or name in options):
             return [argument]
         if name not in options:
@@ -159,11 +168,14 @@ class Command(TyperCommand):
             usage = " ".join(map(_metavar, alone))
             return f"give it without {name}=: launcher {self.name} {usage}"
         what = f"not an option of launcher {self.name}"
+        near = closest(name, [*options, *sections])
+        if sections and near is None and (key := closest(name, _names_of_keys(), similar=0.85)):
+            return f"{what}; {answer(key)}"
         if takers := _commands_with(name, ctx):
             return f"{what}; {_listed(takers)} it"
         shown = dict.fromkeys(option.opts[0] for option in options.values())
         there = ", ".join([*shown, *sections[:1]]) or "none"
-        return f"{what}{suggestion(name, [*options, *sections])}; there are {there}"
+        return f"{what}{'' if near is None else f'; did you mean {near}?'}; there are {there}"
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if any(param.name == "overrides" for param in self.params):
@@ -183,6 +195,11 @@ def _options(command: TyperCommand) -> dict[str, TyperOption]:
         if isinstance(param, TyperOption)
         for name in param.opts
     }
+
+
+def _names_of_keys() -> set[str]:
+    """The last names of the keys of a recipe, and what other tools call them."""
+    return {*KEYS_BY_NAME, *(path[-1] for path in keys())}
 
 
 def _names_of_argument(param: Any) -> set[str]:

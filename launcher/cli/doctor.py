@@ -35,8 +35,9 @@ def doctor(
     ranks: Annotated[
         int | None, option("Processes that measure together. Default: the GPUs, or 2.", "N")
     ] = None,
-    json: Annotated[
-        Path | None, option("Write the report, for `launcher plan rates=FILE`.", "FILE")
+    out: Annotated[
+        Path | None,
+        option("Write the report, for `launcher plan rates=FILE`.", "FILE", "--out", "--json"),
     ] = None,
     shared: Annotated[
         Path | None, option("A folder that each node must write to and read.", "FOLDER")
@@ -62,14 +63,14 @@ def doctor(
 
     \b
     Example:
-      launcher doctor --json doctor.json
+      launcher doctor out=doctor.json
       srun --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
-          --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor shared=FOLDER json=doctor.json
+          --rdzv-endpoint HOST:29500 -m launcher.cli.main doctor shared=FOLDER out=doctor.json
     """
     if port > 65535:
         raise RecipeError(f"command line: port={port}: must be at most 65535")
-    if json is not None:
-        make_parent_of_file(json, "json")
+    if out is not None:
+        make_parent_of_file(out, "out")
     granted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     checks: node_checks.Checks = {
         "expected_gpus": gpus or (int(granted) if granted.isdigit() else None),
@@ -85,11 +86,11 @@ def doctor(
     with contextlib.suppress(RecipeError):  # srun without torchrun: each task checks its machine
         environment = read_environment()
     if environment is not None and environment.torchrun:
-        return _examine_group(checks, environment, json, quick=quick)
+        return _examine_group(checks, environment, out, quick=quick)
     if quick:
         what = "is for several nodes, each with a torchrun (launcher doctor --help)"
         raise RecipeError(f"command line: quick: {what}")
-    return _examine_machine(checks, json)
+    return _examine_machine(checks, out)
 
 
 def _examine_group(

@@ -38,9 +38,11 @@ def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
     ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to write; must be new or empty.")
-    ],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="OUT", help="Folder to write, new or empty; also out=OUT."),
+    ] = None,
+    out: Annotated[Path | None, option("The same as OUT.", "OUT")] = None,
     step: Annotated[
         int | None,
         option("Checkpoint of this step. Default: the newest, or RUN_DIR/hf.", "N"),
@@ -84,9 +86,14 @@ def export(
 
     \b
     Example:
-      launcher export runs/qwen3_8b exported dtype=bfloat16
+      launcher export runs/qwen3_8b out=exported dtype=bfloat16
     """
     configure_logging(stream="stderr")
+    if (out is None) == (folder is None):
+        what = "missing; give" if out is None else f"{folder} and out={out}: give one of them as"
+        raise RecipeError(f"command line: {what} out=FOLDER, the folder to write")
+    out = out or folder
+    assert out is not None
     if base is not None and not merged and not verify:
         raise RecipeError("command line: base: needs merged=true")
     if step is not None:
@@ -165,7 +172,7 @@ def _write(
     compared = checkpoint
     if verify and checkpoint is None:  # before anything is written
         compared = _to_compare(run, out, held)
-    make_parent(out, "OUT")
+    make_parent(out, "out")
     if checkpoint is not None:
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
 

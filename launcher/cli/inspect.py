@@ -20,8 +20,9 @@ def inspect(
     ] = "train",
     samples: Annotated[int, option("Samples to print.", "N")] = 3,
     tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
-    html: Annotated[
-        Path | None, option("Also write the page as HTML, with the images of rows.", "FILE")
+    out: Annotated[
+        Path | None,
+        option("Also write the page as HTML, with the images of rows.", "FILE", "--out", "--html"),
     ] = None,
     gpus: CheckedGpus = None,
     nodes: CheckedNodes = 1,
@@ -39,8 +40,8 @@ def inspect(
         what = "inspect shows the samples of data.train and data.validation, not its own"
         raise RecipeError(f"data.builder: {what}")
     _sets_of(recipe.data, set)  # a set without that name is reported at once
-    if html is not None:
-        make_parent_of_file(html, "html")
+    if out is not None:
+        make_parent_of_file(out, "out")
 
     # After all other errors of the recipe, because they import torch
     from launcher.cli.inspect_page import print_page
@@ -53,7 +54,7 @@ def inspect(
         recipe, rows, ranks=nodes * (gpus or 1), may_unpack=sizes.may_unpack(loaded)
     )
     sets = _sets_of(recipe.data, set)
-    print_page(recipe, set, sets, samples=samples, tokens=tokens, html=html)
+    print_page(recipe, set, sets, samples=samples, tokens=tokens, html=out)
     if choices:
         print(sizes.choices_text(rows, choices))
     if isinstance(rows, sizes.Rows):

@@ -19,7 +19,7 @@ import typer
 from launcher.cli.app import option
 from launcher.cli.new_from import new_from, write_text
 from launcher.cli.plan import machine_to_plan
-from launcher.console import bytes_as_text, two_digits, working
+from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
@@ -104,8 +104,9 @@ def new(
             "--from",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, option("File for the recipe. Default: standard output.", "FILE")
+    out: Annotated[
+        Path | None,
+        option("File for the recipe. Default: standard output.", "FILE", "--out", "--output"),
     ] = None,
 ) -> int:
     """Write a recipe with the fastest configuration that fits, to standard output.
@@ -121,8 +122,8 @@ def new(
 
     \b
     Example:
-      launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full > my.yaml
-      launcher new from=axolotl.yaml gpus=8 output=my.yaml
+      launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full out=my.yaml
+      launcher new from=axolotl.yaml gpus=8 out=my.yaml
     """
     if from_files is not None:
         return new_from(
@@ -135,7 +136,7 @@ def new(
             model=model,
             data=data,
             method=method,
-            output=output,
+            out=out,
         )
     if model is None or data is None:
         words = [] if model is not None else ["model=MODEL"]
@@ -174,10 +175,14 @@ def new(
     if isinstance(rows, sizes.Rows):
         run = sizes.run_length(best, rows)
         long = run.text(sizes.seconds_of_step(result.best.seconds, best, run.tokens))
-    lines = [*_header(wanted, result, machine, note, str(long)), wanted.text(machine, best)]
+    file = "THIS_FILE" if out is None else str(out)
+    lines = [
+        *_header(wanted, result, machine, note, file, long=str(long)),
+        wanted.text(machine, best),
+    ]
     text = "\n".join(lines)
     load_text(text, machine)
-    write_text(text, output)
+    write_text(text, out)
     print(long, file=sys.stderr)
     return EXIT_DONE
 
@@ -274,7 +279,7 @@ class Wanted:
         words += [f"nodes={machine.nodes}"] if machine.nodes > 1 else []
         if self.sequence_length is not None:
             words.append(f"sequence_length={self.sequence_length}")
-        return f"launcher new {shlex.join(words)}"
+        return f"{program()} new {shlex.join(words)}"
 
     def text(self, machine: Machine, best: Recipe | None = None) -> str:
         """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
@@ -356,17 +361,18 @@ def _scalar(value: object) -> str:
 
 
 def _header(
-    wanted: Wanted, result: SearchResult, machine: Machine, note: str, long: str
+    wanted: Wanted, result: SearchResult, machine: Machine, note: str, file: str, *, long: str
 ) -> Iterator[str]:
+    """file: in which the recipe is. long: how long the run is."""
     from launcher.planner.candidates import overrides_between
 
     best = result.best
     assert best is not None
     assert machine.memory is not None
     where = f"gpus={machine.gpus_per_node}"
-    start = f"launcher train recipe=THIS_FILE {where}"
+    start = f"{program()} train recipe={shlex.quote(file)} {where}"
     if machine.nodes > 1:
-        start = f"launcher submit recipe=THIS_FILE nodes={machine.nodes} {where}"
+        start = f"{program()} submit recipe={shlex.quote(file)} nodes={machine.nodes} {where}"
     yield f"# {wanted.command(machine)}"
     yield "# wrote this recipe. To start it:"
     yield f"#   {start}"

@@ -19,11 +19,11 @@ def new_from(
     model: str | None,
     data: str | None,
     method: str,
-    output: Path | None,
+    out: Path | None,
 ) -> int:
     """Writes the recipe, and what is lost to standard error. Raises RecipeError.
 
-    files: paths with commas between them. ranks: data-parallel ranks. output: None: standard
+    files: paths with commas between them. ranks: data-parallel ranks. out: None: standard
     output. Returns the exit status: 3 if something that changes the training is lost, or the recipe
     cannot train.
     """
@@ -37,7 +37,7 @@ def new_from(
         data=data,
         method=method,
     )
-    write_text(converted.text, output)
+    write_text(converted.text, out)
     lines = [
         *_group(
             f"changes the training, and has no equal here (of {converted.tool}):", converted.lost
@@ -51,13 +51,13 @@ def new_from(
     return EXIT_NO if converted.lost else EXIT_DONE
 
 
-def write_text(text: str, output: Path | None) -> None:
+def write_text(text: str, out: Path | None) -> None:
     """Writes a recipe to a file, or to standard output. Raises RecipeError."""
-    if output is None:
+    if out is None:
         print(text, end="")
         return
-    make_parent_of_file(output, "output")
-    output.write_text(text, encoding="utf-8")
+    make_parent_of_file(out, "out")
+    out.write_text(text, encoding="utf-8")
 
 
 def _group(title: str, entries: dict[str, str]) -> Iterator[str]:

@@ -52,9 +52,7 @@ _GpuMemory = Annotated[
 _HostMemory = Annotated[
     int | None, option("Host memory of a node, such as 1TiB.", "SIZE", parser=read_size)
 ]
-_Rates = Annotated[
-    Path | None, option("Measured rates, from `launcher doctor --json FILE`.", "FILE")
-]
+_Rates = Annotated[Path | None, option("Measured rates, from `launcher doctor out=FILE`.", "FILE")]
 _Search = Annotated[
     bool,
     flag(
@@ -69,7 +67,9 @@ _Verify = Annotated[
 _Measure = Annotated[
     bool, flag("--measure", "Train steps of the fastest by plan here; auto takes the fastest.")
 ]
-_Html = Annotated[Path | None, option("Also write the plan as an HTML page.", "FILE")]
+_Out = Annotated[
+    Path | None, option("Also write the plan as an HTML page.", "FILE", "--out", "--html")
+]
 _Json = Annotated[bool, flag("--json", "Print one JSON object; sizes are in bytes.")]
 
 
@@ -84,7 +84,7 @@ def plan(
     search: _Search = True,
     verify: _Verify = False,
     measure_fastest: _Measure = False,
-    html: _Html = None,
+    out: _Out = None,
     print_json: _Json = False,
 ) -> int:
     """Predict memory and speed: does it fit, and which configuration is the fastest that fits?
@@ -109,8 +109,8 @@ def plan(
         rates=None if rates is None else machines.read_rates(rates),
     )
     recipe = load_recipe(overrides, ranks=machine.ranks, files=False).recipe
-    if html is not None:
-        make_parent_of_file(html, "html")
+    if out is not None:
+        make_parent_of_file(out, "out")
     if verify and measure_fastest:
         raise RecipeError("command line: verify, measure: give one of them")
     if verify or measure_fastest:
@@ -122,8 +122,8 @@ def plan(
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
-    if html is not None:
-        write_plan(report, html)
+    if out is not None:
+        write_plan(report, out)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(json.dumps(report, indent=1) if print_json else "\n".join(as_text(report, columns)))
     if report["measured"] is not None and report["measured"]["best"] is None:

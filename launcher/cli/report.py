@@ -99,7 +99,7 @@ def report(
     \b
     Example:
       launcher report runs/fsdp
-      launcher report runs/one runs/two --out report.html
+      launcher report runs/one runs/two out=report.html
     """
     paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
     make_parent_of_file(out, "out")

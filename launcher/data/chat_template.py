@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +47,7 @@ from launcher.data.template_marks import (
 from launcher.data.tokenizer import Ids
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
+from launcher.recipe.template_names import template_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,13 +120,14 @@ class Rendered:
     """Of each image the number of its tokens, their grid, its source, and the checksum of its file."""
 
 
-def read_template(file: str) -> str:
-    """The chat template in a file: its text, or the `chat_template` of JSON, as processors of images
-    have it. Raises RecipeError."""
+def read_template(value: str) -> str:
+    """The chat template of a name or in a file: its text, or the `chat_template` of JSON, as
+    processors of images have it. Raises RecipeError."""
+    file = template_file(value)
     if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
         raise RecipeError(f"data.chat_template: {file}: is not a regular file")
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
         raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
@@ -162,7 +163,7 @@ class ChatTemplate:
         self._opens: dict[bool, bool] = {}
         self._in_parts: bool | None = None
         if template is None and not tokenizer.chat_template:
-            hint = "set data.chat_template to a file with one"
+            hint = "set data.chat_template to a name, such as chatml, or to a file with one"
             raise RecipeError(f"data.tokenizer: {name}: has no chat template; {hint}")
         if not tokenizer.is_fast:
             what = f"is a slow tokenizer ({type(tokenizer).__name__}), which gives no positions"

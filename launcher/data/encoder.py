@@ -49,6 +49,7 @@ from launcher.data.tokenizer import (
     Tokenizer,
     has_alpaca_template,
     has_chat_template,
+    hugging_face_tokenizer,
     load_tokenizer,
     prints_date,
     tokenizer_identity,
@@ -71,6 +72,7 @@ from launcher.recipe.layouts import (
     unused_columns,
     with_named_parts,
 )
+from launcher.recipe.template_names import missing_tokens, template_name
 
 _LOOKED_AT = 100
 """First rows among which `prompt_form` looks for one that can be used."""
@@ -144,6 +146,8 @@ class Encoder:
     labels: tuple[str, ...] | None = None
     template: str | None = None
     """The text of a chat template that replaces the tokenizer's own."""
+    template_name: str | None = None
+    """Its name in NAMED_TEMPLATES; None: it has none."""
     longest: int | None = None
     """Most tokens of a text for classification, with the tokenizer's special tokens."""
     day: str | None = None
@@ -211,12 +215,28 @@ class Encoder:
     @property
     def notes(self) -> list[str]:
         """What to say at the start of how rows are read."""
+        notes = self._missing_tokens()
         if not KINDS[self.kind].answers:
-            return []
+            return notes
         how = "a user's and an assistant's turn of the chat template"
         if not self.as_turns:
             how = "one text, without a chat template"
-        return [f"a prompt and an answer are trained as {how} (data.prompt_format)"]
+        return [f"a prompt and an answer are trained as {how} (data.prompt_format)", *notes]
+
+    def _missing_tokens(self) -> list[str]:
+        """A warning if the tokenizer splits what is a token in the named template."""
+        if self.template_name is None or self.tokenizer is None:
+            return []
+        known = hugging_face_tokenizer(self.tokenizer).get_added_vocab()
+        missing = missing_tokens(self.template_name, known)
+        if not missing:
+            return []
+        mend = typed("model.new_tokens", missing)
+        return [
+            f"warning: the tokenizer does not have {', '.join(missing)} of "
+            f"data.chat_template={self.template_name}: they are trained as text, and only the last "
+            f"answer of a row ends with the eos_token; {mend} makes them tokens that end answers"
+        ]
 
     def encode_rows(
         self, rows: Iterable[Row], *, batch_rows: int = 64, unused: dict[str, str] | None = None
@@ -341,6 +361,7 @@ def make_encoder(
         columns={role: column for role, column in named.items() if role in roles_of(kind)},
         labels=data.labels if rows.loss_on == "class" else None,
         template=template,
+        template_name=None if template is None else template_name(str(data.chat_template)),
         longest=data.sequence_length if rows.loss_on == "class" else None,
         day=day,
         settings=settings,

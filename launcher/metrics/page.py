@@ -1,4 +1,4 @@
-"""The HTML page of `launcher report` and `launcher plan --html`: one file, no network, no torch.
+"""The HTML page of `launcher report` and `launcher plan out=FILE`: one file, no network, no torch.
 
 Its charts are figures of plotly.js.
 """

@@ -1,6 +1,6 @@
 """Machines to plan for: devices, their memory, and the rates that training achieves.
 
-The rates rank configurations; they do not promise a speed. `launcher doctor --json FILE` measures
+The rates rank configurations; they do not promise a speed. `launcher doctor out=FILE` measures
 the rates of a real machine.
 """
 
@@ -188,7 +188,7 @@ def _cpu_rates(ranks_per_node: int, cores: int | None) -> Rates:
 
 
 def read_rates(file: Path) -> Json:
-    """Rates that `launcher doctor --json FILE` measured: fields of `Rates`, without those that are
+    """Rates that `launcher doctor out=FILE` measured: fields of `Rates`, without those that are
     null. Raises RecipeError if the file cannot be read or holds something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -197,7 +197,7 @@ def read_rates(file: Path) -> Json:
         if not given or not all(size > 0 for name, size in given.items() if name != "source"):
             raise ValueError(f"it must have numbers above 0 for some of {', '.join(RATES)}")
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        hint = "`launcher doctor --json FILE` writes such a file"
+        hint = "`launcher doctor out=FILE` writes such a file"
         problem = f"command line: rates={file}: cannot be read: {error}; {hint}"
         raise RecipeError(problem) from None
     return {"source": str(file)} | given

@@ -1,4 +1,4 @@
-"""The HTML page of `launcher plan --html`. Does not import torch."""
+"""The HTML page of `launcher plan out=FILE`. Does not import torch."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ training differs without it, and in NEEDLESS if the training is the same without
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "batch.global_batch_size": "train_batch_size total_batch_size",
@@ -85,7 +87,7 @@ NAMES = {
     "preference.beta": "dpo_beta pref_beta rl_beta",
     "preference.loss": "loss_type pref_loss dpo_loss_type",
     "preference.margin": "simpo_gamma",
-    "run.dir": "output_dir output",
+    "run.dir": "output_dir output logging_dir save_dir out",
     "run.epochs": "num_epochs num_train_epochs",
     "run.deterministic": "full_determinism",
     "run.float32_matmul": "tf32",
@@ -220,9 +222,28 @@ NEEDLESS_BEGINNINGS = {
 KEYS_BY_NAME = {name: key for key, names in NAMES.items() for name in names.split()}
 ABSENT_BY_NAME = {name: what for what, names in ABSENT.items() for name in names.split()}
 NEEDLESS_BY_NAME = {name: why for why, names in NEEDLESS.items() for name in names.split()}
+_BATCH = (
+    "batch.global_batch_size is that of an optimizer step over all ranks, batch.micro_batch_size that "
+    "of a rank's forward pass"
+)
+OPTIONS = {
+    "out": "o output output_file output_path output_dir outfile file save save_to save_path html json",
+    "gpus": "devices num_devices gpu_count",
+    "recipe": "config_file config_path config_name cfg yaml",
+    "sequence_length": "max_length max_seq_length max_seq_len sequence_len seq_length cutoff_len",
+    "max_new_tokens": "max_length max_tokens n_predict",
+    "temperature": "temp t",
+    "top_p": "p",
+    "system": "system_prompt",
+    "model": "model_name model_name_or_path base_model checkpoint",
+    "data": "dataset dataset_name data_path train_file",
+    "step": "checkpoint ckpt checkpoint_step",
+    "dtype": "torch_dtype precision",
+}
+"""For options of the commands, what other programs call them."""
 _ANSWERS = {
-    "batch_size": "batch.global_batch_size is that of an optimizer step over all ranks, "
-    "batch.micro_batch_size that of a rank's forward pass",
+    **dict.fromkeys(("batch_size", "bs", "batchsize"), _BATCH),
+    "config": "did you mean recipe=FILE? model.config is the config of a model",
     "gradient_accumulation_steps": "gradient accumulation follows from batch.global_batch_size, "
     "batch.micro_batch_size and the number of ranks",
     **dict.fromkeys(
@@ -245,6 +266,11 @@ _ANSWERS = {
     "rl": "data.kind and the section preference (dpo, ipo, simpo, orpo) or kto; preference.loss=dpo, or "
     "kto.beta=0.1 with data.kind=unpaired",
 }
+
+
+def option_meant(word: str, options: Collection[str]) -> str | None:
+    """Which of a command's options another program calls so; None: none of them."""
+    return next((name for name in options if word in OPTIONS.get(name, "").split()), None)
 
 
 def answer_to(name: str) -> str | None:

@@ -297,8 +297,8 @@ class Data(Section):
     """For kinds chat and instruct. assistant: loss on all answers. last: on the last answer of a
     row. all: on every token, also of prompts."""
     chat_template: Text | None = None
-    """File with a Jinja chat template, for kinds with a conversation or a prompt; null: the
-    tokenizer's own."""
+    """Name of a chat template, such as chatml, llama3 or qwen3, or a file with one in Jinja, for kinds
+    with a conversation or a prompt; null: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Values for the chat template, such as {enable_thinking: false}. Serve the model with the same ones."""
     date: Day | None = None

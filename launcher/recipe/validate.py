@@ -25,6 +25,7 @@ from launcher.recipe.model_config import change_problems, config_problems, of_te
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
+from launcher.recipe.template_names import template_problem
 
 _TEMPLATE_VALUES = (
     "messages",
@@ -404,8 +405,8 @@ def _context(recipe: Recipe, ranks: int | None) -> Found:
 
 def _tokenizer(recipe: Recipe) -> Found:
     name, template = recipe.data.tokenizer, recipe.data.chat_template
-    if template is not None and not os.path.isfile(template):
-        yield "data.chat_template", no_such("file", template)
+    if template is not None and (problem := template_problem(template)) is not None:
+        yield "data.chat_template", problem
     if recipe.data.builder is not None or kinds_of(recipe) == {"tokens"} or name == "bytes":
         return
     what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"

@@ -36,7 +36,7 @@ from launcher.checkpoint.resume import (
 )
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
-from launcher.console import bytes_as_text
+from launcher.console import bytes_as_text, program
 from launcher.data.batching import Position
 from launcher.distributed.process_group import from_rank_0
 from launcher.errors import RecipeError, TrainingError
@@ -231,7 +231,7 @@ class CheckpointManager:
         except files.DamagedCheckpointError as error:
             what = f"the best checkpoint cannot be exported: {error}"
             raise TrainingError(
-                f"{what}; launcher export {self._run.path} OUT exports the last one",
+                f"{what}; {program()} export {self._run.path} out=FOLDER exports the last one",
                 reason="export_failed",
             ) from None
         return int(step)

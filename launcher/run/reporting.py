@@ -18,13 +18,21 @@ from typing import Literal
 import torch
 
 from launcher.checkpoint.resume import Resumed
-from launcher.console import LINE_SECONDS, ProgressLine, bytes_as_text, finite, seconds_as_text
+from launcher.console import (
+    LINE_SECONDS,
+    ProgressLine,
+    bytes_as_text,
+    finite,
+    program,
+    seconds_as_text,
+)
 from launcher.data.run_data import RunData
 from launcher.distributed.process_group import gather
 from launcher.errors import DivergedError
 from launcher.files import replace_text
 from launcher.metrics.sinks import Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
+from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json, Lines
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
@@ -422,11 +430,19 @@ class Reporter:
             if what is not None:
                 logger.info(f"  {file}  {what}")
         if state == "finished":
-            run, model = shlex.quote(str(path)), self._recipe.model
-            generates = model.task == "causal_lm" and model.builder is None
-            commands = [f"launcher report {run}"]
-            if generates and self._recipe.data.builder is None and (kept is not None or exported):
-                commands.insert(0, f"launcher chat {run}")
-            if kept is not None and model.builder is None:
-                commands.append(f"launcher export {run} OUT")
-            logger.info("next: " + "\n      ".join(commands))
+            lines = next_commands(
+                path, self._recipe, saved=kept is not None, exported=exported is not None
+            )
+            logger.info("next: " + "\n      ".join(lines))
+
+
+def next_commands(path: Path, recipe: Recipe, *, saved: bool, exported: bool) -> list[str]:
+    """Commands to paste after a finished run. saved: it has a checkpoint."""
+    run, model = shlex.quote(str(path)), recipe.model
+    generates = model.task == "causal_lm" and model.builder is None
+    commands = [f"report {run}"]
+    if generates and recipe.data.builder is None and (saved or exported):
+        commands.insert(0, f"chat {run}")
+    if saved and model.builder is None:
+        commands.append(f"export {run} out={shlex.quote(f'exported/{path.name}')}")
+    return [f"{program()} {command}" for command in commands]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
 from launcher.checkpoint.state import BeforeStep
-from launcher.console import configure_logging, seconds_as_text, task
+from launcher.console import configure_logging, program, seconds_as_text, task
 from launcher.data.batching import Position
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import check_shared_memory, expected_padding
@@ -525,5 +526,6 @@ class TrainingRun:
         text = f"the trained weights could not be exported: {error}"
         if saved == self._progress.step:
             run = self._rank.directory.path
-            text += f"; they are in the checkpoint of step {saved}: launcher export {run} OUT"
+            command = f"{program()} export {shlex.quote(str(run))} out=FOLDER"
+            text += f"; they are in the checkpoint of step {saved}: {command}"
         return text

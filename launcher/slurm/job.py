@@ -161,7 +161,7 @@ class Job:
         if bad or len(nodes) == 1:
             return bad
         result, log_file = self.logs / "preflight_all.json", self.logs / "preflight_all.log"
-        command = self.torchrun(*doctor, "quick=true", f"json={result}", restarts=0, preflight=True)
+        command = self.torchrun(*doctor, "quick=true", f"out={result}", restarts=0, preflight=True)
         status = self._check(_PREFLIGHT_ALL_SECONDS, log_file, *command)
         if self.stopping:
             return []

@@ -35,7 +35,7 @@ def each(file: Path, nodes: Sequence[str], *, status: int) -> Problems:
 
 
 def together(file: Path, *, status: int) -> Problems:
-    """Problems found on all nodes together. file: the report of `launcher doctor json=FILE`."""
+    """Problems found on all nodes together. file: the report of `launcher doctor out=FILE`."""
     try:
         findings = json.loads(file.read_text())["findings"]
         bad = [finding for finding in findings if finding["state"] == "bad"]

@@ -448,3 +448,13 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         definition = rf"(def|class) {name}\b"
         modules = (REPOSITORY / "launcher").rglob("*.py")
         assert any(re.search(definition, module.read_text()) for module in modules), name
+
+
+def test_make_install_ends_with_two_commands():
+    """Which are valid, and need no activated environment."""
+    recipe = (REPOSITORY / "Makefile").read_text().partition("\ninstall: $(INSTALLED)\n")[2]
+    first, second = re.findall(r"'(?:next:)? +([^']+)'", recipe.partition("\n\n")[0])
+    assert first == "make train"
+    program, *words = second.split()
+    assert program == "$(BIN)/launcher"
+    assert re.match("|".join(NOT_RUN_HERE) + f"|{RUN_HERE}", f"launcher {shlex.join(words)}")

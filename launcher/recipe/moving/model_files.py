@@ -24,10 +24,8 @@ def check_model(c: Conversion) -> None:
     name = c.origins["model.path"].partition(": ")[2] or "model.path"
     chats = c.values.get("data.kind") == "chat" or c.values.get("data.prompt_format") == "chat"
     if chats and "data.chat_template" not in c.values and not _has_template(folder):
-        what = (
-            f"{model}: its tokenizer has no chat template, so training cannot start: name a file "
-        )
-        c.lose(name, f"{what}with one in data.chat_template")
+        what = f"{model}: its tokenizer has no chat template, so training cannot start: "
+        c.lose(name, f"{what}set data.chat_template, such as to chatml")
     targets, layers = c.values.get("lora.target_modules"), _layers(folder)
     if not isinstance(targets, list) or not layers:
         return

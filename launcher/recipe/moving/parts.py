@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.recipe.moving.conversion import Conversion, is_off
+from launcher.recipe.template_names import template_name
 
 _ADAMW = "adamw adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla"
 _ADAMW += " adamw_anyprecision optimi_adamw flash_adamw paged_adamw paged_adamw_32bit"
@@ -52,8 +53,22 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 """By the other tools' names."""
 
 OWN_TEMPLATE = (
-    "here the tokenizer's own chat template; data.chat_template names a file with another"
+    "here the tokenizer's own chat template; data.chat_template takes another, a name or a file"
 )
+_SAME_TEMPLATES = {
+    "axolotl": "chatml deepseek_v3 gemma gemma3 llama3 mistral_v1 mistral_v2v3 mistral_v3_tekken "
+    "mistral_v7_tekken phi_3 phi_35 qwen3 qwen_25",
+    "LLaMA-Factory": "chatml deepseek3 gemma gemma2 gemma3 gemma3n llama2 llama3 ministral mistral "
+    "mistral_small phi phi4 qwen qwen3 qwen3_nothink smollm yi zephyr",
+}
+"""The other tools' names of chat templates that have a name here, too."""
+_NEAR_TEMPLATES = {
+    ("axolotl", "mistral_v7_tekken"): "here without its default system prompt",
+    ("axolotl", "phi_3"): "here without the bos_token in front",
+    ("LLaMA-Factory", "zephyr"): "here with a line break after each turn, as the model has it, and "
+    "without its default system prompt",
+}
+"""How those of them differ that do."""
 _CROSS_ATTENTION = re.compile(r"llama-?3\.2-(11|90)b-vision|mllama")
 """Models that are refused with images."""
 _NOT_WITH_IMAGES = (
@@ -442,9 +457,20 @@ def quantization(c: Conversion, *, four: object, eight: object, origin: str) -> 
 
 
 def template(c: Conversion, key: str) -> None:
-    """The name of a chat template. Here the tokenizer's own is used, which is the same format if the
-    model has the name's family and number, as Qwen/Qwen3-8B has those of qwen3_nothink."""
+    """The name of a chat template. With images, and for names that are not known here, the tokenizer's
+    own is used, which is the same format if the model has the name's family and number."""
     name = str(c.given[key])
+    shows_images = c.shows_images or "processor_type" in c.given
+    known = template_name(name) if name in _SAME_TEMPLATES[c.tool].split() else None
+    if known is not None and not shows_images and "data.kind" not in c.values:
+        what = f"{key}: {name}; add chat_template: {known} to this section, with the data"
+        c.note("data.train", f"{c.tool}: {what}")
+        return
+    if known is not None and not shows_images:
+        c.set("data.chat_template", known, key)
+        if (difference := _NEAR_TEMPLATES.get((c.tool, name))) is not None:
+            c.differ("data.chat_template", difference)
+        return
     family = re.match(r"([a-z]+)[_-]?(\d?)", name.lower())
     model = str(c.values.get("model.path", "")).lower()
     found = re.findall(rf"{family[1]}[a-z]*[-_]?v?(\d?)", model) if family is not None else []

@@ -233,7 +233,10 @@ def _length(c: Conversion) -> None:
 def _tokenizer(c: Conversion) -> None:
     _, tokenizer = _component(c, "tokenizer")
     if not is_off(template := tokenizer.get("prompt_template")):
-        c.lose("tokenizer", f"prompt_template: {template}; {parts.OWN_TEMPLATE}")
+        if str(template).endswith(".ChatMLTemplate"):
+            c.set("data.chat_template", "chatml", "tokenizer")
+        else:
+            c.lose("tokenizer", f"prompt_template: {template}; {parts.OWN_TEMPLATE}")
 
 
 def _train(c: Conversion) -> None:

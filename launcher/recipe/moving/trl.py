@@ -207,7 +207,7 @@ def _train(c: Conversion, trainer: str) -> bool:
         if str(template).endswith((".jinja", ".jinja2")):
             c.set("data.chat_template", template, "chat_template_path")
         else:
-            c.lose("chat_template_path", f"{template}: save its chat template as a file")
+            c.lose("chat_template_path", f"{template}: {parts.OWN_TEMPLATE}")
     if not is_off(share := c.get("test_split_size")):
         c.set("data.validation_split", share, "test_split_size")
         return True

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from typer.core import TyperOption
 from launcher.cli import train
 from launcher.cli.main import app, main, run
 from launcher.cli.submit import sort_arguments
+from launcher.console import program
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.decode import dotted, keys
-from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, answer_to
+from launcher.recipe.load import load_recipe
+from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, OPTIONS, answer_to
 from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
 
@@ -92,7 +95,7 @@ def test_wrong_options_are_refused():
     known = "did you mean gpu_memory?; there are --nodes, --gpus, --gpu, "
     for word, problem in {
         "gpu_memry=80GiB": f"gpu_memry=80GiB: not an option of launcher plan; {known}",
-        "--jsn": "No such option: --jsn",
+        "--jsn": "--jsn: not an option of launcher plan; did you mean json?; there are --nodes, ",
         "json=yes": "json=yes: must be true or false",
         "nodes=0": "Invalid value for '--nodes': ",
         "lr=0.1": "lr=0.1: did you mean optimizer.learning_rate?",
@@ -132,7 +135,7 @@ def test_an_argument_of_another_command_is_taken_or_that_command_is_named(folder
         assert main([command, "recipe=x.yaml", *arguments]) == 2
         assert problem in capsys.readouterr().err
     for words, problem in {
-        ("export", "run=a", "out=b"): "out=b: give it without out=: launcher export RUN_DIR OUT",
+        ("export", "run=a", "out=b"): "run=a: give it without run=: launcher export RUN_DIR OUT",
         ("status", "run_dir=a"): "run_dir=a: give it without run_dir=: launcher status RUN_DIR",
         (
             "status",
@@ -163,6 +166,110 @@ def test_folders_of_outputs_are_made_before_the_work(folder, capsys):
             capsys.readouterr()
             assert main([word.format(path) for word in command]) == 2
             assert problem in capsys.readouterr().err
+
+
+def test_what_a_command_writes_is_named_out(folder, capsys):
+    """The older names are output, html and json, and for export an argument without a name."""
+    (folder / "runs/one").mkdir(parents=True)
+    (folder / "a.yaml").write_text("model_name_or_path: a/b\nstage: pt\ndataset: x.txt\n")
+    (folder / "x.txt").write_text("x")
+    new = ["new", "from=a.yaml", "data=x.txt"]
+    for command, older in (
+        (["plan", "recipe=x.yaml", "gpu=h100", "gpus=1"], "html={}"),
+        (["inspect", "recipe=x.yaml"], "html={}"),
+        (["doctor"], "json={}"),
+        (new, "output={}"),
+        (["export", "runs/one"], "{}"),
+    ):
+        for word in ("out={}", older):
+            capsys.readouterr()
+            assert main([*command, word.format("runs")]) == 2
+            problem = capsys.readouterr().err
+            assert "out=runs: is a folder; name a file in it" in problem or command[0] == "export"
+            assert "not an option" not in problem
+    assert main([*new, "out=new/one.yaml"]) == main([*new, "--output", "new/two.yaml"]) != 2
+    one, two = ((folder / f"new/{name}.yaml").read_text() for name in ("one", "two"))
+    assert one == two
+
+
+def test_export_takes_its_folder_by_name_or_by_place(folder, capsys):
+    for words, problem in {
+        (): "missing; give out=FOLDER, the folder to write",
+        ("a", "out=b"): "a and out=b: give one of them as out=FOLDER, the folder to write",
+        ("out=a",): "no such folder: runs/gone",
+        ("--out", "a"): "no such folder: runs/gone",
+        ("a",): "no such folder: runs/gone",
+    }.items():
+        assert main(["export", "runs/gone", *words]) == 2
+        assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["report", "a", "--output", "x"], "--output: did you mean out?"),
+        (["report", "a", "-o", "x"], "-o: did you mean out?"),
+        (["export", "a", "output_dir=x"], "output_dir=x: did you mean out?"),
+        (["plan", "recipe=fsdp", "output=x"], "output=x: did you mean out?"),
+        (["train", "recipe=fsdp", "--output", "x"], "--output: did you mean run.dir?"),
+        (["train", "recipe=fsdp", "out=x"], "out=x: did you mean run.dir?"),
+        (["train", "recipe=fsdp", "devices=2"], "devices=2: did you mean gpus?"),
+        (
+            ["train", "--config", "a.yaml"],
+            "--config: did you mean recipe=FILE? model.config is the",
+        ),
+        (["train", "--batch-size", "8"], "--batch-size: batch.global_batch_size is that of an"),
+        (["chat", "a", "--max-length=3"], "--max-length=3: did you mean max_new_tokens?"),
+        (["new", "model_name_or_path=a", "data=b"], "model_name_or_path=a: did you mean model?"),
+        (
+            ["train", "recipe=fsdp", "learningrate=1"],
+            "learningrate=1: not an option of launcher train; did you mean optimizer.learning_rate?",
+        ),
+        (
+            ["status", "a", "--loss"],
+            "--loss: not an option of launcher status; launcher rows takes it",
+        ),
+    ],
+)
+def test_options_of_other_programs_are_answered_by_what_they_mean(words, problem, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"command line: {problem}")
+
+
+def test_options_of_other_programs_are_those_of_no_command():
+    options = {
+        name.removeprefix("--").replace("-", "_")
+        for command in COMMANDS.values()
+        for param in command.params
+        for name in param.opts
+    }
+    assert options >= {*OPTIONS} - {"recipe"}
+    for name, others in OPTIONS.items():
+        assert name not in others.split()
+
+
+def test_commands_to_paste_name_the_program_that_a_shell_finds(tmp_path, monkeypatch):
+    """Without activation that is the path of this environment's."""
+    folder = tmp_path / "here" / ".venv/bin"
+    folder.mkdir(parents=True)
+    for name in ("python", "launcher"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == ".venv/bin/launcher"
+    monkeypatch.chdir(folder)
+    assert program() == "./launcher"
+    monkeypatch.chdir("/")
+    assert program() == str(folder / "launcher").removeprefix("/")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert program() == str(folder / "launcher")
+    monkeypatch.setenv("PATH", str(folder))
+    assert program() == "launcher"
+    (folder / "launcher").unlink()
+    assert program() == f"{folder / 'python'} -m launcher"
 
 
 def test_names_of_other_tools_are_names_of_keys():
@@ -427,3 +534,19 @@ def test_a_machine_that_loses_the_store_after_a_refusal_was_refused(
     assert train._run_agent(["--nproc-per-node=1", "-m", "launcher.train"]) == status
     assert ("did not meet" in capsys.readouterr().err) is not refused
     assert not Path(os.environ.pop("LAUNCHER_REFUSED")).exists()
+
+
+def test_the_commands_at_the_end_of_a_run_can_be_pasted(tmp_path, monkeypatch):
+    from launcher.run.reporting import next_commands
+
+    monkeypatch.setattr("launcher.run.reporting.program", lambda: ".venv/bin/launcher")
+    recipe = load_recipe(["recipe=quickstart"], ranks=1).recipe
+    run_folder = tmp_path / "a run"
+    run_folder.mkdir()
+    chat, report, export = next_commands(run_folder, recipe, saved=True, exported=True)
+    for line, name in ((chat, "chat"), (report, "report"), (export, "export")):
+        program, command, *words = shlex.split(line)
+        assert (program, command) == (".venv/bin/launcher", name)
+        COMMANDS[name].make_context(name, [*words], parent=GROUP.make_context("launcher", [name]))
+    assert export.endswith("/a run' out='exported/a run'")
+    assert next_commands(run_folder, recipe, saved=False, exported=False) == [report]

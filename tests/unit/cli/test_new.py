@@ -31,6 +31,12 @@ CONFIG = {
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
+@pytest.fixture(autouse=True)
+def _activated(monkeypatch):
+    """A shell finds the launcher by its name."""
+    monkeypatch.setattr("launcher.cli.new.program", lambda: "launcher")
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests of the pages of `launcher report` and `launcher plan --html`, in a real browser."""
+"""Tests of the pages of `launcher report` and `launcher plan out=FILE`, in a real browser."""
 
 import json
 import math

@@ -174,7 +174,11 @@ AXOLOTL_KEYS = [
     ("tokens: ['<tool>']", {"model.new_tokens": ["<tool>"]}),
     ("fp16: true\nbf16: false", {"strategy.mixed_precision.param_dtype": "float16"}),
     ("tf32: false", {"run.float32_matmul": "highest"}),
-    ("chat_template: qwen3", {"data.kind": "chat"}),
+    ("chat_template: qwen3", {"data.kind": "chat", "data.chat_template": "qwen3"}),
+    ("chat_template: chatml", {"data.chat_template": "chatml"}),
+    ("chat_template: qwen_25", {"data.chat_template": "qwen2_5"}),
+    ("chat_template: qwen3_5", {"data.chat_template": None}),  # the tokenizer's own
+    ("chat_template: qwen3\nprocessor_type: AutoProcessor", {"data.chat_template": None}),
     ("chat_template: tokenizer_default", {"data.kind": "chat"}),
     ("plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true", {}),
 ]  # fmt: skip
@@ -201,14 +205,14 @@ LOST = [
     ("adapter: lora\nlora_r: 8\nlora_target_modules: 'a(b+c)?.*'", "lora_target_modules"),
     ("tensor_parallel_size: 8", "tensor_parallel_size"),  # of 4 ranks
     ("seed: -1", "seed"),
-    ("chat_template: chatml", "chat_template"),
+    ("chat_template: command_a", "chat_template"),
     (
         "datasets: [{path: a/b, type: chat_template, field_thinking: why}]",
         "datasets.field_thinking",
     ),
     ("datasets: [{path: a/b, type: chat_template, a_new_key: 1}]", "datasets.a_new_key"),
     ("datasets: [{path: a/b, type: chat_template, roles: {user: [ghost]}}]", "datasets.roles"),
-    ("chat_template: qwen_25", "chat_template"),
+    ("chat_template: metharme", "chat_template"),
 ]
 
 
@@ -665,6 +669,45 @@ def test_what_trains_a_bit_differently_is_a_group_of_its_own(tmp_path, monkeypat
         assert expected in group, name
         assert expected[:40] in written.replace("\n  # ", " "), name
         assert status == 0, told
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "difference"),
+    [
+        ("qwen", "qwen2_5", None),
+        ("gemma3", "gemma", None),
+        ("llama3", "llama3", None),
+        ("mistral_small", "mistral_v7_tekken", None),
+        ("zephyr", "zephyr", "here with a line break after each turn"),
+    ],
+)
+def test_names_of_templates_of_llama_factory(tmp_path, template, name, difference):
+    """Of base models, too, whose tokenizers have none."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text('{"questions": {"file_name": "q.json"}}')
+    result = converted(tmp_path, LLAMA_FACTORY.replace("qwen3", template))
+    assert parse_yaml(result.text)[0]["data"]["chat_template"] == name
+    assert result.lost == {}
+    assert (difference or "") in result.differs.get("template", "")
+    assert ("template" in result.differs) == (difference is not None)
+
+
+def test_a_template_whose_data_is_not_here_becomes_a_line_to_add(tmp_path):
+    """A recipe whose kind of data is not known cannot have a template."""
+    result = converted(tmp_path, LLAMA_FACTORY)
+    assert list(result.lost) == ["dataset"]
+    added = "template: qwen3; add chat_template: qwen3 to this section, with the data"
+    assert f"LLaMA-Factory: {added}" in result.text.replace("\n  # ", " ")
+
+
+def test_chatml_of_torchtune_is_kept(tmp_path):
+    chat = TORCHTUNE.replace("alpaca_cleaned_dataset", "chat_dataset, source: a/b")
+    named = chat.replace("max_seq_len: 512", "max_seq_len: 512, prompt_template: {}")
+    found, lost = values(tmp_path, named.replace("{}", "torchtune.data.ChatMLTemplate", 1))
+    assert found["data.chat_template"] == "chatml"
+    assert "tokenizer" not in lost
+    _, lost = values(tmp_path, named.replace("{}", "mine.Template", 1))
+    assert lost["tokenizer"].startswith("prompt_template: mine.Template; here the tokenizer's own")
 
 
 def test_a_recipe_that_cannot_start_ends_with_status_3(tmp_path, monkeypatch, capsys):

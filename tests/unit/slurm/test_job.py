@@ -197,7 +197,7 @@ _INDIVISIBLE = "64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24"
         ("sbatch_extra=rm", "...must be options, --name or --name=value; got 'rm'"),
         ("sbatch_extra=--exclusive --account=x", "...must be options, --name or --name=value..."),
         ("slurm.environment={A B: x}", "...must be the name of an environment variable..."),
-        ("--wiat", "command line: No such option: --wiat...--wait..."),
+        ("--wiat", "command line: --wiat: not an option of launcher submit; did you mean wait?..."),
         (
             "model.config.hiden_size=64",
             "command line: model.config.hiden_size=64: unknown key; did you mean hidden_size?",
